@@ -1,0 +1,51 @@
+# Two commands: `make demo` trains a model on a worker process, `make test` runs every test.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-slow test-deep lint bench clean
+
+help:
+	@echo "make demo       train on the digits data set, on one CPU worker process"
+	@echo "make test       every test: the fast ones in parallel, then the slow ones"
+	@echo "make test-deep  property tests with many more examples"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
+
+setup: $(STAMP)
+
+# The stamp makes the second call quick: pip runs again only when the dependencies changed.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e ".[dev,examples]" -c constraints.txt
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_digits.py
+
+test: test-fast test-slow
+
+test-fast: $(STAMP)
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+
+test-slow: test-fast
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow
+
+test-deep: $(STAMP)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property --timeout 3600
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run
+
+bench: $(STAMP)
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

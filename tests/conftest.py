@@ -1,0 +1,85 @@
+"""Settings that every test shares: one thread, repeatable draws, no process left behind."""
+
+import os
+
+# Read by OpenMP when torch loads its library, so they must stand before the import below.
+# One thread makes sums bit-exact; passive waiting keeps idle threads off the shared cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["GOMP_SPINCOUNT"] = "0"
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Tests compare bits with eager torch, and a sum over two threads adds in another order.
+torch.set_num_threads(1)
+
+CHILD_EXIT_SECONDS = 5.0
+
+settings.register_profile(
+    "ci",
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "deep",
+    max_examples=5_000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def child_pids() -> set[int]:
+    """Direct children of this process, zombies included."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/children") as file:
+                found.update(int(pid) for pid in file.read().split())
+        except FileNotFoundError:  # the thread ended between the listing and the read
+            continue
+    return found
+
+
+def is_python_bookkeeping(process: psutil.Process) -> bool:
+    """multiprocessing's own tracker lives as long as the interpreter, by design."""
+    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+
+
+def left_behind(before: set[int]) -> list[str]:
+    """Children that started since `before` and are still there after a grace period."""
+    started = []
+    for pid in child_pids() - before:
+        try:
+            process = psutil.Process(pid)
+            if not is_python_bookkeeping(process):
+                started.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(started, timeout=CHILD_EXIT_SECONDS)
+    return [describe(process) for process in alive]
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"pid {process.pid} ({process.status()}): {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"pid {process.pid}"
+
+
+@pytest.fixture(autouse=True)
+def no_child_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a child process; wider fixtures open theirs before this runs."""
+    before = child_pids()
+    yield
+    alive = left_behind(before)
+    assert not alive, "child processes left behind:\n" + "\n".join(alive)

@@ -1,0 +1,200 @@
+"""Imports inside lazygt point down, form no cycle, and stand at the top of their file."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lazygt"
+
+# From the bottom up. Modules in one inner group may import each other (without a cycle);
+# two groups in one row are strangers. "lazygt" is the package's own __init__.
+LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
+    (frozenset({"errors", "config"}),),
+    (frozenset({"graph"}),),
+    (frozenset({"passes"}), frozenset({"transfer"})),
+    (frozenset({"runtime"}),),
+    (frozenset({"recorder", "device", "tensor"}),),
+    (frozenset({"session", "function", "sharding"}),),
+    (frozenset({"cli", "doctor", "lazygt", "__main__"}),),
+)
+# Besides the rows: pairs that a downward rule alone would allow.
+FORBIDDEN = {("runtime", "passes"): "the runtime runs plans and never makes them"}
+
+REASON = re.compile(r"#.*\bwhy: \S")
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    line: int
+    inside_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(package.rglob("*.py"))}
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom, package: str, known: set[str]) -> list[str]:
+    """The lazygt modules that one import statement names."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+        return [name for name in names if name.split(".")[0] == "lazygt"]
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*above, *([node.module] if node.module else [])])
+    if base.split(".")[0] != "lazygt":
+        return []
+    full = [f"{base}.{alias.name}" for alias in node.names]
+    return [name if name in known else base for name in full]
+
+
+def read_imports(name: str, path: Path, known: set[str], source: str | None = None) -> list[Import]:
+    tree = ast.parse(source if source is not None else path.read_text())
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return [
+        Import(name, target, node.lineno, inside)
+        for node, inside in walk_imports(tree)
+        for target in dict.fromkeys(imported_modules(node, package, known))
+    ]
+
+
+def walk_imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, inside
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from walk_imports(node, inside or is_function)
+
+
+def all_imports() -> list[Import]:
+    found = modules()
+    return [entry for name, path in found.items() for entry in read_imports(name, path, set(found))]
+
+
+def group_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def layer_of(group: str) -> tuple[int, frozenset[str]]:
+    for height, row in enumerate(LAYERS):
+        for members in row:
+            if group in members:
+                return height, members
+    raise AssertionError(f"lazygt.{group} stands in no layer: add it to LAYERS")
+
+
+def complaint(entry: Import) -> str | None:
+    """Why this import is not allowed, or None."""
+    source, target = group_of(entry.importer), group_of(entry.imported)
+    if (source, target) in FORBIDDEN:
+        return FORBIDDEN[source, target]
+    source_height, source_members = layer_of(source)
+    target_height, target_members = layer_of(target)
+    if target_height > source_height:
+        return "points up"
+    if target_height == source_height and target_members != source_members:
+        return "points sideways"
+    return None
+
+
+def test_every_module_has_a_layer() -> None:
+    for name in modules():
+        layer_of(group_of(name))
+
+
+def test_imports_point_down() -> None:
+    wrong = [f"{entry}: {why}" for entry in all_imports() if (why := complaint(entry))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycle() -> None:
+    graph = nx.DiGraph()
+    graph.add_edges_from(
+        (entry.importer, entry.imported)
+        for entry in all_imports()
+        if entry.importer != entry.imported
+    )
+    cycles = [" -> ".join(cycle) for cycle in nx.simple_cycles(graph)]
+    assert not cycles, "\n".join(cycles)
+
+
+def test_imports_inside_functions_state_a_reason() -> None:
+    """A late import (of anything, not only of lazygt) needs `# why: ...` on or above its line."""
+    wrong = []
+    for name, path in modules().items():
+        source = path.read_text()
+        wrong += [f"{name}:{line}" for line in unexplained(source)]
+    assert not wrong, "imports inside functions without `# why: ...`:\n" + "\n".join(wrong)
+
+
+def unexplained(source: str) -> list[int]:
+    lines = source.splitlines()
+    return [
+        node.lineno
+        for node, inside in walk_imports(ast.parse(source))
+        if inside and not has_reason(lines, node.lineno, node.end_lineno or node.lineno)
+    ]
+
+
+def has_reason(lines: list[str], first: int, last: int) -> bool:
+    """A `# why:` on the statement, or in the block of comments and imports just above it."""
+    if any(REASON.search(line) for line in lines[first - 1 : last]):
+        return True
+    for line in reversed(lines[: first - 1]):
+        if REASON.search(line):
+            return True
+        if not line.strip().startswith(("#", "import ", "from ")):
+            return False
+    return False
+
+
+# The tests below hold the reader itself to account, with sources that break each rule.
+
+
+@pytest.mark.parametrize(
+    ("importer", "source", "expected"),
+    [
+        ("lazygt.graph.node", "from lazygt.runtime import plan", "points up"),
+        ("lazygt.graph.node", "import lazygt", "points up"),
+        ("lazygt.runtime.plan", "from lazygt.passes.base import Pass", "never makes them"),
+        ("lazygt.transfer.base", "from lazygt.passes import base", "points sideways"),
+        ("lazygt.runtime.plan", "def f():\n    from ..session import x", "points up"),
+        ("lazygt.session", "from lazygt.graph.node import Node", None),
+        ("lazygt.tensor", "from lazygt import errors", None),
+        ("lazygt.tensor", "import torch", None),
+    ],
+)
+def test_reader_sees(importer: str, source: str, expected: str | None) -> None:
+    known = {"lazygt.errors", "lazygt.runtime.plan", "lazygt.passes.base", "lazygt.session"}
+    path = PACKAGE / "x.py"
+    found = [complaint(entry) for entry in read_imports(importer, path, known, source)]
+    reasons = [why for why in found if why]
+    if expected is None:
+        assert not reasons
+    else:
+        assert expected in reasons[0]
+
+
+def test_reader_wants_a_reason_for_a_late_import() -> None:
+    assert unexplained("def f():\n    import torch\n") == [2]
+    assert unexplained("def f():\n    import torch  # noqa: PLC0415\n") == [2]
+    assert unexplained("def f():\n    import torch  # why: torch takes a second to load\n") == []
+    assert unexplained("def f():\n    # why: slow\n    import torch\n    import numpy\n") == []
+    assert unexplained("import torch\n") == []
