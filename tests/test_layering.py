@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"graph"}),),
     (frozenset({"passes"}), frozenset({"transfer"})),
     (frozenset({"runtime"}),),
-    (frozenset({"recorder", "device", "tensor"}),),
+    (frozenset({"trie", "recorder", "device", "tensor"}),),
     (frozenset({"session", "function", "sharding"}),),
     (frozenset({"cli", "doctor", "lazygt", "__main__"}),),
 )
