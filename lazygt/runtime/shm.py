@@ -1,0 +1,331 @@
+"""Shared memory for large tensors: one copy in, mapped by every process of the host.
+
+An `Arena` lies over a memfd. One process owns it (allocates and frees); others map it. The memfd
+is made before the workers start and inherited by them, so nothing has a name in a file system and
+the kernel frees the memory with the last process that holds it.
+
+Layout of the memfd::
+
+    | header page | segment 0: size B | segment 1: size 2B | segment 2: size 4B | ...
+
+B stands in the header, so an offset alone tells every process which segment it lies in. A segment
+is mapped when it is first used and never moves, so a view stays valid while the arena grows. Pages
+are faulted in as the high-water mark rises, once, off the hot path: a first touch costs ten times
+as much as a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from lazygt.errors import ProtocolError
+
+ALIGNMENT = 256
+"""Every slot starts at a multiple of this many bytes, as CUDA and SIMD kernels like it."""
+
+_PAGE = mmap.PAGESIZE
+_HEADER = struct.Struct("<8sQ")
+_MAGIC = b"lazygt\x00\x01"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14); not named by Python's mmap module
+_POPULATE_STEP = 16 << 20
+# Not named by Python's fcntl module everywhere: forbid shrinking, which would be a SIGBUS elsewhere
+_ADD_SEALS, _SEAL_SHRINK = 1033, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A piece of an arena: where it begins and its length, both in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One mapping, and, for the owner, the free ranges in it (sorted, never touching)."""
+
+    start: int
+    nbytes: int
+    memory: mmap.mmap
+    free: list[tuple[int, int]] = field(default_factory=list)
+    populated: int = 0
+
+
+class Arena:
+    """A growing region of shared memory. Make it with `create`, `own` or `attach`.
+
+    The owner's methods may be called from several threads; `free` may also be called from a
+    finalizer, even one that runs while the same thread is inside another method.
+    """
+
+    def __init__(self, fd: int, first_bytes: int, *, owner: bool) -> None:
+        self.fd = fd
+        self._first = first_bytes
+        self._owner = owner
+        self._segments: dict[int, _Segment] = {}
+        self._slots: dict[int, int] = {}
+        self._in_use = 0
+        self._freed: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, initial_bytes: int = 64 << 20) -> Arena:
+        """Make a new arena that this process owns. No memory is used before it is allocated."""
+        return cls.own(create_memory(initial_bytes))
+
+    @classmethod
+    def own(cls, fd: int) -> Arena:
+        """Take over, as the one that allocates, a memfd that `create_memory` made."""
+        return cls(fd, _read_header(fd), owner=True)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map an arena that another process owns. The arena closes ``fd`` when it is closed."""
+        return cls(fd, _read_header(fd), owner=False)
+
+    # -- the owner ---------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Slot:
+        """A slot of at least ``nbytes`` contiguous bytes.
+
+        Raises:
+            MemoryError: the machine has no memory left for it.
+        """
+        self._check_owner()
+        size = max(_round_up(nbytes, ALIGNMENT), ALIGNMENT)
+        with self._lock:
+            self._drain_freed()
+            offset = self._take(size)
+            self._slots[offset] = size
+            self._in_use += size
+        return Slot(offset, nbytes)
+
+    def put(self, source: torch.Tensor) -> Slot:
+        """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads."""
+        slot = self.allocate(source.numel() * source.element_size())
+        if slot.nbytes:
+            target = self.view(slot.offset, slot.nbytes).view(source.dtype)
+            target.view(source.shape).copy_(source)
+        return slot
+
+    def free(self, offset: int) -> None:
+        """Give a slot back. An unknown offset raises ValueError here or at the next call."""
+        self._check_owner()
+        self._freed.append(offset)
+        # This may run in a finalizer, inside `allocate` of this very thread: never wait for the
+        # lock. Whoever holds it, or the next caller, drains the queue.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain_freed()
+            finally:
+                self._lock.release()
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of all slots allocated and not yet freed, rounded up to `ALIGNMENT`."""
+        with self._lock:
+            self._drain_freed()
+            return self._in_use
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of memory that the arena has touched and keeps for reuse."""
+        with self._lock:
+            return sum(segment.populated for segment in self._segments.values())
+
+    def trim(self) -> None:
+        """Return the memory of segments that hold no slot to the machine."""
+        self._check_owner()
+        with self._lock:
+            self._drain_freed()
+            for segment in self._segments.values():
+                if segment.free == [(0, segment.nbytes)] and segment.populated:
+                    segment.memory.madvise(mmap.MADV_REMOVE)
+                    segment.populated = 0
+
+    # -- everyone ----------------------------------------------------------------------------
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes at ``offset`` as a uint8 tensor of shape ``(nbytes,)``; nothing is copied.
+
+        Raises:
+            ProtocolError: the range does not lie inside one segment of the arena.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._buffer(offset, nbytes), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the memfd and drop the mappings; views that live on keep theirs. Idempotent."""
+        self._closer()
+        with self._lock:
+            for segment in self._segments.values():
+                _unmap(segment.memory)
+            self._segments.clear()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _check_owner(self) -> None:
+        if not self._owner:
+            raise ValueError("this process only maps the arena; its owner allocates and frees")
+
+    def _buffer(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        index = self._index_of(offset, nbytes)
+        segment = self._segments.get(index)
+        if segment is None:
+            with self._lock:
+                segment = self._segments.get(index) or self._map(index)
+        return (ctypes.c_ubyte * nbytes).from_buffer(segment.memory, offset - segment.start)
+
+    def _index_of(self, offset: int, nbytes: int) -> int:
+        """The segment that holds the range: segment k begins at header + B * (2**k - 1)."""
+        if offset >= _PAGE and nbytes > 0:
+            index = ((offset - _PAGE) // self._first + 1).bit_length() - 1
+            if offset + nbytes <= self._start(index + 1):
+                return index
+        raise ProtocolError(f"no segment of the arena holds {nbytes} bytes at offset {offset}")
+
+    def _start(self, index: int) -> int:
+        return _PAGE + self._first * ((1 << index) - 1)
+
+    def _map(self, index: int) -> _Segment:
+        if not self._closer.alive:
+            raise ValueError("the arena is closed")
+        start, nbytes = self._start(index), self._first << index
+        if os.fstat(self.fd).st_size < start + nbytes:
+            if not self._owner:
+                raise ProtocolError(f"offset {start} lies beyond the end of the arena")
+            os.ftruncate(self.fd, start + nbytes)
+        segment = _Segment(start, nbytes, mmap.mmap(self.fd, nbytes, offset=start))
+        self._segments[index] = segment
+        return segment
+
+    def _take(self, size: int) -> int:
+        for segment in self._fitting(size):
+            for place, (begin, end) in enumerate(segment.free):
+                if end - begin >= size:
+                    self._populate(segment, begin + size)
+                    if end - begin == size:
+                        del segment.free[place]
+                    else:
+                        segment.free[place] = (begin + size, end)
+                    return segment.start + begin
+        raise AssertionError("unreachable: _fitting ends with an empty segment that is big enough")
+
+    def _fitting(self, size: int) -> Iterator[_Segment]:
+        """Mapped segments in order, then a new one: the smallest still unmapped that fits."""
+        yield from list(self._segments.values())
+        index = 0
+        while index in self._segments or self._first << index < size:
+            index += 1
+        try:
+            segment = self._map(index)
+        except OSError as error:
+            raise MemoryError(f"the arena cannot grow by {self._first << index} bytes") from error
+        segment.free.append((0, segment.nbytes))
+        yield segment
+
+    def _populate(self, segment: _Segment, upto: int) -> None:
+        if upto <= segment.populated:
+            return
+        # In steps, so that many small slots do not each pay for a system call.
+        target = min(_round_up(upto, _POPULATE_STEP), segment.nbytes)
+        begin = segment.populated
+        try:
+            try:
+                segment.memory.madvise(_POPULATE_WRITE, begin, target - begin)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # A kernel before 5.14: reserve the pages, so that a full machine is an error
+                # here and not a SIGBUS in the middle of a copy.
+                os.posix_fallocate(self.fd, segment.start + begin, target - begin)
+        except OSError as error:
+            raise MemoryError(f"no memory for {target - begin} bytes of the arena") from error
+        segment.populated = target
+
+    def _drain_freed(self) -> None:
+        while self._freed:
+            offset = self._freed.popleft()
+            size = self._slots.pop(offset, None)
+            if size is None:
+                raise ValueError(f"offset {offset} is not an allocated slot of the arena")
+            self._in_use -= size
+            segment = self._segments[self._index_of(offset, size)]
+            _give_back(segment.free, offset - segment.start, size)
+
+
+def create_memory(initial_bytes: int = 64 << 20) -> int:
+    """A new memfd with an arena's header, for another process to `Arena.own`. Returns the fd."""
+    first = max(_round_up(initial_bytes, _PAGE), _PAGE)
+    fd = os.memfd_create("lazygt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _PAGE)
+    os.pwrite(fd, _HEADER.pack(_MAGIC, first), 0)
+    fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SHRINK)
+    return fd
+
+
+def tensor_over(
+    arena: Arena, offset: int, nbytes: int, on_release: Callable[[int], object]
+) -> torch.Tensor:
+    """A uint8 tensor over a slot that says when its memory may be reused.
+
+    ``on_release(offset)`` is called exactly once, when the last tensor or NumPy view of the
+    memory has died, from whichever thread dropped it and possibly inside garbage collection: it
+    must not wait for a lock. ``deque.append`` and `Arena.free` are fit for it.
+
+    Raises:
+        ProtocolError: the range does not lie inside one segment of the arena.
+    """
+    if nbytes == 0:
+        on_release(offset)
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = arena._buffer(offset, nbytes)
+    # torch keeps the buffer object alive exactly as long as the storage.
+    weakref.finalize(buffer, on_release, offset).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _read_header(fd: int) -> int:
+    magic, first = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+    if magic != _MAGIC:
+        raise ProtocolError(f"file descriptor {fd} is not an arena of this version")
+    return int(first)
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _give_back(free: list[tuple[int, int]], begin: int, size: int) -> None:
+    """Insert a range into a sorted free list and join it with its neighbours."""
+    end = begin + size
+    place = bisect_left(free, (begin, end))
+    if place < len(free) and free[place][0] == end:
+        end = free.pop(place)[1]
+    if place and free[place - 1][1] == begin:
+        place -= 1
+        begin = free.pop(place)[0]
+    free.insert(place, (begin, end))
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    try:
+        memory.close()
+    except BufferError:
+        # A tensor still looks at it: the mapping goes when that tensor goes.
+        return
