@@ -1,0 +1,82 @@
+"""The harness keeps its promises, and every benchmark still runs in a short form."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_cases_take_turns() -> None:
+    order: list[str] = []
+
+    def case(name: str, figure: float) -> float:
+        order.append(name)
+        return figure
+
+    found = harness.interleave({"a": lambda: case("a", 3.0), "b": lambda: case("b", 1.5)}, 2)
+    assert order == ["a", "b", "a", "b"]
+    assert found["a"].rounds == (3.0, 3.0)
+    assert harness.ratio(found["a"], found["b"]) == 2.0
+
+
+def test_ratio_compares_neighbours() -> None:
+    # The machine was ten times slower in the second round; the ratio does not notice.
+    ours, peer = harness.Measured((2.0, 20.0, 2.0)), harness.Measured((1.0, 10.0, 1.0))
+    assert harness.ratio(ours, peer) == 2.0
+
+
+def test_a_row_must_fill_the_columns() -> None:
+    report = harness.Report("x", "X", ["one", "two"])
+    with pytest.raises(ValueError, match="1 cells for 2 columns"):
+        report.add("1")
+
+
+def test_results_replace_their_own_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    path = tmp_path / "RESULTS.md"
+    harness.keep("b", "## b\n\nfirst\n", path)
+    harness.keep("a", "## a\n\nother\n", path)
+    harness.keep("b", "## b\n\nsecond\n", path)
+    assert path.read_text() == "# Results\n\n## a\n\nother\n\n## b\n\nsecond\n"
+
+
+def test_markdown_names_commit_and_machine() -> None:
+    report = harness.Report("x", "Title", ["one", "two"])
+    report.add("1", "2")
+    text = report.markdown()
+    assert text.startswith("## x\n\nTitle\n\n")
+    assert "torch" in text
+    assert "cores" in text
+    assert "| one | two |\n|---|---|\n| 1 | 2 |\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("record_cost", "--rounds 1 --ops 20", "a + b with grad"),
+        ("step_messages", "--steps 5 --executor inline", "times fewer"),
+        ("training_steps", "--rounds 1 --only MLP", "MLP 784-512-512-10, Adam"),
+        ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
+        ("startup", "--rounds 1", "close the session"),
+        ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
+    ],
+)
+def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert expected in done.stdout
