@@ -1,0 +1,213 @@
+"""What this machine has, and whether a session works on it: `lazygt doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+OLDEST_TORCH = (2, 11)
+OLDEST_PYTHON = (3, 11)
+LITTLE_MEMORY = 2 << 30
+
+Status = Literal["ok", "warn", "fail"]
+SessionFactory = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `fail`: lazygt can't work; `warn`: it works, but less well than it could."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+def report(open_session: SessionFactory | None = None) -> list[Check]:
+    """Everything there is to say about this machine, in reading order.
+
+    Args:
+        open_session: opens a session with one worker, as `lazygt.session` does. Without it no
+            session is tried.
+    """
+    checks = [
+        python(),
+        torch_version(),
+        cuda(),
+        collectives(),
+        compiler(),
+        cores(),
+        threads(),
+        memory(),
+        memfd(),
+        pidfd(),
+    ]
+    return checks if open_session is None else [*checks, session(open_session)]
+
+
+def python() -> Check:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < OLDEST_PYTHON:
+        return Check("python", "fail", detail, "lazygt needs Python 3.11 or newer")
+    if platform.system() != "Linux":
+        return Check("python", "warn", detail, "worker processes are tested on Linux only")
+    return Check("python", "ok", detail)
+
+
+def torch_version() -> Check:
+    if version_of(torch.__version__) < OLDEST_TORCH:
+        return Check("torch", "fail", torch.__version__, "install torch 2.11 or newer")
+    return Check("torch", "ok", torch.__version__)
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0a0+cpu"."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def cuda() -> Check:
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        advice = ""
+        if torch.version.cuda and Path("/proc/driver/nvidia").exists():
+            advice = "a driver is loaded but torch sees no GPU: compare its version with torch's"
+        status: Status = "warn" if advice else "ok"
+        return Check("cuda", status, f"no GPU; torch is {built}; workers run on the CPU", advice)
+    return Check("cuda", "ok", "; ".join(map(gpu, range(torch.cuda.device_count()))))
+
+
+def gpu(index: int) -> str:
+    facts = torch.cuda.get_device_properties(index)
+    return f"{index}: {facts.name}, {gib(facts.total_memory)}"
+
+
+def collectives() -> Check:
+    if not torch.distributed.is_available():
+        advice = "this torch has no distributed package: only one worker can be used"
+        return Check("collectives", "warn", "none", advice)
+    found = [
+        name
+        for name, there in (
+            ("NCCL", torch.distributed.is_nccl_available()),
+            ("Gloo", torch.distributed.is_gloo_available()),
+        )
+        if there
+    ]
+    if torch.cuda.device_count() > 1 and "NCCL" not in found:
+        return Check("collectives", "warn", ", ".join(found), "several GPUs, but torch has no NCCL")
+    return Check("collectives", "ok" if found else "warn", ", ".join(found) or "none")
+
+
+def compiler() -> Check:
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            return Check("compiler", "ok", path)
+    advice = "install g++ or clang++, or set CXX: without one no plan can be compiled for the CPU"
+    return Check("compiler", "warn", "no C++ compiler", advice)
+
+
+def cores() -> Check:
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    detail = f"{usable} of {there} usable, load {os.getloadavg()[0]:.1f}"
+    quota = cpu_quota()
+    if quota is not None and quota < usable:
+        advice = f"the container may use {quota:g} cores: pass threads= to lazygt.session"
+        return Check("cores", "warn", f"{detail}, quota {quota:g}", advice)
+    if usable == 1:
+        return Check("cores", "warn", detail, "client and worker share the only core")
+    return Check("cores", "ok", detail)
+
+
+def cpu_quota() -> float | None:
+    """Cores that the control group allows, or None where it sets no bound."""
+    words = read_words("/sys/fs/cgroup/cpu.max")
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def threads() -> Check:
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    detail = f"torch uses {torch.get_num_threads()}; {', '.join(found) or 'no OMP_* variable set'}"
+    if torch.get_num_threads() > len(os.sched_getaffinity(0)):
+        return Check("threads", "warn", detail, "more threads than cores: lower OMP_NUM_THREADS")
+    return Check("threads", "ok", detail)
+
+
+def memory() -> Check:
+    available = available_memory()
+    if available is None:
+        return Check("memory", "warn", "unknown", "/proc/meminfo can't be read")
+    detail = f"{gib(available)} available"
+    if available < LITTLE_MEMORY:
+        return Check("memory", "warn", detail, "each worker loads torch: about 0.3 GiB by itself")
+    return Check("memory", "ok", detail)
+
+
+def available_memory() -> int | None:
+    """Bytes that a new process can have, by the machine's account and the control group's."""
+    words = read_words("/proc/meminfo")
+    if "MemAvailable:" not in words:
+        return None
+    available = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit, used = (
+        read_words("/sys/fs/cgroup/memory.max"),
+        read_words("/sys/fs/cgroup/memory.current"),
+    )
+    if limit and used and limit[0] != "max":
+        available = min(available, int(limit[0]) - int(used[0]))
+    return available
+
+
+def read_words(path: str) -> list[str]:
+    """The words of a small system file; none where there is no such file."""
+    try:
+        return Path(path).read_text().split()
+    except OSError:
+        return []
+
+
+def memfd() -> Check:
+    try:
+        os.close(os.memfd_create("lazygt-doctor"))
+    except (AttributeError, OSError) as error:
+        advice = "large tensors will travel through the socket, several times slower"
+        return Check("shared memory", "warn", f"no memfd: {error}", advice)
+    return Check("shared memory", "ok", "memfd")
+
+
+def pidfd() -> Check:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        advice = "the death of a worker is noticed by its socket alone"
+        return Check("process watch", "warn", f"no pidfd: {error}", advice)
+    return Check("process watch", "ok", "pidfd")
+
+
+def session(open_session: SessionFactory) -> Check:
+    """Open a session, compute something on its worker, and close it."""
+    try:
+        with open_session():
+            found = (torch.arange(4, device="lazygt") * 2 + 1).tolist()
+    except Exception as error:  # noqa: BLE001  the doctor reports whatever went wrong
+        advice = "run with LAZYGT_LOG=path and look at its last lines"
+        return Check("session", "fail", f"{type(error).__name__}: {error}", advice)
+    if found != [1, 3, 5, 7]:
+        return Check("session", "fail", f"a worker computed {found}, not [1, 3, 5, 7]")
+    return Check("session", "ok", "one worker started, computed and stopped")
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
