@@ -1,0 +1,414 @@
+"""Sockets between the client and a worker, and the rules of who may speak on them.
+
+A channel is one ZMQ socket pair: the worker's `Server` (ROUTER) and the client's `Client`
+(DEALER). The client makes the listening socket and the worker inherits it, so there is no race for
+a port or a path, and what is sent before the worker runs simply waits.
+
+A message is one ZMQ frame: a kind (one byte), a count, the lengths, and the frames. One frame
+because one ZMQ call is atomic for Python: a Ctrl-C can fall before it or after it, never inside.
+
+Every connection begins with HELLO: the protocol version and the session's secret token. The first
+peer with the right token owns the channel. Whoever says anything else gets one ERROR and is
+ignored from then on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import ipaddress
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from lazygt.errors import ProtocolError, SecurityError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 30
+
+HELLO, WELCOME, DATA, ERROR, SHUTDOWN, PING, PONG = (bytes([code]) for code in b"HWDESPO")
+
+Frame = bytes | memoryview
+
+_RECONNECT_MS = 10
+_RECEIVE_QUEUE = 1000  # messages; beyond it the sender's own queue grows, not the worker's memory
+_REMEMBERED_STRANGERS = 4096
+_COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
+_STALE_AFTER_SECONDS = 60.0
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def pack(kind: bytes, frames: Sequence[Frame] = ()) -> bytes:
+    """One message as bytes: 3 bytes, 4 bytes a frame, and the frames."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    header = struct.pack(f"<cH{len(views)}I", kind, len(views), *(len(view) for view in views))
+    return b"".join((header, *views))
+
+
+def unpack(message: Frame) -> tuple[bytes, list[memoryview]]:
+    """The kind and the frames of a message; the frames are views into it.
+
+    Raises:
+        ProtocolError: the message was not made by `pack`.
+    """
+    view = memoryview(message)
+    try:
+        kind, count = struct.unpack_from("<cH", view)
+        lengths = struct.unpack_from(f"<{count}I", view, 3)
+    except struct.error as error:
+        raise ProtocolError(f"a message of {len(view)} bytes is cut short") from error
+    begin = 3 + 4 * count
+    if begin + sum(lengths) != len(view):
+        raise ProtocolError(f"a message of {len(view)} bytes contradicts its own lengths")
+    frames = []
+    for length in lengths:
+        frames.append(view[begin : begin + length])
+        begin += length
+    return kind, frames
+
+
+# -- keys and addresses ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """CURVE keys of one worker's channels (Z85 text); the client keeps its own pair to itself."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def generate(cls) -> Keys:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a worker listens: the endpoint, and the listening socket's descriptor to inherit."""
+
+    endpoint: str
+    fd: int
+
+
+def new_token() -> bytes:
+    """The secret that makes a peer the owner of a session's workers: 32 random bytes."""
+    return secrets.token_bytes(32)
+
+
+def listen_local(path: Path) -> Address:
+    """Listen on a UNIX socket. Who may connect is decided by the directory it lies in."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return Address(f"ipc://{path}", listener.detach())
+
+
+def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
+    """Listen on TCP, on a free port by default.
+
+    Raises:
+        SecurityError: ``host`` can be reached from other machines and there are no keys.
+    """
+    check_exposure(host, keys)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, port))
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    name = f"[{host}]" if family is socket.AF_INET6 else host
+    return Address(f"tcp://{name}:{listener.getsockname()[1]}", listener.detach())
+
+
+def check_exposure(host: str, keys: Keys | None) -> None:
+    """Refuse an address that strangers can reach without keys (SecurityError)."""
+    if keys is None and not _is_loopback(host):
+        raise SecurityError(
+            f"refusing to listen on {host!r} without CURVE keys: anyone who reaches it could run "
+            f"code in the worker. Use the local transport, or a session with keys."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# -- the worker's end --------------------------------------------------------------------------
+
+
+class Server:
+    """The worker's end of a channel; used by one thread.
+
+    Args:
+        context: the process's ZMQ context.
+        address: what `listen_local` or `listen_tcp` made.
+        token: the session's secret.
+        keys: CURVE keys of this worker; required where the address is not local.
+        max_message: bytes; a peer that announces more is disconnected before it is stored.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: Address,
+        token: bytes,
+        keys: Keys | None = None,
+        max_message: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        if address.endpoint.startswith("tcp://"):
+            check_exposure(address.endpoint[6:].rpartition(":")[0], keys)
+        self._token = token
+        self._owner: bytes | None = None
+        self._strangers: dict[bytes, None] = {}
+        self.socket = context.socket(zmq.ROUTER)
+        _configure(self.socket, max_message)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+        self.socket.setsockopt(zmq.USE_FD, address.fd)
+        self.socket.bind(address.endpoint)
+
+    def receive(self) -> tuple[bytes, list[memoryview]] | None:
+        """Wait for a message and return its kind and frames if the owner sent it.
+
+        None means that the message was dealt with here: a hello, or a stranger's.
+        """
+        identity, *parts = self.socket.recv_multipart()
+        if identity in self._strangers:
+            return None
+        try:
+            kind, frames = _single(parts)
+            if identity != self._owner:
+                self._admit(identity, kind, frames)
+                return None
+        except ProtocolError as error:
+            self._drop(identity, str(error))
+            return None
+        return kind, frames
+
+    def reply(self, kind: bytes, frames: Sequence[Frame] = ()) -> None:
+        """Send to the owner; to nobody if there is none or it has gone."""
+        if self._owner is not None:
+            self._send(self._owner, kind, frames)
+
+    def drop_owner(self, reason: str) -> None:
+        """Tell the owner why, and ignore it from now on."""
+        if self._owner is not None:
+            self._drop(self._owner, reason)
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+    def _admit(self, identity: bytes, kind: bytes, frames: list[memoryview]) -> None:
+        check_hello(kind, frames, self._token)
+        if self._owner is not None:
+            raise ProtocolError("this worker already has an owner")
+        self._owner = identity
+        self._send(identity, WELCOME, ())
+
+    def _drop(self, identity: bytes, reason: str) -> None:
+        self._send(identity, ERROR, (reason.encode(),))
+        if identity == self._owner:
+            self._owner = None
+        if len(self._strangers) >= _REMEMBERED_STRANGERS:
+            # Forgetting the oldest costs one more error reply, should it still be there.
+            del self._strangers[next(iter(self._strangers))]
+        self._strangers[identity] = None
+
+    def _send(self, identity: bytes, kind: bytes, frames: Sequence[Frame]) -> None:
+        message = pack(kind, frames)
+        try:
+            self.socket.send(identity, zmq.SNDMORE)
+            self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
+        except zmq.ZMQError as error:
+            # The peer has gone between its message and the answer; nobody misses it.
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+
+def check_hello(kind: bytes, frames: Sequence[Frame], token: bytes) -> None:
+    """Raise ProtocolError unless this is a hello of our version with the right token."""
+    if kind != HELLO or len(frames) != 2:
+        raise ProtocolError("the first message of a connection must be a hello")
+    version = bytes(frames[0])
+    if version != _version():
+        raise ProtocolError(f"this worker speaks protocol version {PROTOCOL_VERSION}")
+    if not hmac.compare_digest(bytes(frames[1]), token):
+        raise ProtocolError("the token is not this session's")
+
+
+def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
+    if len(parts) != 1:
+        raise ProtocolError(f"a message is one frame, not {len(parts)}")
+    return unpack(parts[0])
+
+
+# -- the client's end --------------------------------------------------------------------------
+
+
+class Client:
+    """The client's end of a channel. `send` may be called from any thread, also in a finalizer.
+
+    Nothing here waits: a send only queues, `take` only takes what has arrived. To wait, poll
+    ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
+    descriptors are edge-triggered), and then says so by returning True.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        token: bytes,
+        server_key: str | None = None,
+        max_message: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._max_message = max_message
+        self._lock = threading.RLock()
+        self._socket = context.socket(zmq.DEALER)
+        _configure(self._socket, max_message)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        if server_key is not None:
+            public, secret = zmq.curve_keypair()
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_key)
+        self._endpoint = endpoint
+        self._socket.connect(endpoint)
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+        self.send(HELLO, (_version(), token))
+
+    def send(self, kind: bytes, frames: Sequence[Frame] = ()) -> bool:
+        """Queue one message; True if something has arrived that a waiting thread must look at.
+
+        Raises:
+            ValueError: the message is longer than ``max_message`` bytes.
+            zmq.ZMQError: the channel is closed.
+        """
+        message = pack(kind, frames)
+        if len(message) > self._max_message:
+            raise ValueError(
+                f"a message of {len(message)} bytes is over the limit of {self._max_message}"
+            )
+        with self._lock:
+            try:
+                self._socket.send(message, zmq.NOBLOCK, copy=len(message) < _COPY_BELOW)
+            except zmq.Again:
+                return False  # disconnected: there is no one to send to
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def take(self, inbox: deque[bytes]) -> bool:
+        """Move one arrived message to ``inbox``; False if there is none."""
+        with self._lock:
+            try:
+                # `extend` over `map` runs receive-and-append in C, with no place between the two
+                # where a KeyboardInterrupt could lose the message.
+                inbox.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
+            except zmq.Again:
+                return False
+        return True
+
+    def disconnect(self) -> None:
+        """Stop looking for a worker that has died; what is sent from now on goes nowhere."""
+        with self._lock:
+            self._socket.disconnect(self._endpoint)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close(0)
+
+
+def _configure(sock: zmq.Socket[bytes], max_message: int) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_message)
+    sock.setsockopt(zmq.IPV6, 1)
+
+
+def _version() -> bytes:
+    return b"lazygt" + PROTOCOL_VERSION.to_bytes(2, "little")
+
+
+# -- the session's directory -------------------------------------------------------------------
+
+
+class SessionDirectory:
+    """A fresh directory that only this user can enter, for sockets and the rendezvous file.
+
+    A lock on it lasts as long as the client. A directory without one was left by a client that
+    was killed before it had a worker to clean up; the next session sweeps it.
+    """
+
+    def __init__(self) -> None:
+        base = _short_base()
+        _sweep(base)
+        self.path = Path(tempfile.mkdtemp(prefix="lazygt-", dir=base))
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the directory and all in it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _short_base() -> Path:
+    """Where the directory goes: a UNIX socket's path must stay below 108 bytes."""
+    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
+            return Path(name)
+    return Path("/tmp")
+
+
+def _sweep(base: Path) -> None:
+    for path in _old_directories(base):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # another session's sweep was faster, or it is not ours
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(fd)
+
+
+def _old_directories(base: Path) -> Iterator[Path]:
+    for path in base.glob("lazygt-*"):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        # A young one may be between its making and its lock.
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _STALE_AFTER_SECONDS:
+            yield path

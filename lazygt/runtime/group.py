@@ -1,0 +1,95 @@
+"""The process group of the workers: joined in the background of a worker's start.
+
+Joining waits for every other rank, and most plans need no collective, so a thread does it and
+`wait` is what a collective calls first.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lazygt.errors import LazyGTError
+from lazygt.runtime.launchers.base import GroupSpec
+
+
+class Group:
+    """This rank's membership in the default torch.distributed group.
+
+    Args:
+        spec: the backend, where the ranks meet, and how many seconds they wait.
+    """
+
+    def __init__(self, spec: GroupSpec, rank: int, world_size: int) -> None:
+        self._spec, self._rank, self._world_size = spec, rank, world_size
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all ranks have joined; each waits at most the group's timeout.
+
+        Raises:
+            LazyGTError: this rank could not join, with torch's reason.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            raise LazyGTError(
+                f"rank {self._rank} of {self._world_size} could not join the "
+                f"{self._spec.backend} group: {self._failure}"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Leave the group, if it was joined. Does not wait for ranks that never came."""
+        if not self._thread.is_alive() and self._failure is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _join(self) -> None:
+        try:
+            dist.init_process_group(
+                self._spec.backend,
+                init_method=self._spec.init_method,
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=timedelta(seconds=self._spec.timeout),
+            )
+        except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
+            self._failure = error
+
+
+_current: Group | None = None  # torch, too, has one default group a process
+
+
+def join(spec: GroupSpec, rank: int, world_size: int) -> None:
+    """Begin to join this process's group, without waiting."""
+    global _current
+    _current = Group(spec, rank, world_size)
+
+
+def wait() -> None:
+    """Return when this worker's group is joined; call it before the first collective.
+
+    Raises:
+        LazyGTError: this worker has no group (it is alone), or could not join it.
+    """
+    if _current is None:
+        raise LazyGTError("this worker is alone: there is no process group")
+    _current.wait()
+
+
+def leave() -> None:
+    """Leave the group, if there is one."""
+    if _current is not None:
+        _current.close()
+
+
+def backend_for(device: str, world_size: int, gpus: int) -> str:
+    """The backend for ``world_size`` ranks on a machine of ``gpus`` GPUs.
+
+    NCCL for CUDA tensors when each rank has a GPU of its own; it refuses a shared one.
+    """
+    if device == "cuda" and world_size <= gpus and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
