@@ -164,7 +164,7 @@ class Server:
 
     Args:
         context: the process's ZMQ context.
-        address: what `listen_local` or `listen_tcp` made.
+        address: what `listen_local` or `listen_tcp` made; the server closes its descriptor.
         token: the session's secret.
         keys: CURVE keys of this worker; required where the address is not local.
         max_message: bytes; a peer that announces more is disconnected before it is stored.

@@ -1,0 +1,48 @@
+"""lazygt: deferred execution for PyTorch.
+
+    with lazygt.session() as s:
+        ...ordinary torch code...
+"""
+
+from __future__ import annotations
+
+import os
+
+from lazygt.errors import (
+    CollectiveMismatch,
+    ExecutionError,
+    GraphError,
+    LazyGTError,
+    NoSession,
+    ProtocolError,
+    SecurityError,
+    WorkerDied,
+    WorkerFrozen,
+)
+
+__version__ = "0.1.0"
+
+# A worker process runs plans; the front (device, recorder, session) is the client's alone.
+if os.environ.get("LAZYGT_WORKER") != "1":
+    from lazygt.device import register as _register
+    from lazygt.session import Session, current
+    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
+    from lazygt.tensor import LazyTensor
+
+    _register()
+
+__all__ = [
+    "CollectiveMismatch",
+    "ExecutionError",
+    "GraphError",
+    "LazyGTError",
+    "LazyTensor",
+    "NoSession",
+    "ProtocolError",
+    "SecurityError",
+    "Session",
+    "WorkerDied",
+    "WorkerFrozen",
+    "current",
+    "session",
+]

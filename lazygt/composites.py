@@ -1,0 +1,349 @@
+"""Composite ops whose C++ code asks which device it runs on.
+
+torch decomposes composite ops above the dispatcher's Python key, in C++ that chooses by device.
+Device ``lazygt`` is none of those it knows, so here each such op makes the choice that eager
+torch would make on the workers' device: that is what keeps numbers equal, bit for bit on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_device_type: Callable[[], str] = lambda: "cpu"  # noqa: E731
+
+
+def register_composites(device_type: Callable[[], str]) -> torch.library.Library:
+    """Register the choices; ``device_type`` tells what the open session's workers compute on."""
+    global _device_type
+    _device_type = device_type
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in _COMPOSITES.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")
+        library.impl(name, kernel, "PrivateUse1")
+    return library
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not 0.0 <= p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if p == 0 or not train or x.numel() == 0:
+        return x
+    if p == 1:
+        return x.mul(torch.zeros((), dtype=x.dtype, device=x.device))
+    if _device_type() != "cpu":
+        return aten.native_dropout.default(x, p, train)[0]
+    noise = torch.empty_like(x).bernoulli_(1 - p)
+    noise.div_(1 - p)
+    return x * noise
+
+
+def _dropout_(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not 0.0 <= p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if p == 0 or not train or x.numel() == 0:
+        return x
+    if p == 1:
+        return x.mul_(torch.zeros((), dtype=x.dtype, device=x.device))
+    noise = torch.empty_like(x).bernoulli_(1 - p)
+    noise.div_(1 - p)
+    return x.mul_(noise)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As ``sdp_utils`` in torch chooses: a fused kernel where it applies, else plain matmuls."""
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+        )
+    mask = _additive(attn_mask, query)
+    kernel = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    if kernel is not None:
+        return kernel
+    return aten._scaled_dot_product_attention_math.default(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A boolean mask as what is added to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=query.dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    if any(t.dim() != 4 for t in (query, key, value)) or query.numel() == 0 or key.numel() == 0:
+        return None
+    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if mask is not None and mask.requires_grad:
+        return None
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    heads = query.shape[1] == key.shape[1] == value.shape[1]
+    dense = all(t.stride(-1) == 1 for t in (query, key, value))
+    batches = query.shape[0] == key.shape[0] == value.shape[0]
+    if not (same and dense and batches):
+        return None
+    if _device_type() == "cpu":
+        if dropout_p > 0.0 or not (heads or enable_gqa) or not _CPU_TYPES.issuperset(
+            {query.dtype, key.dtype, value.dtype}
+        ):  # fmt: skip
+            return None
+        if not heads:
+            return None
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if mask is None and query.dtype in (torch.float16, torch.bfloat16) and heads:
+        return aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if not heads:
+        return None
+    return aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, mask, grads, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_CPU_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def _lstm_cell(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gates = torch.nn.functional.linear(x, w_ih, b_ih)
+    return _lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
+
+
+def _lstm_step(
+    gates: torch.Tensor,
+    h: torch.Tensor,
+    c: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_hh: torch.Tensor | None,
+    w_hr: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.nn.functional.linear(h, w_hh, b_hh).add_(gates)
+    i, f, g, o = aten.unsafe_chunk.default(total, 4, 1)
+    c = f.sigmoid_().mul(c).add_(i.sigmoid_().mul(g.tanh_()))
+    h = o.sigmoid_().mul(c.tanh())
+    if w_hr is not None:
+        h = torch.nn.functional.linear(h, w_hr)
+    return h, c
+
+
+def _gru_cell(
+    x: torch.Tensor,
+    h: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
+
+
+def _gru_step(
+    gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
+) -> torch.Tensor:
+    chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
+    chunked_h = aten.unsafe_chunk.default(torch.nn.functional.linear(h, w_hh, b_hh), 3, 1)
+    reset = chunked_h[0].add_(chunked_x[0]).sigmoid_()
+    update = chunked_h[1].add_(chunked_x[1]).sigmoid_()
+    new = chunked_x[2].add(chunked_h[2].mul_(reset)).tanh_()
+    return (h - new).mul_(update).add_(new)
+
+
+Layer = Callable[[torch.Tensor, Any, list[Any]], tuple[torch.Tensor, Any]]
+
+
+def _lstm(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``aten::lstm.input`` as on a CPU: oneDNN's fused layer for float32, else step by step."""
+    projected = hx[0].shape[2] != hx[1].shape[2]
+    fused = (
+        _device_type() == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and not projected
+        and x.numel() != 0
+        and x.dtype == torch.float32
+        and torch._C._get_mkldnn_enabled()
+    )
+    directions = 2 if bidirectional else 1
+    size = 2 + 2 * has_biases + projected
+    weights = [params[i : i + size] for i in range(0, len(params), size)]
+
+    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        h, c = hx[0][index], hx[1][index]
+        own = weights[index]
+        if fused:
+            return _onednn_lstm(steps, own, h, c, reverse, has_biases, num_layers, train,
+                                bidirectional)  # fmt: skip
+        return _lstm_layer(steps, own, h, c, reverse, has_biases, projected)
+
+    def finals(states: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([s[0] for s in states], 0), torch.stack([s[1] for s in states], 0)
+
+    out, states = _stack(x, layer, num_layers, directions, dropout, train, batch_first)
+    h, c = finals(states)
+    return out, h, c
+
+
+def _stack(
+    x: torch.Tensor,
+    layer: Callable[[torch.Tensor, int, bool], Any],
+    num_layers: int,
+    directions: int,
+    dropout: float,
+    train: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Layers over layers, each in one or both directions; returns output and final states."""
+    steps = x.transpose(0, 1) if batch_first else x
+    states: list[Any] = []
+    for number in range(num_layers):
+        outs = []
+        for direction in range(directions):
+            out, state = layer(steps, number * directions + direction, direction == 1)
+            outs.append(out)
+            states.append(state)
+        steps = outs[0] if directions == 1 else torch.cat(outs, outs[0].dim() - 1)
+        if dropout != 0 and train and number < num_layers - 1:
+            steps = torch.dropout(steps, dropout, True)
+    return (steps.transpose(0, 1) if batch_first else steps), states
+
+
+def _onednn_lstm(
+    steps: torch.Tensor,
+    weights: list[torch.Tensor],
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    has_biases: bool,
+    num_layers: int,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
+    if not has_biases:
+        b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
+    hidden = h.shape[1]
+    out, hy, cy, _ = aten.mkldnn_rnn_layer.default(
+        steps, weights[0], weights[1], b_ih, b_hh, h, c, reverse, [], 2, hidden, num_layers,
+        has_biases, bidirectional, False, train,
+    )  # fmt: skip
+    return out, (hy, cy)
+
+
+def _lstm_layer(
+    steps: torch.Tensor,
+    weights: list[torch.Tensor],
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    has_biases: bool,
+    projected: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    b_ih, b_hh = weights[2:4] if has_biases else (None, None)
+    w_hr = weights[-1] if projected else None
+    gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
+    outs = []
+    for gate in reversed(gates) if reverse else gates:
+        h, c = _lstm_step(gate, h, c, weights[1], b_hh, w_hr)
+        outs.append(h)
+    return torch.stack(outs[::-1] if reverse else outs, 0), (h, c)
+
+
+def _gru(
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _simple_rnn(
+        _gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    )
+
+
+def _simple_rnn(
+    step: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = 2 + 2 * has_biases
+    weights = [params[i : i + size] for i in range(0, len(params), size)]
+
+    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        own = weights[index]
+        b_ih, b_hh = own[2:4] if has_biases else (None, None)
+        h = hx[index]
+        gates = torch.nn.functional.linear(steps, own[0], b_ih).unbind(0)
+        outs = []
+        for gate in reversed(gates) if reverse else gates:
+            h = step(gate, h, own[1], b_hh)
+            outs.append(h)
+        return torch.stack(outs[::-1] if reverse else outs, 0), h
+
+    out, states = _stack(x, layer, num_layers, 2 if bidirectional else 1, dropout, train,
+                         batch_first)  # fmt: skip
+    return out, torch.stack(states, 0)
+
+
+_COMPOSITES: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "dropout_": _dropout_,
+    "scaled_dot_product_attention": _attention,
+    "lstm_cell": _lstm_cell,
+    "gru_cell": _gru_cell,
+    "lstm.input": _lstm,
+    "gru.input": _gru,
+}

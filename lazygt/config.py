@@ -1,0 +1,96 @@
+"""Every setting of lazygt, once: the keyword of ``lazygt.session`` and its LAZYGT_* variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _setting(default: Any, about: str, parse: Callable[[str], Any]) -> Any:
+    return field(default=default, metadata={"about": about, "parse": parse})
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in {"1", "true", "yes", "on"}:
+        return True
+    if lowered in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError(f"{text!r} is not one of 1, 0, true, false, yes, no, on, off")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
+
+    workers: int = _setting(1, "number of worker processes", int)
+    executor: str = _setting("process", "process, or inline: in the client's process", str)
+    device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
+    default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)
+    flush_on_backward: bool = _setting(True, "ship the stretch at the end of .backward()", _flag)
+    max_graph_nodes: int = _setting(5_000, "a stretch of so many ops flushes by itself", int)
+    max_graph_bytes: int = _setting(
+        8 << 30, "a stretch that makes so many bytes of results flushes by itself", int
+    )
+    max_plans: int = _setting(512, "plans kept by the client and by each worker", int)
+    max_trie_nodes: int = _setting(500_000, "recorded steps remembered by the client", int)
+    max_ahead: int = _setting(4, "runs the client may be ahead of the workers", int)
+    threads: int | None = _setting(None, "torch threads a worker; None: a fair share", int)
+    transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP", str)
+    max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts", int)
+    shm_threshold: int = _setting(256 << 10, "bytes from which tensors use shared memory", int)
+    frozen_after: float = _setting(30.0, "seconds without a sign of life: WorkerFrozen", float)
+    start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
+    log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
+
+    @staticmethod
+    def load(**given: Any) -> Config:
+        """Defaults, then LAZYGT_* variables, then what is given (None counts as not given).
+
+        Raises:
+            TypeError: for an unknown keyword.
+            ValueError: for a value that is out of its range or can't be parsed.
+        """
+        known = {f.name: f for f in fields(Config)}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise TypeError(
+                f"lazygt.session got an unexpected keyword {unknown[0]!r}; "
+                f"it takes: {', '.join(known)}"
+            )
+        values: dict[str, Any] = {}
+        for name, f in known.items():
+            text = os.environ.get(f"LAZYGT_{name.upper()}")
+            if given.get(name) is not None:
+                values[name] = given[name]
+            elif text:
+                values[name] = _parse(name, text, f.metadata["parse"])
+        config = Config(**values)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise ValueError for a setting out of its range."""
+        for name in ("workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_ahead"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"lazygt.session({name}={value!r}): expected an integer >= 1")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"lazygt.session(threads={self.threads!r}): expected at least 1")
+        if self.executor not in {"process", "inline"}:
+            raise ValueError(
+                f"lazygt.session(executor={self.executor!r}): expected 'process' or 'inline'"
+            )
+        if self.executor == "inline" and self.workers != 1:
+            raise ValueError("lazygt.session(executor='inline') has one worker: the client itself")
+        if self.device not in {"auto", "cpu", "cuda"}:
+            raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
+
+
+def _parse(name: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"LAZYGT_{name.upper()}={text!r}: {error}") from error

@@ -1,0 +1,304 @@
+"""Device ``lazygt`` for torch: the only file that touches torch's private-backend API.
+
+Registered once, at import. What an op does then depends on the open session; without one, any
+use raises NoSession.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._device
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from lazygt import tensor
+from lazygt.autocast import register_autocast
+from lazygt.composites import register_composites
+from lazygt.errors import NoSession
+from lazygt.recorder import Recorder, closed_error
+from lazygt.tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from lazygt.session import Session
+
+NAME = "lazygt"
+_open: list[Session] = []
+_libraries: list[torch.library.Library] = []
+
+
+# -- sessions ------------------------------------------------------------------------------
+
+
+def current_session() -> Session | None:
+    """The innermost open session, or None."""
+    return _open[-1] if _open else None
+
+
+def open_session(session: Session) -> None:
+    """Make a session the one that ops go to."""
+    _open.append(session)
+    if session.config.default_device:
+        _patch_factories()
+
+
+def close_session(session: Session) -> None:
+    """Undo ``open_session``."""
+    if session in _open:
+        _open.remove(session)
+    if not any(s.config.default_device for s in _open):
+        _unpatch_factories()
+
+
+def recorder() -> Recorder:
+    """The recorder of the open session.
+
+    Raises:
+        NoSession: with what to do about it.
+    """
+    if not _open:
+        raise NoSession(
+            "device 'lazygt' needs an open session: do this inside `with lazygt.session():`"
+        )
+    return _open[-1].recorder
+
+
+def _after_fork() -> None:
+    """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
+    _open.clear()
+    _unpatch_factories()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- ops -----------------------------------------------------------------------------------
+
+
+def _dispatch(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Every op on a LazyTensor comes here, on whatever thread."""
+    if not _open:
+        if func in _NEEDS_NO_SESSION:
+            return args[0]
+        raise closed_error()
+    active = _open[-1].recorder
+    with active.lock:
+        result = active.record(func, args, kwargs)
+        if active.watching:
+            active.overflow()
+        return result
+
+
+_NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
+
+
+def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Ops that reach the backend without a LazyTensor among their arguments: factories."""
+    recorder()
+    return _dispatch(func, args, kwargs)
+
+
+def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+           pin_memory: Any = None, memory_format: Any = None) -> torch.Tensor:  # fmt: skip
+    if layout not in (None, torch.strided):
+        raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
+    stride = None
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        meta = torch.empty(size, device="meta", memory_format=memory_format)
+        stride = meta.stride()
+    return recorder().blank(size, stride, dtype)
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None,
+                   device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    return recorder().blank(size, stride, dtype)
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
+
+
+def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
+    return _copy_from(source, target)
+
+
+# -- the device module: torch.lazygt ---------------------------------------------------------
+
+
+class DeviceModule(ModuleType):
+    """``torch.lazygt``: what torch asks of a device's module."""
+
+    def is_initialized(self) -> bool:
+        """True: there is nothing to initialise."""
+        return True
+
+    def is_available(self) -> bool:
+        """True: a session can always be opened."""
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """1: a session shows its workers as one device."""
+        return 1
+
+    def current_device(self) -> int:
+        """0."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """There is only device 0."""
+        index = torch.device(device).index if not isinstance(device, int) else device
+        if index not in (None, 0):
+            raise RuntimeError(f"lazygt has one device, lazygt:0; got {device!r}")
+
+    def synchronize(self, device: Any = None) -> None:
+        """Ship what is recorded and wait for it."""
+        if _open:
+            _open[-1].synchronize()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """The dtypes that ``torch.autocast("lazygt")`` may use."""
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the session's generator (a recorded op, no sync point)."""
+        if _open:
+            _open[-1].recorder.generator.manual_seed(int(seed))
+
+    def manual_seed_all(self, seed: int) -> None:
+        """What ``torch.manual_seed`` calls."""
+        self.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
+        """The generator's state as a lazy tensor of bytes (no sync point)."""
+        return recorder().generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
+        """Set the generator's state (a recorded op)."""
+        recorder().generator.set_state(state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """One state: there is one device."""
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        """Set the state of the one device."""
+        self.set_rng_state(states[0])
+
+    class device:  # noqa: N801 - torch's own name
+        """A context manager that selects a device; there is only one."""
+
+        def __init__(self, device: Any) -> None:
+            self.idx = 0
+
+        def __enter__(self) -> None:
+            return None
+
+        def __exit__(self, *_: Any) -> None:
+            return None
+
+
+# -- factories: the default device inside a session -------------------------------------------
+
+#: (owner, name) -> torch's own function
+_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
+#: Made from torch's list once, before anything is patched (torch caches that list as well).
+_constructors: list[Callable[..., Any]] = []
+
+
+def _patch_factories() -> None:
+    """Have torch's factories default to ``lazygt``.
+
+    ``torch.set_default_device`` does the same with a TorchFunctionMode, through which every
+    call of every torch function goes: 1.5 to 3 us an op, measured, where recording one takes 5.
+    """
+    if _originals:
+        return
+    if not _constructors:
+        _constructors.extend(torch.utils._device._device_constructors())
+    for function in _constructors:
+        name = function.__name__
+        for owner in (torch, torch.fft, torch.sparse):
+            if getattr(owner, name, None) is function:
+                _originals[owner, name] = function
+                setattr(owner, name, _defaulting(function))
+
+
+def _unpatch_factories() -> None:
+    for (owner, name), function in _originals.items():
+        setattr(owner, name, function)
+    _originals.clear()
+
+
+def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
+    converts = function.__name__ in ("as_tensor", "asarray")
+
+    @functools.wraps(function)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if (
+            kwargs.get("device") is None
+            and _stays_free(kwargs)
+            and not (converts and args and isinstance(args[0], torch.Tensor))
+        ):
+            kwargs["device"] = tensor.DEVICE_0
+        return function(*args, **kwargs)
+
+    return factory
+
+
+def _stays_free(kwargs: dict[str, Any]) -> bool:
+    """Whether nothing else says where the tensor is to be."""
+    if _open[-1].recorder.lock._is_owned():  # lazygt itself, or torch working for it
+        return False
+    if torch._C._len_torch_function_stack() and _inner_device_context():
+        return False
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type != NAME:
+        return False
+    out = kwargs.get("out")
+    return out is None
+
+
+def _inner_device_context() -> bool:
+    """Whether the user has set a device of his own (``with torch.device("cpu")``)."""
+    return any(
+        isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
+        for i in range(torch._C._len_torch_function_stack())
+    )
+
+
+# -- registration ----------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Tell torch of the device; done once, at import."""
+    module = DeviceModule(f"torch.{NAME}")
+    _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    sys.modules[f"torch.{NAME}"] = module
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_fallback, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    kernels: dict[str, Callable[..., Any]] = {
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "_copy_from": _copy_from,
+        "_copy_from_and_resize": _copy_from_and_resize,
+    }
+    for name, kernel in kernels.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    _libraries.extend((everything, aten))
+    _libraries.append(register_composites(lambda: _open[-1].device_type if _open else "cpu"))
+    _libraries.append(register_autocast())
+    tensor.func_handler = _dispatch
+
+
+__all__ = ["LazyTensor", "close_session", "current_session", "open_session", "register"]

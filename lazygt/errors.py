@@ -1,0 +1,105 @@
+"""Every error lazygt raises on its own account.
+
+    LazyGTError (RuntimeError)
+    ├── NoSession           a lazygt tensor or device used with no open session
+    ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it
+    ├── WorkerDied          a worker process ended
+    ├── WorkerFrozen        a worker process no longer answers
+    ├── CollectiveMismatch  ranks were about to run different collectives
+    ├── ProtocolError       a message that is not of the wire schema
+    ├── SecurityError       a configuration that would expose the session
+    └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
+
+Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
+exceptions, raised by torch at the call.
+"""
+
+from __future__ import annotations
+
+
+class LazyGTError(RuntimeError):
+    """Base of all errors of lazygt."""
+
+
+class NoSession(LazyGTError):
+    """A lazygt tensor was used with no open session, or with one that has been closed.
+
+    Mend it by doing the work inside ``with lazygt.session():``, or by fetching the values that
+    are needed later (``tensor.cpu()``) before the block ends.
+    """
+
+
+class ExecutionError(LazyGTError):
+    """An op failed while a worker ran it.
+
+    Attributes:
+        op: the aten overload, for example ``aten.index_select.default``.
+        inputs: one line a tensor argument: dtype and shape.
+        where: ``file:line`` of the user's code that recorded the op.
+        kind: the name of the exception on the worker.
+        detail: its message.
+        rank: the worker's rank.
+    """
+
+    def __init__(
+        self, op: str, inputs: tuple[str, ...], where: str, kind: str, detail: str, rank: int = 0
+    ) -> None:
+        self.op, self.inputs, self.where = op, inputs, where
+        self.kind, self.detail, self.rank = kind, detail, rank
+        super().__init__(
+            f"{op}({', '.join(inputs)}) failed on worker {rank}: {kind}: {detail}\n"
+            f"  recorded at {where}\n"
+            f"  Values that do not depend on this op are intact and the session goes on; "
+            f"what depends on it raises this error when it is read."
+        )
+
+
+class WorkerDied(LazyGTError):
+    """A worker process ended while the session needed it.
+
+    Attributes:
+        rank: its rank.
+        pid: its process id.
+        status: how it ended, for example ``signal SIGKILL`` or ``exit code 1``.
+        stderr: the end of what it wrote to standard error.
+    """
+
+    def __init__(self, rank: int, pid: int, status: str, stderr: str) -> None:
+        self.rank, self.pid, self.status, self.stderr = rank, pid, status, stderr
+        tail = f"\n  the end of its stderr:\n{_indent(stderr)}" if stderr.strip() else ""
+        super().__init__(
+            f"worker {rank} (pid {pid}) died: {status}. Its values are lost: leave the session "
+            f"and open a new one.{tail}"
+        )
+
+
+class WorkerFrozen(LazyGTError):
+    """A worker process is alive but has not answered for ``deadline`` seconds."""
+
+    def __init__(self, rank: int, pid: int, deadline: float) -> None:
+        self.rank, self.pid, self.deadline = rank, pid, deadline
+        super().__init__(
+            f"worker {rank} (pid {pid}) has not answered for {deadline:g} s. It may be stopped or "
+            f"swapped out; raise the deadline with lazygt.session(frozen_after=...) if that is "
+            f"expected."
+        )
+
+
+class CollectiveMismatch(LazyGTError):
+    """The ranks hold different plans for the same run; raised before anything is launched."""
+
+
+class ProtocolError(LazyGTError):
+    """A message does not follow the wire schema; its sender is dropped."""
+
+
+class SecurityError(LazyGTError):
+    """A configuration that would let strangers reach the session."""
+
+
+class GraphError(LazyGTError):
+    """A graph or plan breaks its own rules: a bug in lazygt, not in the user's code."""
+
+
+def _indent(text: str) -> str:
+    return "\n".join("    " + line for line in text.rstrip().splitlines())

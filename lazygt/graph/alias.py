@@ -1,0 +1,195 @@
+"""Which values may share memory, and where a write may really happen in place.
+
+A graph is pure: a write makes a new version. Copying for every write would be slow and would
+raise peak memory, so ``analyse`` finds the writes that nobody can tell from a copy: the old
+version, and every value that may share its memory, is never read again.
+
+A write through a view is recorded as two nodes, the op on the view and a ``write_back`` of the
+view's new version into its base:
+
+    v1 = aten.slice(b0, 0, 2, 4)           b0 ──slice──> v1
+    v2 = aten.add_(v1, 1)                                 │ add_
+    b3 = lazygt.write_back(b0, v2, [slice])  b3 <──slice── v2
+
+When neither ``b0`` nor another view of it is read afterwards, the pair runs as torch would run
+it: ``v1.add_(1)`` on the memory of ``b0``, which then is ``b3``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazygt.graph.node import Arg, Graph, Node, Ref
+from lazygt.graph.ops import OpFacts, facts, overload, viewed_argument
+
+#: ``write_back(base, value, chain)``: base with the region that the chain views replaced.
+WRITE_BACK = "lazygt.write_back"
+
+ViewStepKey = tuple[str, int, tuple[Arg, ...], tuple[tuple[str, Arg], ...], int]
+
+COPY, IN_PLACE, DONE = "copy", "in place", "done"
+_NEVER = 1 << 60
+
+
+def view_step(
+    op: str, position: int, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], which: int
+) -> ViewStepKey:
+    """One view op without its operand: (op, operand's position, args, kwargs, result used)."""
+    return op, position, (*args[:position], None, *args[position + 1 :]), kwargs, which
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """How the writes of a graph are to be run.
+
+    Attributes:
+        modes: for each node, one mode a written value (for ``write_back``: of its base): COPY
+            first, IN_PLACE, or DONE (a ``write_back`` whose view was written in place).
+        owned_inputs: inputs whose memory is overwritten: the run must own them or copy them.
+        copied_outputs: positions in ``outputs`` that share memory with something that outlives
+            the run, so that they must be copied out.
+    """
+
+    modes: tuple[tuple[str, ...], ...]
+    owned_inputs: tuple[int, ...]
+    copied_outputs: tuple[int, ...]
+
+
+def last_uses(graph: Graph) -> list[int]:
+    """For each value the number of the node that reads it last; -1 if none does."""
+    uses = [-1] * len(graph.values)
+    for number, node in enumerate(graph.nodes):
+        for ref in node.refs():
+            uses[ref] = number
+    for ref in graph.outputs:
+        uses[ref] = _NEVER
+    return uses
+
+
+def analyse(graph: Graph) -> Writes:
+    """Decide for every write whether it needs a copy; linear in the size of the graph."""
+    return _Analysis(graph).run()
+
+
+def op_facts(node: Node) -> OpFacts | None:
+    """The schema facts of a node's op; None for lazygt's own ops."""
+    return None if node.op.startswith("lazygt.") else facts(overload(node.op))
+
+
+class _Analysis:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.uses = last_uses(graph)
+        count = len(graph.values)
+        #: value -> number of its memory; memory -> values that live in it
+        self.memory = list(range(count))
+        self.members: list[list[int]] = [[i] for i in range(count)]
+        #: value -> (base, chain) for views whose derivation is known
+        self.derived: dict[int, tuple[int, tuple[ViewStepKey, ...]]] = {}
+        #: write_back nodes that a write in place has made superfluous
+        self.done: set[int] = set()
+        self.owned: set[int] = set()
+
+    def run(self) -> Writes:
+        modes = []
+        for number, (node, results) in enumerate(self.graph.numbered()):
+            modes.append(self._node(number, node, results))
+        return Writes(tuple(modes), tuple(sorted(self.owned)), self._outputs())
+
+    def _node(self, number: int, node: Node, results: range) -> tuple[str, ...]:
+        if node.op == WRITE_BACK:
+            return (self._write_back(number, node, results[0]),)
+        if node.dynamic:
+            return (COPY,) * len(node.writes)
+        f = op_facts(node)
+        if f is not None and f.aliases and node.args:
+            self._view(f, node, results)
+        modes = []
+        for offset, target in enumerate(node.writes):
+            version = results[len(node.fresh) + offset]
+            modes.append(self._write(number, target, version))
+        return tuple(modes)
+
+    def _view(self, f: OpFacts, node: Node, results: range) -> None:
+        position = viewed_argument(f) if f.views else 0
+        source = node.args[position]
+        if not isinstance(source, Ref):
+            return
+        base, chain = self.derived.get(source.index, (source.index, ()))
+        for which, result in enumerate(results[: len(node.fresh)]):
+            self._share(result, source.index)
+            if f.views:
+                step = view_step(node.op, position, node.args, node.kwargs, which)
+                self.derived[result] = base, (*chain, step)
+
+    def _share(self, value: int, other: int) -> None:
+        home = self.memory[other]
+        self.memory[value] = home
+        self.members[home].append(value)
+
+    def _read_later(self, value: int, number: int, besides: tuple[int, ...] = ()) -> bool:
+        """Whether something in the memory of ``value`` is read after node ``number``."""
+        home = self.memory[value]
+        alive = [member for member in self.members[home] if self.uses[member] > number]
+        self.members[home] = alive
+        return any(member not in besides for member in alive)
+
+    def _write(self, number: int, target: int, version: int) -> str:
+        if not self._read_later(target, number):
+            self._keep(target, version)
+            return IN_PLACE
+        back = self._matching_write_back(number, target, version)
+        if back is None:
+            return COPY
+        base, done = back
+        if self.uses[base] != done or self._read_later(target, number, besides=(base,)):
+            return COPY
+        self.done.add(done)
+        self._keep(target, version)
+        return IN_PLACE
+
+    def _matching_write_back(
+        self, number: int, target: int, version: int
+    ) -> tuple[int, int] | None:
+        """(base, node number) of the write_back that follows a write to a view of that base."""
+        base, chain = self.derived.get(target, (-1, ()))
+        for later in range(number + 1, len(self.graph.nodes)):
+            node = self.graph.nodes[later]
+            if node.op != WRITE_BACK:
+                return None
+            if node.args[1] == Ref(version):
+                same = node.args[0] == Ref(base) and node.args[2] == chain
+                return (base, later) if same else None
+        return None
+
+    def _keep(self, target: int, version: int) -> None:
+        """``version`` lives where ``target`` did."""
+        self._share(version, target)
+        if target in self.derived:
+            self.derived[version] = self.derived[target]
+        home = self.memory[target]
+        if home < len(self.graph.inputs):
+            self.owned.add(home)
+
+    def _write_back(self, number: int, node: Node, result: int) -> str:
+        base, value = node.args[0].index, node.args[1].index
+        if number in self.done:
+            mode = DONE
+            self._share(result, base)
+            self.derived[value] = result, node.args[2]
+        elif not self._read_later(base, number):
+            mode = IN_PLACE
+            self._keep(base, result)
+        else:
+            mode = COPY
+        return mode
+
+    def _outputs(self) -> tuple[int, ...]:
+        copied, seen = [], set()
+        for position, value in enumerate(self.graph.outputs):
+            home = self.memory[value]
+            borrowed = home < len(self.graph.inputs) and home not in self.owned and home != value
+            if borrowed or home in seen:
+                copied.append(position)
+            seen.add(home)
+        return tuple(copied)

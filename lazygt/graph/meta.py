@@ -1,0 +1,137 @@
+"""TensorMeta: all that is known of a tensor before its value is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex128: "c128",
+    torch.complex64: "c64",
+    torch.complex32: "c32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape, strides and storage offset (all in elements) and dtype of one tensor.
+
+    ``conj`` and ``neg`` are torch's lazy conjugate and negative bits.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+    conj: bool = False
+    neg: bool = False
+
+    @staticmethod
+    def of(t: torch.Tensor) -> TensorMeta:
+        """The meta of a strided tensor; equal metas are the same object."""
+        return intern(
+            tuple(t.shape), t.stride(), t.dtype, t.storage_offset(), t.is_conj(), t.is_neg()
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the storage behind them)."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Elements of the smallest storage that holds the tensor, from storage offset 0."""
+        if self.numel == 0:
+            return self.offset
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * step for size, step in steps)
+
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a fresh row-major tensor."""
+        return self.numel == 0 or all(
+            size == 1 or have == want
+            for size, have, want in zip(
+                self.shape, self.stride, contiguous_stride(self.shape), strict=True
+            )
+        )
+
+    def empty(self, device: str | torch.device) -> torch.Tensor:
+        """An uninitialised tensor of this meta (without the lazy bits) on ``device``."""
+        t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.offset:
+            whole = torch.empty(self.extent, dtype=self.dtype, device=device)
+            t = whole.as_strided(self.shape, self.stride, self.offset)
+        if self.conj:
+            t = torch._conj(t)
+        if self.neg:
+            t = torch._neg_view(t)
+        return t
+
+    def __str__(self) -> str:
+        """``f32[64, 784]``, with strides and offset only where they are not the usual ones."""
+        text = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        if not self.is_contiguous():
+            text += f"@({', '.join(map(str, self.stride))})"
+        if self.offset:
+            text += f"+{self.offset}"
+        return text + ("~conj" if self.conj else "") + ("~neg" if self.neg else "")
+
+
+@lru_cache(maxsize=65536)
+def intern(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int = 0,
+    conj: bool = False,
+    neg: bool = False,
+) -> TensorMeta:
+    """One object per distinct meta, so that comparing and hashing them stays cheap."""
+    return TensorMeta(shape, stride, dtype, offset, conj, neg)
+
+
+def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    """Row-major strides in elements; torch counts a size of 0 as 1."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``f32`` for ``torch.float32``; the full name for rarer types."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+_LONG = {short: dtype for dtype, short in _SHORT.items()}
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype that ``short_dtype`` printed; ValueError for anything else."""
+    dtype = _LONG.get(text) or getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text!r} is not a torch dtype")
+    return dtype

@@ -1,0 +1,135 @@
+"""Node and Graph: pure operations on numbered values.
+
+A graph numbers its values: the inputs first, then the results of each node in order. A node may
+name an op that torch runs in place; its *meaning* is still pure: it computes on copies, and the
+new version of every tensor it writes is one more result. Whether a copy is really made is the
+executor's business (see ``graph.alias``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazygt.graph.meta import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of the graph, by number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A Python number that is known only at run time, by its position in the run message."""
+
+    index: int
+
+
+#: What may stand in an argument: Ref, Param, None, bool, int, float, complex, str, torch.dtype,
+#: torch.layout, torch.memory_format, DEVICE, or a tuple of these.
+Arg = Any
+
+
+class _Device:
+    """Stands for "the worker's own device" in arguments."""
+
+    def __repr__(self) -> str:
+        return "DEVICE"
+
+
+DEVICE = _Device()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op applied to values.
+
+    Attributes:
+        op: overload name, for example ``aten.add.Tensor``.
+        args, kwargs: arguments with Ref and Param in place of tensors and run-time numbers.
+        fresh: metas of the tensors that the op returns anew, in order. None for an undefined
+            tensor, and for an op with ``dynamic`` set, whose results are known only afterwards.
+        writes: numbers of the values it writes; each write is one more result of the node, after
+            the fresh ones.
+        written: metas of the new versions, one a write.
+        dynamic: shapes (or whether there is a tensor at all) depend on values.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    fresh: tuple[TensorMeta | None, ...] = ()
+    writes: tuple[int, ...] = ()
+    written: tuple[TensorMeta, ...] = ()
+    dynamic: bool = False
+
+    @property
+    def results(self) -> tuple[TensorMeta | None, ...]:
+        """Metas of every value that the node defines."""
+        return self.fresh + self.written
+
+    def refs(self) -> Iterator[int]:
+        """Numbers of the values it reads, in argument order, with repeats."""
+        yield from iter_refs(self.args)
+        for _, arg in self.kwargs:
+            yield from iter_refs(arg)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Inputs, nodes and outputs of one stretch between two sync points.
+
+    ``lines`` names the user's ``file:line`` of each node; it does not take part in equality.
+    """
+
+    inputs: tuple[TensorMeta, ...]
+    params: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def values(self) -> tuple[TensorMeta | None, ...]:
+        """The meta of every value, by number."""
+        metas: list[TensorMeta | None] = list(self.inputs)
+        for node in self.nodes:
+            metas.extend(node.results)
+        return tuple(metas)
+
+    def numbered(self) -> Iterator[tuple[Node, range]]:
+        """Each node with the numbers of its results."""
+        start = len(self.inputs)
+        for node in self.nodes:
+            stop = start + len(node.results)
+            yield node, range(start, stop)
+            start = stop
+
+    def line(self, number: int) -> str:
+        """The user's line of node ``number``, or ``"?"``."""
+        return self.lines[number] if number < len(self.lines) else "?"
+
+    def __str__(self) -> str:
+        # why: text imports this module, and a graph prints itself
+        from lazygt.graph.text import print_graph
+
+        return print_graph(self)
+
+
+def iter_refs(arg: Arg) -> Iterator[int]:
+    """Numbers of the values inside one argument."""
+    if type(arg) is Ref:
+        yield arg.index
+    elif type(arg) is tuple:
+        for item in arg:
+            yield from iter_refs(item)
+
+
+def map_arg(arg: Arg, leaf: Any) -> Arg:
+    """``arg`` with ``leaf`` applied to everything that is not a tuple."""
+    if type(arg) is tuple:
+        return tuple(map_arg(item, leaf) for item in arg)
+    return leaf(arg)

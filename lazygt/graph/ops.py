@@ -1,0 +1,167 @@
+"""Facts about an op, read once from its schema.
+
+torch's schemas say nearly all: what an op writes, what its results alias, where a Python number
+may stand. The few things they leave out stand in the tables at the top.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+Overload = torch._ops.OpOverload
+
+#: Written although the schema does not say so: positions of the tensors, and of the flag that
+#: turns the writing on.
+UNDECLARED_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
+    "aten.native_batch_norm.default": ((3, 4), 5),
+    "aten.cudnn_batch_norm.default": ((3, 4), 5),
+    "aten.miopen_batch_norm.default": ((3, 4), 5),
+}
+
+#: Results may share memory with an input although the schema does not say so.
+UNDECLARED_ALIASES = frozenset(
+    {
+        "aten._unsafe_view.default",
+        "aten._reshape_alias.default",
+        "aten._reshape_copy.default",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_split_with_sizes.default",
+        "aten.unsafe_chunk.default",
+        "aten.native_dropout.default",
+        "aten._to_copy.default",
+        "aten.lift.default",
+        "aten.lift_fresh.default",
+        "aten._spdiags.default",
+    }
+)
+
+#: A Python number in these shapes the result, so it is part of the program, not of its data.
+SHAPED_BY_SCALARS = frozenset({"arange", "range"})
+
+#: Draws from the generator although torch's tag is missing.
+UNTAGGED_RANDOM = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
+
+_SCALAR_TYPES = ("number", "Scalar", "Optional[number]", "Optional[Scalar]", "float", "Tensor",
+                 "Optional[Tensor]")  # fmt: skip
+_SCALAR_LISTS = ("List[number]", "List[Scalar]")
+
+
+class OpFacts:
+    """What recorder and executor need to know of one overload."""
+
+    __slots__ = (
+        "aliases",
+        "dynamic",
+        "func",
+        "hoist",
+        "hoist_named",
+        "inplace_view",
+        "name",
+        "outputs",
+        "pointwise",
+        "random",
+        "views",
+        "writes",
+        "writes_named",
+    )
+
+    def __init__(self, func: Overload, extra_writes: tuple[int, ...] = ()) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = str(func)
+        shaped = schema.name.split("::")[1].split(".")[0] in SHAPED_BY_SCALARS
+        arguments = schema.arguments
+        positional = [a for a in arguments if not a.kwarg_only]
+        #: position -> 1 when a number there is data, 2 when a list of numbers is
+        self.hoist = tuple(0 if shaped else _hoist(a) for a in positional)
+        self.hoist_named = {a.name: 0 if shaped else _hoist(a) for a in arguments if a.kwarg_only}
+        self.writes = tuple(
+            i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
+        )
+        self.writes_named = tuple(a.name for a in arguments if a.kwarg_only and _is_written(a))
+        #: one letter a return: f(resh), w(ritten argument), v(iew); p(ython value); l = list
+        self.outputs = tuple(_return_kind(r) for r in schema.returns)
+        self.views = any("v" in kind for kind in self.outputs)
+        self.inplace_view = torch.Tag.inplace_view in func.tags
+        self.random = (
+            torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
+        )
+        self.dynamic = (
+            torch.Tag.dynamic_output_shape in func.tags
+            or torch.Tag.data_dependent_output in func.tags
+            or "p" in self.outputs
+        )
+        self.pointwise = torch.Tag.pointwise in func.tags or "::_foreach_" in schema.name
+        self.aliases = self.views or self.name in UNDECLARED_ALIASES
+
+    def __repr__(self) -> str:
+        return f"OpFacts({self.name})"
+
+
+def _hoist(argument: Any) -> int:
+    kind = str(argument.type)
+    if kind in _SCALAR_LISTS:
+        return 2
+    return int(kind in _SCALAR_TYPES)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _return_kind(ret: Any) -> str:
+    kind = str(ret.type)
+    if "Tensor" not in kind:
+        return "p"
+    listed = "l" if kind.startswith("List") else ""
+    if ret.alias_info is None:
+        return "f" + listed
+    return ("w" if ret.alias_info.is_write else "v") + listed
+
+
+@lru_cache(maxsize=None)
+def facts(func: Overload) -> OpFacts:
+    """The facts of an overload."""
+    return OpFacts(func)
+
+
+@lru_cache(maxsize=None)
+def writing_facts(func: Overload) -> OpFacts:
+    """The facts of an op in UNDECLARED_WRITES when its flag is on."""
+    return OpFacts(func, extra_writes=UNDECLARED_WRITES[str(func)][0])
+
+
+def returned_write(f: OpFacts, position: int) -> int | str:
+    """Which written argument the return at ``position`` is: a position or a keyword."""
+    ret = f.func._schema.returns[position].alias_info
+    for i, argument in enumerate(f.func._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set == ret.before_set:
+            return argument.name if argument.kwarg_only else i
+    raise AssertionError(f"{f.name}: return {position} aliases no written argument")
+
+
+def viewed_argument(f: OpFacts) -> int:
+    """The position of the argument that a view op's result is a view of."""
+    for i, argument in enumerate(f.func._schema.arguments):
+        if argument.alias_info is not None and not argument.alias_info.is_write:
+            return i
+    return 0
+
+
+@lru_cache(maxsize=None)
+def overload(name: str) -> Overload:
+    """The overload called ``name`` (``namespace.op.overload``); KeyError when there is none."""
+    parts = name.split(".")
+    if len(parts) != 3 or not all(part.isidentifier() for part in parts):
+        raise KeyError(name)
+    try:
+        found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+    except (AttributeError, RuntimeError) as error:
+        raise KeyError(name) from error
+    if not isinstance(found, Overload):
+        raise KeyError(name)
+    return found

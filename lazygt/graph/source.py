@@ -1,0 +1,60 @@
+"""Who wrote an op: the user's own file:line.
+
+A *mark* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+#: Code object and instruction offset of the innermost frame that is the user's own.
+Mark = tuple[CodeType, int]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+#: file name -> whether it belongs to torch, lazygt or the interpreter
+_library: dict[str, bool] = {}
+
+
+def _is_library(filename: str) -> bool:
+    found = filename.startswith((_TORCH, _OWN, "<frozen", "<string>"))
+    found = found or filename.endswith("contextlib.py")
+    _library[filename] = found
+    return found
+
+
+def user_mark(depth: int) -> Mark | None:
+    """The innermost user frame at least ``depth`` frames up; None when there is none.
+
+    There is none on autograd's own threads, where backward ops are recorded.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    known = _library
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        library = known.get(name)
+        if library is None:
+            library = _is_library(name)
+        if not library:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+def expand(mark: Mark | None) -> str:
+    """``file:line`` of a mark, or ``"?"``."""
+    if mark is None:
+        return "?"
+    code, lasti = mark
+    line = code.co_firstlineno
+    for start, stop, number in code.co_lines():
+        if start <= lasti < stop and number is not None:
+            line = number
+            break
+    return f"{code.co_filename}:{line}"

@@ -1,0 +1,214 @@
+"""The canonical text of a graph: printed, and parsed back to an equal graph.
+
+    graph {
+      %0: f32[64, 784] = input
+      %1: f32[784] = input
+      $0: float = param
+      %2: f32[64, 784] = aten.mul.Tensor(%0, $0)  # train.py:12
+      %3: f32[64, 784] = aten.add.Tensor(%2, %1, alpha=1)
+      return %3
+    }
+
+Values are ``%n``, run-time numbers ``$n``, the worker's device ``device``. ``->`` before a
+result says that it is the new version of the value named after ``writes``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
+
+
+def print_graph(graph: Graph, name: str = "graph", notes: Sequence[str] = ()) -> str:
+    """The canonical text. ``notes`` adds a remark after each node's line."""
+    lines = [f"{name} {{"]
+    for number, meta in enumerate(graph.inputs):
+        lines.append(f"  %{number}: {meta} = input")
+    for number, kind in enumerate(graph.params):
+        lines.append(f"  ${number}: {kind} = param")
+    for number, (node, results) in enumerate(graph.numbered()):
+        remark = graph.line(number) if graph.lines else ""
+        if number < len(notes) and notes[number]:
+            remark = f"{remark}  [{notes[number]}]" if remark else f"[{notes[number]}]"
+        lines.append(f"  {print_node(node, results)}" + (f"  # {remark}" if remark else ""))
+    lines.append("  return " + ", ".join(f"%{value}" for value in graph.outputs))
+    lines.append("}")
+    return "\n".join(lines).replace("return \n", "return\n")
+
+
+def print_node(node: Node, results: range) -> str:
+    """One node: its results with their metas, the op, the arguments."""
+    shown = [
+        f"%{number}: {meta if meta is not None else 'none'}"
+        for number, meta in zip(results, node.results, strict=True)
+    ]
+    args = [_arg(arg) for arg in node.args] + [f"{key}={_arg(arg)}" for key, arg in node.kwargs]
+    text = f"{', '.join(shown) or '_'} = {node.op}({', '.join(args)})"
+    if node.writes:
+        text += " writes " + ", ".join(f"%{value}" for value in node.writes)
+    return text + (" dynamic" if node.dynamic else "")
+
+
+def _arg(arg: Arg) -> str:
+    if type(arg) is Ref:
+        return f"%{arg.index}"
+    if type(arg) is Param:
+        return f"${arg.index}"
+    if arg is DEVICE:
+        return "device"
+    if type(arg) is tuple:
+        return "[" + ", ".join(_arg(item) for item in arg) + "]"
+    if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(arg)
+    if isinstance(arg, (float, complex)):
+        return f"{type(arg).__name__}({str(arg)!r})" if _odd(arg) else repr(arg)
+    return repr(arg)
+
+
+def _odd(number: float | complex) -> bool:
+    return isinstance(number, complex) or number != number or number in (float("inf"), -float("inf"))
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<ref>%\d+)|(?P<param>\$\d+)|(?P<torch>torch\.\w+)|(?P<special>(?:float|complex)\('[^']*'\))"
+    r"|(?P<string>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|(?P<number>-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+    r"|(?P<name>\w+)|(?P<mark>[\[\](),=]))"
+)
+_META = re.compile(
+    r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\](?:@\((?P<stride>[\d, -]*)\))?(?:\+(?P<offset>\d+))?"
+    r"(?P<conj>~conj)?(?P<neg>~neg)?$"
+)
+
+
+def parse_graph(text: str) -> Graph:
+    """The graph whose canonical text this is.
+
+    Raises:
+        ValueError: naming the line that can't be read.
+    """
+    inputs: list[TensorMeta] = []
+    params: list[str] = []
+    nodes: list[Node] = []
+    lines: list[str] = []
+    outputs: tuple[int, ...] = ()
+    for raw in text.strip().splitlines()[1:-1]:
+        line = raw.strip()
+        if line.startswith("return"):
+            outputs = tuple(int(value) for value in re.findall(r"%(\d+)", line))
+            continue
+        body, _, remark = line.partition("  # ")
+        left, _, right = body.partition(" = ")
+        if right == "input":
+            inputs.append(parse_meta(left.split(": ", 1)[1]))
+        elif right == "param":
+            params.append(left.split(": ", 1)[1])
+        else:
+            nodes.append(_parse_node(left, right, line))
+            lines.append(remark.partition("  [")[0] if not remark.startswith("[") else "")
+    shown = tuple(lines) if any(lines) else ()
+    return Graph(tuple(inputs), tuple(params), tuple(nodes), outputs, shown)
+
+
+def parse_meta(text: str) -> TensorMeta:
+    """The meta that ``str(meta)`` printed; ValueError for anything else."""
+    found = _META.match(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a tensor meta such as f32[2, 3]")
+    shape = _ints(found["shape"])
+    stride = contiguous_stride(shape) if found["stride"] is None else _ints(found["stride"])
+    offset = int(found["offset"] or 0)
+    return intern(shape, stride, dtype_of(found["dtype"]), offset, bool(found["conj"]),
+                  bool(found["neg"]))  # fmt: skip
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(item) for item in text.split(",") if item.strip())
+
+
+def _parse_node(left: str, right: str, line: str) -> Node:
+    head = re.match(r"([\w.]+)\(", right)
+    if head is None:
+        raise ValueError(f"not a node: {line!r}")
+    reader = _Reader(right, head.end(), line)
+    args, kwargs = reader.arguments()
+    rest = right[reader.at :].strip()
+    dynamic = rest.endswith("dynamic")
+    writes = tuple(int(value) for value in re.findall(r"%(\d+)", rest))
+    metas = tuple(
+        None if shown == "none" else parse_meta(shown)
+        for shown in re.findall(r"%\d+: (none|.*?)(?=, %\d+: |$)", left)
+    )
+    fresh = len(metas) - (0 if dynamic else len(writes))
+    written = tuple(meta for meta in metas[fresh:] if meta is not None)
+    return Node(head[1], args, kwargs, metas[:fresh], writes, written, dynamic)
+
+
+class _Reader:
+    """Reads the arguments of one node."""
+
+    def __init__(self, text: str, at: int, line: str) -> None:
+        self.text, self.at, self.line = text, at, line
+
+    def next(self) -> tuple[str, str]:
+        found = _TOKEN.match(self.text, self.at)
+        if found is None or found.lastgroup is None:
+            raise ValueError(f"can't read {self.text[self.at :]!r} in {self.line!r}")
+        self.at = found.end()
+        return found.lastgroup, found[found.lastgroup]
+
+    def peek(self, mark: str) -> bool:
+        return self.text[self.at :].lstrip().startswith(mark)
+
+    def arguments(self) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        args: list[Arg] = []
+        kwargs: list[tuple[str, Arg]] = []
+        while not self.peek(")"):
+            named = re.match(r"\s*(\w+)=", self.text[self.at :])
+            if named is not None:
+                self.at += named.end()
+                kwargs.append((named[1], self.value()))
+            else:
+                args.append(self.value())
+            if self.peek(","):
+                self.next()
+        self.next()
+        return tuple(args), tuple(kwargs)
+
+    def value(self) -> Arg:
+        kind, token = self.next()
+        if kind == "ref":
+            return Ref(int(token[1:]))
+        if kind == "param":
+            return Param(int(token[1:]))
+        if kind == "torch":
+            return getattr(torch, token.removeprefix("torch."))
+        if kind == "special":
+            name, _, inner = token.partition("(")
+            return {"float": float, "complex": complex}[name](ast.literal_eval(inner[:-1]))
+        if kind == "mark" and token == "[":
+            return self._list()
+        if kind == "name" and token == "device":
+            return DEVICE
+        return self._literal(token)
+
+    def _list(self) -> tuple[Any, ...]:
+        items: list[Any] = []
+        while not self.peek("]"):
+            items.append(self.value())
+            if self.peek(","):
+                self.next()
+        self.next()
+        return tuple(items)
+
+    def _literal(self, token: str) -> Any:
+        try:
+            return ast.literal_eval(token)
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"can't read {token!r} in {self.line!r}") from error

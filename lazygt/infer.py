@@ -1,0 +1,124 @@
+"""What an op's results will look like, found by running it on meta tensors, once a signature.
+
+A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
+own errors for arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Arg, Param, Ref
+from lazygt.graph.ops import OpFacts
+
+Metas = tuple[TensorMeta | None, ...]
+Results = tuple[Metas, tuple[TensorMeta, ...]]
+
+_LIMIT = 50_000
+
+
+class Inference:
+    """A bounded memory of inferred results."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[Any, Results | None] = OrderedDict()
+        self.runs = 0
+
+    def results(
+        self,
+        f: OpFacts,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        metas: dict[int, TensorMeta],
+        params: list[Any],
+    ) -> Results | None:
+        """Metas of the fresh results and of the written tensors; None when only values can tell.
+
+        Args:
+            args, kwargs: with Ref for tensors and Param for run-time numbers.
+            metas: the meta of every Ref.
+            params: the value of every Param.
+
+        Raises:
+            Exception: torch's own, when the op does not take such arguments.
+        """
+        key = (f, _signature(args, metas, params), _signature(kwargs, metas, params))
+        if key in self._seen:
+            self._seen.move_to_end(key)
+            return self._seen[key]
+        self.runs += 1
+        found = self._run(f, args, kwargs, metas, params)
+        self._seen[key] = found
+        if len(self._seen) > _LIMIT:
+            self._seen.popitem(last=False)
+        return found
+
+    def _run(
+        self,
+        f: OpFacts,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        metas: dict[int, TensorMeta],
+        params: list[Any],
+    ) -> Results | None:
+        made: list[torch.Tensor] = []
+
+        def leaf(arg: Arg) -> Any:
+            if type(arg) is Ref:
+                made.append(metas[arg.index].empty("meta"))
+                return made[-1]
+            if type(arg) is Param:
+                return params[arg.index]
+            if type(arg) is tuple:
+                return [leaf(item) for item in arg]
+            return torch.device("meta") if arg is DEVICE else arg
+
+        margs = [leaf(arg) for arg in args]
+        mkwargs = {name: leaf(arg) for name, arg in kwargs}
+        try:
+            with torch.no_grad():
+                returned = f.func(*margs, **mkwargs)
+        except NotImplementedError:
+            return None
+        written = [margs[i] for i in f.writes if i < len(margs)]
+        written += [mkwargs[name] for name in f.writes_named if name in mkwargs]
+        written_metas = tuple(TensorMeta.of(t) for t in _flat(written) if t is not None)
+        items = (returned,) if len(f.outputs) == 1 else tuple(returned or ())
+        fresh: list[TensorMeta | None] = []
+        for kind, item in zip(f.outputs, items, strict=True):
+            if kind[0] in "fv":
+                fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
+        return tuple(_rooted(f, fresh)), written_metas
+
+
+def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
+    """Fresh results own their memory, so their offset is 0 whatever the meta kernel did."""
+    if f.views:
+        return metas
+    return [
+        TensorMeta(m.shape, m.stride, m.dtype, 0, m.conj, m.neg) if m and m.offset else m
+        for m in metas
+    ]
+
+
+def _flat(items: Any) -> Any:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    kind = type(arg)
+    if kind is Ref:
+        return metas[arg.index]
+    if kind is Param:
+        return type(params[arg.index])
+    if kind is tuple:
+        return tuple(_signature(item, metas, params) for item in arg)
+    return kind, arg

@@ -1,0 +1,1 @@
+"""Graph -> graph, pure. The order of passes stands in ``PIPELINE``."""

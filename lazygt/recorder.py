@@ -1,0 +1,796 @@
+"""The hot path: the stream of ops, step by step through the trie; on a miss, a new step.
+
+``Recorder.record`` is what every op comes to. On a hit it does a dictionary look-up and makes the
+wrappers; on a miss it infers the results' metas (``infer``), where a wrong shape or dtype raises
+torch's own exception on the user's line.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from lazygt.errors import NoSession
+from lazygt.generator import SessionGenerator
+from lazygt.graph.alias import WRITE_BACK, view_step
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.graph.ops import OpFacts, facts, returned_write, viewed_argument, writing_facts
+from lazygt.graph.source import Mark, user_mark
+from lazygt.infer import Inference
+from lazygt.tensor import Cell, LazyTensor, View, ViewStep, rebind, wrapper
+from lazygt.trie import GENERAL, ITSELF, ONE_FRESH, Step, Trie
+
+_NUMBERS = frozenset({int, float, bool, complex})
+_PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, torch.layout,
+                    torch.memory_format})  # fmt: skip
+
+
+class Shipper(Protocol):
+    """What the recorder needs of the session."""
+
+    def ship(self, stretch: Stretch, reason: str, fetch: Any, ask: bool) -> Any:
+        """Turn a stretch into a run; returns the reply when something is fetched or asked."""
+
+    def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
+        """Take a copy of a CPU tensor for the workers now; returns its RemoteValue."""
+
+
+class Stretch:
+    """What has been recorded since the last flush."""
+
+    __slots__ = ("count", "inputs", "marks", "owners", "params", "serial", "step")
+
+    def __init__(self, serial: int, root: Step) -> None:
+        self.serial = serial
+        self.step = root
+        self.count = 0
+        #: value number -> the cell that shows it (None: nothing of the user's ever does)
+        self.owners: list[weakref.ref[Cell] | None] = []
+        #: (cell, remote value) a slot; input k is value number ~k
+        self.inputs: list[tuple[weakref.ref[Cell], Any]] = []
+        self.params: list[Any] = []
+        #: the user's frame of each op, by op number
+        self.marks: list[Mark | None] = []
+
+    def alive(self) -> tuple[list[Cell], tuple[int, ...]]:
+        """The cells that still show a value of this stretch, and those values' numbers."""
+        cells, indices = [], []
+        serial = self.serial
+        for index, owner in enumerate(self.owners):
+            cell = owner() if owner is not None else None
+            if cell is not None and cell.index == index and cell.serial == serial:
+                cells.append(cell)
+                indices.append(index)
+        return cells, tuple(indices)
+
+
+class Recorder:
+    """Records ops into the current stretch, and says when it has to be shipped."""
+
+    def __init__(
+        self, shipper: Shipper, trie: Trie, max_nodes: int, max_bytes: int, worker_device: str
+    ) -> None:
+        self.shipper = shipper
+        self.trie = trie
+        self.inference = Inference()
+        self.generator = SessionGenerator(self, worker_device)
+        self.lock = threading.RLock()
+        self.serial = 1
+        self.stretch = Stretch(1, trie.root)
+        self.closed = False
+        self.ops = 0
+        self.misses = 0
+        #: (step, key, facts) of the first miss of the stretch, for stats and ``why``
+        self.first_miss: tuple[Step, Any, OpFacts | None, Mark | None] | None = None
+        self._max_nodes, self._max_bytes = max_nodes, max_bytes
+        self._known: dict[int, tuple[OpFacts, Callable[..., Any] | None]] = {}
+        self._forward: dict[int, int] = {}
+        self._backward_mark: Mark | None = None
+        #: the op before which over-long stretches end, once one has
+        self._anchor: tuple[OpFacts | None, Mark | None] | None = None
+
+    # -- the hot path --------------------------------------------------------------------
+
+    def record(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """Record one op; returns what the user sees.
+
+        Raises:
+            NoSession: after the session closed.
+            Exception: torch's own, when the op can't take such arguments.
+        """
+        known = self._known.get(id(func))
+        f, special = known if known is not None else self._learn(func)
+        if self.closed:
+            raise closed_error()
+        if special is not None:
+            result = special(self, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+            if f.name in _BATCH_NORMS and args[_BATCH_NORMS[f.name]]:
+                f = writing_facts(func)
+        if f.pointwise and _is_host(args):
+            result = self._on_host(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        if f.random and not self.generator.started:
+            self.generator.start()
+        stretch = self.stretch
+        params = stretch.params
+        before = len(params)
+        serial = stretch.serial
+        key: list[Any] = [f]
+        try:
+            for a, hoist in zip(args, f.hoist, strict=False):
+                kind = type(a)
+                if kind is LazyTensor:
+                    cell = a._cell
+                    if cell.serial == serial and a._view is None:
+                        key.append(cell.index)
+                    else:
+                        key.append(self.index_of(a))
+                elif hoist == 1 and kind in _NUMBERS:
+                    key.append(kind)
+                    params.append(a)
+                elif kind in _PLAIN:
+                    key.append(a)
+                else:
+                    key.append(self._key(a, hoist, f))
+            if kwargs:
+                for name, a in kwargs.items():
+                    key.append(name)
+                    key.append(self._key(a, f.hoist_named.get(name, 0), f))
+            found = tuple(key)
+            step = stretch.step.children.get(found)
+            if step is None:
+                step = self._miss(stretch, found, f, args, kwargs or {}, before)
+        except BaseException:
+            del params[before:]
+            raise
+        self._advance(stretch, step, user_mark(4))
+        if step.make is not None:
+            index = stretch.count
+            stretch.count = index + 1
+            meta = step.make
+            cell = Cell(self, serial, index, meta)
+            stretch.owners.append(weakref.ref(cell))
+            return wrapper(meta, cell, None)
+        if step.node is not None and step.node.dynamic:
+            return self._ask(stretch, step, f, args, kwargs or {})
+        return self._results(stretch, step, f, args, kwargs or {}, found)
+
+    def _advance(self, stretch: Stretch, step: Step, mark: Mark | None) -> None:
+        stretch.step = step
+        stretch.marks.append(mark)
+        self.ops += 1
+
+    def _learn(
+        self, func: torch._ops.OpOverload
+    ) -> tuple[OpFacts, Callable[..., Any] | None]:
+        # why: special's handlers are written against this module
+        from lazygt.special import handler_of
+
+        f = facts(func)
+        self._known[id(func)] = f, handler_of(f)
+        return self._known[id(func)]
+
+    def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
+        """One argument as it stands in a step's key."""
+        kind = type(a)
+        if kind is LazyTensor:
+            return self.index_of(a)
+        if hoist == 1 and kind in _NUMBERS:
+            self.stretch.params.append(a)
+            return kind
+        if kind in _PLAIN:
+            return a
+        if kind is list or kind is tuple:
+            return tuple(self._key(item, 1 if hoist == 2 else 0, f) for item in a)
+        if isinstance(a, torch.Tensor):
+            return self.index_of(self.foreign(a, f))
+        if kind is torch.device:
+            return DEVICE
+        if isinstance(a, torch.Generator):
+            raise RuntimeError(
+                f"{f.name}: expected a generator of device 'lazygt' but found one of "
+                f"{a.device.type!r}; torch lets no Python device have generators of its own: "
+                f"leave generator= out (the session's generator follows torch.manual_seed), or "
+                f"draw on the CPU and .to('lazygt')"
+            )
+        return a
+
+    def foreign(self, t: torch.Tensor, f: OpFacts) -> LazyTensor:
+        """A CPU tensor among lazy ones: torch lets 0-dim ones mix, and CPU indices."""
+        if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
+            return self.to_lazy(t)
+        if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"{f.name}: an uninitialized parameter has no value yet")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, "
+            f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
+            f"move it with .to('lazygt')"
+        )
+
+    # -- values --------------------------------------------------------------------------
+
+    def index_of(self, t: LazyTensor) -> int:
+        """The number of a handle's current value in the stretch; it enters if need be."""
+        cell = t._cell
+        if cell.serial != self.serial:
+            self._enter(cell)
+        view = t._view
+        if view is None:
+            return cell.index
+        if view.serial != self.serial or view.base != cell.index:
+            self._replay(view, cell)
+        return view.index
+
+    def _enter(self, cell: Cell) -> None:
+        """A value from before this stretch becomes an input of it."""
+        if cell.recorder is not self:
+            raise closed_error() if cell.recorder.closed else _other_session()
+        stretch = self.stretch
+        if cell.host is not None:
+            cell.remote = self.shipper.upload(cell.host, cell.meta)
+            cell.host = None
+        if cell.remote is None:
+            self._write_blank(cell)
+            return
+        step = stretch.step.children.get(cell.meta)
+        if step is None:
+            self._note_miss(stretch, cell.meta, None, None)
+            step = Step(stretch.step, cell.meta, input=cell.meta)
+            self.trie.add(stretch.step, cell.meta, step)
+        stretch.step = step
+        cell.serial, cell.index = stretch.serial, ~len(stretch.inputs)
+        stretch.inputs.append((weakref.ref(cell), cell.remote))
+
+    def _write_blank(self, cell: Cell) -> None:
+        """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
+        meta = cell.meta
+        f = facts(torch.ops.aten.empty_strided.default)
+        key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
+        node = Node(f.name, (meta.shape, meta.stride),
+                    (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
+        self._own(cell, self.internal(key, node, f))
+
+    def _own(self, cell: Cell, index: int) -> None:
+        stretch = self.stretch
+        cell.serial, cell.index = stretch.serial, index
+        cell.remote = None
+        stretch.owners[index] = weakref.ref(cell)
+
+    def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
+        """Advance by an op that the user did not write; returns its first result's number."""
+        stretch = self.stretch
+        step = stretch.step.children.get(key)
+        if step is None:
+            self._note_miss(stretch, key, f, None)
+            step = Step(stretch.step, key, node, facts=f)
+            self.trie.add(stretch.step, key, step)
+        self._advance(stretch, step, user_mark(4))
+        return self._number(stretch, len(node.results))
+
+    @staticmethod
+    def _number(stretch: Stretch, count: int) -> int:
+        index = stretch.count
+        stretch.count += count
+        stretch.owners.extend([None] * count)
+        return index
+
+    def _replay(self, view: View, cell: Cell) -> None:
+        """The cell was written or a new stretch began: take the view again."""
+        base = index = cell.index
+        meta: TensorMeta | None = cell.meta
+        for link in view.steps:
+            at = link.position + 1
+            key = (*link.key[:at], index, *link.key[at + 1 :])
+            step = self.stretch.step.children.get(key)
+            if step is None:
+                args = (*link.args[: at - 1], Ref(index), *link.args[at:])
+                assert meta is not None
+                fresh = self.inference.results(
+                    link.facts, args, link.kwargs, {index: meta}, self.stretch.params
+                )[0]
+                node = Node(link.facts.name, args, link.kwargs, fresh)
+                first = self.internal(key, node, link.facts)
+            else:
+                assert step.node is not None
+                fresh = step.node.fresh
+                first = self.internal(key, step.node, link.facts)
+            index, meta = first + link.which, fresh[link.which]
+        view.serial, view.base, view.index = self.serial, base, index
+
+    def written(self, t: LazyTensor, index: int) -> None:
+        """The handle ``t`` was written: its new version is value ``index``."""
+        cell, view = t._cell, t._view
+        if view is None:
+            self._own(cell, index)
+            return
+        chain = tuple(
+            view_step(link.facts.name, link.position, link.args, link.kwargs, link.which)
+            for link in view.steps
+        )
+        base = cell.index
+        key = (WRITE_BACK, base, index, tuple((link.key, link.which) for link in view.steps))
+        node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (cell.meta,))
+        self._own(cell, self.internal(key, node))
+        view.serial, view.base, view.index = self.serial, cell.index, index
+
+    # -- results of a step that is not just one fresh tensor -------------------------------
+
+    def _results(
+        self,
+        stretch: Stretch,
+        step: Step,
+        f: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: tuple[Any, ...],
+    ) -> Any:
+        node = step.node
+        assert node is not None
+        first = self._number(stretch, len(node.results))
+        targets = list(written_tensors(f, args, kwargs))
+        for offset, (target, meta) in enumerate(zip(targets, node.written, strict=True)):
+            if meta.shape != tuple(target.shape) or meta.stride != target.stride():
+                self._resized(target, meta)
+            self.written(target, first + len(node.fresh) + offset)
+        if f.views and "f" not in "".join(f.outputs):
+            return self._views(f, args, key, first, node.fresh)
+        return self._assemble(f, args, kwargs, first, list(node.fresh))
+
+    def _resized(self, t: LazyTensor, meta: TensorMeta) -> None:
+        """``out=`` gave a tensor another shape: it shows a cell of its own from here on."""
+        cell = Cell(self, 0, 0, meta)
+        rebind(t, meta, cell, None)
+
+    def _views(
+        self,
+        f: OpFacts,
+        args: tuple[Any, ...],
+        key: tuple[Any, ...],
+        first: int,
+        metas: tuple[TensorMeta | None, ...],
+    ) -> Any:
+        position = viewed_argument(f)
+        source: LazyTensor = args[position]
+        cell = source._cell
+        steps = source._view.steps if source._view is not None else ()
+        node = self.stretch.step.node
+        assert node is not None
+        made = []
+        for which, meta in enumerate(metas):
+            assert meta is not None
+            link = ViewStep(f, key, position, node.args, node.kwargs, which)
+            view = View((*steps, link), self.serial, cell.index, first + which)
+            made.append(wrapper(meta, cell, view))
+        return made if f.outputs[0] == "vl" else made[0]
+
+    def _assemble(
+        self,
+        f: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        first: int,
+        metas: list[TensorMeta | None],
+    ) -> Any:
+        """The op's return value out of fresh handles and the tensors it wrote."""
+        made: list[Any] = [
+            self.show(first + i, meta) if meta is not None else None
+            for i, meta in enumerate(metas)
+        ]
+        out: list[Any] = []
+        lists = sum(1 for kind in f.outputs if kind == "fl")
+        single = len(f.outputs) - lists
+        for position, kind in enumerate(f.outputs):
+            if kind[0] == "w":
+                which = returned_write(f, position)
+                out.append(kwargs[which] if isinstance(which, str) else args[which])
+            elif kind == "fl":
+                taken = len(made) if lists == 1 and single == 0 else len(made) - (single - len(out))
+                out.append(made[:taken])
+                made = made[taken:]
+            else:
+                out.append(made.pop(0))
+        if not out:
+            return None
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def show(self, index: int, meta: TensorMeta) -> LazyTensor:
+        """A handle with a cell of its own for a value of the stretch."""
+        cell = Cell(self, self.serial, index, meta)
+        self.stretch.owners[index] = weakref.ref(cell)
+        return wrapper(meta, cell, None)
+
+    # -- misses --------------------------------------------------------------------------
+
+    def _miss(
+        self,
+        stretch: Stretch,
+        key: tuple[Any, ...],
+        f: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        first_param: int,
+    ) -> Step:
+        """Infer the results and remember the step."""
+        metas: dict[int, TensorMeta] = {}
+        counter = [first_param]
+
+        def template(a: Any, hoist: int) -> Arg:
+            if isinstance(a, torch.Tensor):
+                lazy = a if isinstance(a, LazyTensor) else self.foreign(a, f)
+                index = self.index_of(lazy)
+                metas[index] = _meta_of(lazy)
+                return Ref(index)
+            if hoist == 1 and type(a) in _NUMBERS:
+                counter[0] += 1
+                return Param(counter[0] - 1)
+            if type(a) in (list, tuple):
+                return tuple(template(item, 1 if hoist == 2 else 0) for item in a)
+            return DEVICE if isinstance(a, torch.device) else a
+
+        targs = tuple(template(a, hoist) for a, hoist in zip(args, f.hoist, strict=False))
+        tkwargs = tuple(
+            (name, template(a, f.hoist_named.get(name, 0))) for name, a in kwargs.items()
+        )
+        targets = [self.index_of(t) for t in written_tensors(f, args, kwargs)]
+        if f.dynamic or _masked_index(f, args):
+            node = Node(f.name, targs, tkwargs, (), tuple(targets), (), dynamic=True)
+        else:
+            results = self.inference.results(f, targs, tkwargs, metas, stretch.params)
+            if results is None:
+                node = Node(f.name, targs, tkwargs, (), tuple(targets), (), dynamic=True)
+            else:
+                node = Node(f.name, targs, tkwargs, results[0], tuple(targets), results[1])
+        self._note_miss(stretch, key, f, user_mark(4))
+        step = Step(stretch.step, key, node, facts=f)
+        step.forward = self._link_backward(len(stretch.marks))
+        if f.views:
+            step.make = None
+        self.trie.add(stretch.step, key, step)
+        return step
+
+    def _note_miss(
+        self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None
+    ) -> None:
+        self.misses += 1
+        if self.first_miss is None:
+            self.first_miss = stretch.step, key, f, mark or user_mark(4)
+
+    def _link_backward(self, number: int) -> int:
+        """Tie a forward op to its autograd node, or a backward op to its forward op."""
+        running = torch._C._current_autograd_node()
+        if running is None:
+            if torch.is_grad_enabled():
+                self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, number)
+            return -1
+        return self._forward.get(running._sequence_nr(), -1)
+
+    # -- dynamic ops ---------------------------------------------------------------------
+
+    def _ask(
+        self,
+        stretch: Stretch,
+        step: Step,
+        f: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Results that only the values can tell: ship the stretch and ask."""
+        reply = self.shipper.ship(stretch, f"data-dependent: {f.name}", None, True)
+        targets = list(written_tensors(f, args, kwargs))
+        for target, (meta, remote) in zip(targets, reply.written, strict=True):
+            if meta.shape != tuple(target.shape):
+                self._resized(target, meta)
+            if target._view is None:
+                target._cell.remote, target._cell.serial = remote, 0
+            else:
+                value = self.remote_tensor(meta, remote)
+                self.written(target, self.index_of(value))
+        out: list[Any] = []
+        fresh = iter(reply.returned)
+        for position, kind in enumerate(f.outputs):
+            if kind[0] == "w":
+                which = returned_write(f, position)
+                out.append(kwargs[which] if isinstance(which, str) else args[which])
+            else:
+                out.append(self._received(next(fresh)))
+        if not out:
+            return None
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _received(self, item: Any) -> Any:
+        """A result of a dynamic op: a tensor (meta and value), a list, or a Python value."""
+        if isinstance(item, list):
+            return [self._received(one) for one in item]
+        if isinstance(item, tuple):
+            return self.remote_tensor(*item)
+        return item
+
+    def remote_tensor(self, meta: TensorMeta, remote: Any) -> LazyTensor:
+        """A handle for a value that the workers hold already."""
+        base = intern(meta.shape, meta.stride, meta.dtype)
+        cell = Cell(self, 0, 0, base)
+        cell.remote = remote
+        return wrapper(base, cell, None)
+
+    # -- host numbers --------------------------------------------------------------------
+
+    def _on_host(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Single numbers that have met no worker data are computed here, at no message."""
+        known: dict[int, LazyTensor] = {}
+
+        def leaf(a: Any) -> Any:
+            if isinstance(a, LazyTensor):
+                host = a._cell.host
+                if host is None or a._view is not None:
+                    raise _NotHost
+                known[id(host)] = a
+                return host
+            if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
+                raise _NotHost
+            return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
+
+        try:
+            host_args = [leaf(a) for a in args]
+            host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
+        except _NotHost:
+            return NotImplemented
+        result = func(*host_args, **host_kwargs)
+
+        def show(r: Any) -> Any:
+            if isinstance(r, torch.Tensor):
+                return known.get(id(r)) if id(r) in known else self.host_tensor(r)
+            return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
+
+        return show(result)
+
+    def host_tensor(self, value: torch.Tensor) -> LazyTensor:
+        """A handle for a single number kept on the host."""
+        cell = Cell(self, 0, 0, TensorMeta.of(value))
+        cell.host = value
+        return wrapper(cell.meta, cell, None)
+
+    # -- creation ------------------------------------------------------------------------
+
+    def blank(self, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
+        """``torch.empty``: memory that is only asked for when something is done with it."""
+        sizes = tuple(int(size) for size in shape)
+        if any(size < 0 for size in sizes):
+            raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
+        steps = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
+        meta = intern(sizes, steps, dtype or torch.get_default_dtype())
+        return wrapper(meta, Cell(self, 0, 0, meta), None)
+
+    def to_lazy(self, source: torch.Tensor) -> LazyTensor:
+        """Upload a CPU tensor: its values are taken now."""
+        source = source.detach()
+        shape = tuple(source.shape)
+        dense = source.is_non_overlapping_and_dense() if hasattr(
+            source, "is_non_overlapping_and_dense") else source.is_contiguous()  # fmt: skip
+        stride = source.stride() if dense else contiguous_stride(shape)
+        t = self.blank(shape, stride, source.dtype)
+        self.fill(t, source)
+        return t
+
+    def fill(self, t: LazyTensor, source: torch.Tensor) -> None:
+        """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
+        cell = t._cell
+        meta = cell.meta
+        value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
+        if tuple(value.shape) != meta.shape:
+            value = value.expand(meta.shape)
+        cell.serial = 0
+        if meta.numel == 1 and not meta.dtype.is_complex:
+            cell.host = value.clone().reshape(meta.shape)
+            cell.remote = None
+        else:
+            cell.host = None
+            cell.remote = self.shipper.upload(value, meta)
+
+    def alias(self, t: LazyTensor) -> LazyTensor:
+        """Another handle for the same values, with a version counter of its own."""
+        return wrapper(TensorMeta.of(t), t._cell, t._view)
+
+    # -- sync points ---------------------------------------------------------------------
+
+    def flush(self, reason: str) -> None:
+        """Ship what is recorded, without waiting for it."""
+        with self.lock:
+            self.shipper.ship(self.stretch, reason, None, False)
+
+    def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
+        """The values of a handle as a CPU tensor of its own: ship, run, wait."""
+        with self.lock:
+            cell, view = t._cell, t._view
+            if self.closed or cell.recorder is not self:
+                raise closed_error() if cell.recorder.closed else _other_session()
+            if cell.host is not None and view is None:
+                return cell.host.clone()
+            if view is not None:
+                # the view's own elements travel, not the whole cell
+                t = torch.ops.aten.clone.default(t)
+                cell = t._cell
+            elif cell.serial != self.serial and cell.remote is None:
+                self._enter(cell)
+            value: torch.Tensor = self.shipper.ship(self.stretch, reason, cell, False)
+            return value
+
+    def ship_pending(self, t: LazyTensor, reason: str) -> None:
+        """Flush if the value of ``t`` is still only recorded."""
+        cell = t._cell
+        if not self.closed and cell.serial == self.serial and cell.index >= 0:
+            self.flush(reason)
+
+    def before_backward(self) -> None:
+        """Remember the user's line: backward ops run on threads that have none."""
+        self._backward_mark = user_mark(3)
+
+    def after_backward(self) -> None:
+        """The sync point at the end of ``.backward()``."""
+        self.shipper.after_backward()  # type: ignore[attr-defined]
+
+    def next_stretch(self) -> None:
+        """Begin anew at the root."""
+        self.serial += 1
+        self.stretch = Stretch(self.serial, self.trie.root)
+        self.first_miss = None
+        self._forward.clear()
+
+    def overflow(self) -> None:
+        """Flush a stretch that has become too long, at a place that comes again.
+
+        Cut at a fixed length, a loop would be cut at another point of its body every time, and
+        each cut would be a new plan. So the first cut looks for the line that the stretch came
+        by least often, but more than once (once an iteration, most likely), and from then on
+        stretches end where that line comes round.
+        """
+        step = self.stretch.step
+        if step.depth >= self._max_nodes or step.nbytes >= self._max_bytes:
+            self._anchor = self._rarest_repeated()
+        elif self._anchor is None or self._anchor != self._here():
+            return
+        elif 2 * step.depth < self._max_nodes and 2 * step.nbytes < self._max_bytes:
+            return
+        self.flush("stretch too long")
+
+    @property
+    def watching(self) -> bool:
+        """Whether ``overflow`` has something to decide."""
+        step = self.stretch.step
+        return (
+            self._anchor is not None
+            or step.depth >= self._max_nodes
+            or step.nbytes >= self._max_bytes
+        )
+
+    def _here(self) -> tuple[OpFacts | None, Mark | None]:
+        stretch = self.stretch
+        return stretch.step.facts, stretch.marks[-1] if stretch.marks else None
+
+    def _rarest_repeated(self) -> tuple[OpFacts | None, Mark | None] | None:
+        ops = [step for step in self.stretch.step.path() if step.node is not None]
+        seen = Counter(
+            (step.facts, mark) for step, mark in zip(ops, self.stretch.marks, strict=True)
+        )
+        repeated = [place for place, times in seen.items() if times > 1]
+        return min(repeated, key=lambda place: seen[place], default=None)
+
+    @property
+    def backward_mark(self) -> Mark | None:
+        """Where the user called ``.backward()`` last."""
+        return self._backward_mark
+
+    # -- copies --------------------------------------------------------------------------
+
+    def deep_copy(self, t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
+        """A handle like ``t`` on a copied cell; handles that shared a cell share the copy."""
+        cell = t._cell
+        twin = memo.get(id(cell))
+        if twin is None:
+            base = wrapper(cell.meta, cell, None)
+            with torch.no_grad():
+                twin = base.clone()._cell
+            memo[id(cell)] = twin
+        view = t._view
+        shown = None if view is None else View(view.steps, 0, 0, 0)
+        return wrapper(TensorMeta.of(t), twin, shown)
+
+    def host_copy(self, t: LazyTensor) -> torch.Tensor:
+        """A CPU tensor with the values, shape and strides of ``t``, for saving."""
+        value = self.fetch(t, "save")
+        if value.stride() != t.stride() and TensorMeta.of(t).extent == t.numel():
+            value = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(value)
+        return value
+
+
+class _NotHost(Exception):
+    """An argument is not a host number."""
+
+
+_BATCH_NORMS = {
+    "aten.native_batch_norm.default": 5,
+    "aten.cudnn_batch_norm.default": 5,
+    "aten.miopen_batch_norm.default": 5,
+}
+
+#: Ops that take CPU index tensors on any device.
+_CPU_INDICES = frozenset(
+    {
+        "aten.index.Tensor",
+        "aten.index_put.default",
+        "aten.index_put_.default",
+        "aten._index_put_impl_.default",
+        "aten._unsafe_index.Tensor",
+        "aten._unsafe_index_put.default",
+    }
+)
+_INDEXED = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
+
+
+def _is_host(args: tuple[Any, ...]) -> bool:
+    if not args:
+        return False
+    first = args[0]
+    if type(first) is list and first:
+        first = first[0]
+    return type(first) is LazyTensor and first._cell.host is not None
+
+
+def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
+    """Whether an index contains a mask, so that the result's size depends on its values."""
+    if f.name not in _INDEXED:
+        return False
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _meta_of(t: LazyTensor) -> TensorMeta:
+    return TensorMeta.of(t)
+
+
+def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensors an op writes, in schema order (lists flattened, missing ones skipped)."""
+    for position in f.writes:
+        if position < len(args):
+            yield from _each(args[position])
+    for name in f.writes_named:
+        if name in kwargs:
+            yield from _each(kwargs[name])
+
+
+def _each(a: Any) -> Any:
+    if isinstance(a, (list, tuple)):
+        for item in a:
+            yield from _each(item)
+    elif a is not None:
+        yield a
+
+
+def closed_error() -> NoSession:
+    """The error for a tensor of a session that has ended."""
+    return NoSession(
+        "this lazygt tensor belongs to a session that is closed; its values went with the "
+        "workers. Do the work inside `with lazygt.session():`, or fetch what you need later "
+        "with .cpu() before the block ends."
+    )
+
+
+def _other_session() -> NoSession:
+    return NoSession(
+        "this lazygt tensor belongs to another session than the one that is open; move it with "
+        ".cpu() there and .to('lazygt') here"
+    )
+
+
+__all__ = ["GENERAL", "ITSELF", "ONE_FRESH", "Recorder", "Shipper", "Stretch", "closed_error"]

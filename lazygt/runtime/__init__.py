@@ -1,0 +1,1 @@
+"""Plans, workers, executors, channels and launchers. Never imports a pass."""

@@ -1,0 +1,1 @@
+"""How a worker runs a plan; one file an executor."""

@@ -1,0 +1,168 @@
+"""The careful interpreter: node by node, checking results and containing failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazygt.errors import GraphError
+from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.runtime import kernels
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.store import Failed, Value
+from lazygt.runtime.wire import Failure
+
+
+class Careful:
+    """Interprets a plan.
+
+    Attributes:
+        restrided: node number -> positions of results whose strides the kernel gets wrong.
+        returned, written: of the data-dependent last node of the last run.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.restrided: dict[int, tuple[int, ...]] = {}
+        self.returned: Any = None
+        self.written: list[Any] = []
+        self._results = [results for _, results in plan.graph.numbered()]
+        self._kernels: dict[str, Callable[..., Any]] = {}
+
+    def kernel(self, op: str) -> Callable[..., Any]:
+        """The callable of an op."""
+        found = self._kernels.get(op)
+        if found is None:
+            found = self._kernels[op] = kernels.kernel(op)
+        return found
+
+    @staticmethod
+    def output_kinds(node: Node) -> tuple[str, ...]:
+        """One letter a return (see ``graph.ops``)."""
+        f = op_facts(node)
+        if f is not None:
+            return f.outputs
+        return ("f",) * len(node.fresh)
+
+    def run(
+        self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool
+    ) -> list[Failure]:
+        """Run from node ``start`` on; results land in ``values``. Returns the failures."""
+        failures: list[Failure] = []
+        self.returned, self.written = None, []
+        for number in range(start, len(self.plan.graph.nodes)):
+            node, results = self.plan.graph.nodes[number], self._results[number]
+            poison = next(
+                (v for ref in node.refs() if type(v := values.get(ref)) is Failed), None
+            )
+            if poison is None:
+                try:
+                    self._node(number, node, results, values, params, check)
+                except Exception as error:
+                    failure = Failure(number, type(error).__name__, str(error))
+                    failures.append(failure)
+                    poison = Failed(failure)
+            if poison is not None:
+                values.update(dict.fromkeys(results, poison))
+                if node.dynamic:
+                    self.returned = poison
+            for dead in self.plan.frees[number]:
+                values.pop(dead, None)
+        return failures
+
+    def _node(
+        self,
+        number: int,
+        node: Node,
+        results: range,
+        values: dict[int, Any],
+        params: tuple[Any, ...],
+        check: bool,
+    ) -> None:
+        modes = self.plan.writes.modes[number] if not node.dynamic else (COPY,) * len(node.writes)
+        if node.op == WRITE_BACK:
+            values[results[0]] = self._write_back(node, modes[0], values)
+            return
+        copies = {
+            target: values[target].clone()
+            for target, mode in zip(node.writes, modes, strict=True)
+            if mode == COPY
+        }
+
+        def leaf(arg: Arg) -> Any:
+            if type(arg) is Ref:
+                return copies.get(arg.index, values[arg.index])
+            if type(arg) is Param:
+                return params[arg.index]
+            if type(arg) is tuple:
+                return [leaf(item) for item in arg]
+            return self.device if arg is DEVICE else arg
+
+        args = [leaf(arg) for arg in node.args]
+        kwargs = {name: leaf(arg) for name, arg in node.kwargs}
+        returned = self.kernel(node.op)(*args, **kwargs)
+        written = [copies.get(target, values[target]) for target in node.writes]
+        if node.dynamic:
+            self.returned, self.written = self._new(node, returned), written
+            return
+        made = [*self._fresh(node, returned), *written]
+        if check:
+            made = self._checked(number, node, made)
+        values.update(zip(results, made, strict=True))
+
+    def _write_back(self, node: Node, mode: str, values: dict[int, Any]) -> torch.Tensor:
+        base, value = values[node.args[0].index], values[node.args[1].index]
+        if mode == DONE:
+            return base  # type: ignore[no-any-return]
+        if mode == COPY:
+            base = base.clone()
+        return kernels.write_back(base, value, node.args[2])
+
+    def _new(self, node: Node, returned: Any) -> list[Any]:
+        """What an op returned, without the tensors that it only wrote."""
+        kinds = self.output_kinds(node)
+        items = (returned,) if len(kinds) == 1 else tuple(returned or ())
+        return [item for kind, item in zip(kinds, items, strict=True) if kind[0] != "w"]
+
+    def _fresh(self, node: Node, returned: Any) -> list[Any]:
+        fresh: list[Any] = []
+        for item in self._new(node, returned) if node.fresh else ():
+            fresh.extend(item if isinstance(item, (list, tuple)) else (item,))
+        return fresh
+
+    def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
+        """Compare results with what the client inferred; lay out anew what only differs there."""
+        # why: eager imports this module
+        from lazygt.runtime.executors.eager import restride
+
+        wrong = []
+        for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
+            if meta is None or value is None:
+                continue
+            self._same_kind(node, value, meta)
+            if not _same_layout(value, meta):
+                wrong.append(position)
+                made[position] = restride(value, meta.stride)
+        f = op_facts(node)
+        if wrong and (f is None or not f.views):
+            self.restrided[number] = tuple(p for p in wrong if p < len(node.fresh))
+        return made
+
+    @staticmethod
+    def _same_kind(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
+        if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
+            raise GraphError(
+                f"torch's meta kernel of {node.op} promised {meta}, but the op returned "
+                f"{TensorMeta.of(value)}; please report this"
+            )
+
+
+def _same_layout(value: torch.Tensor, meta: TensorMeta) -> bool:
+    if value.numel() <= 1:
+        return True
+    strides = zip(value.shape, value.stride(), meta.stride, strict=True)
+    return all(size == 1 or have == want for size, have, want in strides)

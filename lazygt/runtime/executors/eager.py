@@ -1,0 +1,228 @@
+"""The eager executor: straight-line Python, generated once a plan.
+
+The first run goes through the careful interpreter, which compares every result with what the
+client inferred; later runs go through generated code. When a node fails there, the interpreter
+takes over at that node with the values as they stand: what depends on the failed node is marked,
+everything else is still computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazygt.graph.alias import DONE, WRITE_BACK
+from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.runtime.executors.careful import Careful
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.store import Failed, Value
+from lazygt.runtime.wire import Failure
+
+
+class Outcome:
+    """What a run made.
+
+    Attributes:
+        outputs: the values of ``graph.outputs``.
+        failures: what failed.
+        returned, written: of a data-dependent last node: what it returned, what it wrote.
+    """
+
+    __slots__ = ("failures", "outputs", "returned", "written")
+
+    def __init__(
+        self, outputs: list[Value], failures: list[Failure], returned: Any, written: list[Any]
+    ) -> None:
+        self.outputs, self.failures = outputs, failures
+        self.returned, self.written = returned, written
+
+
+class EagerExecutor:
+    """Runs one plan, node after node, with torch's own kernels."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
+        self.careful = Careful(plan, device)
+        self._code: Callable[..., Any] | None = None
+        self._lines: list[int] = []
+        self._checked = False
+
+    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
+        with torch._C._AutoDispatchBelowAutograd():
+            if not self._checked or self.plan.asks or any(type(v) is Failed for v in inputs):
+                return self._run_careful(inputs, params)
+            if self._code is None:
+                self._code, self._lines = generate(self.plan, self.careful)
+            try:
+                return Outcome(self._code(inputs, params), [], None, [])
+            except Exception as error:
+                start, values = self._where(error)
+            return self._finish(values, params, start)
+
+    def _run_careful(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        values: dict[int, Value] = dict(enumerate(inputs))
+        inputs.clear()
+        outcome = self._finish(values, params, 0, check=not self._checked)
+        self._checked = self._checked or not outcome.failures
+        return outcome
+
+    def _finish(
+        self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
+    ) -> Outcome:
+        failures = self.careful.run(values, params, start, check)
+        outputs = [values[number] for number in self.plan.graph.outputs]
+        for position in self.plan.writes.copied_outputs:
+            value = outputs[position]
+            outputs[position] = value if type(value) is Failed else value.clone()  # type: ignore[union-attr]
+        return Outcome(outputs, failures, self.careful.returned, self.careful.written)
+
+    def _where(self, error: Exception) -> tuple[int, dict[int, Value]]:
+        """The node that raised in the generated code, and the values at that moment."""
+        trace = error.__traceback__
+        assert trace is not None and trace.tb_next is not None
+        frame = trace.tb_next
+        start = self._lines[frame.tb_lineno]
+        named = frame.tb_frame.f_locals
+        values = {
+            int(name[1:]): value
+            for name, value in named.items()
+            if name[0] == "v" and isinstance(value, torch.Tensor)
+        }
+        error.__traceback__ = None
+        return start, values
+
+
+def generate(plan: Plan, careful: Careful) -> tuple[Callable[..., Any], list[int]]:
+    """Straight-line code for a plan, and the number of the node behind each line."""
+    return _Generator(plan, careful).build()
+
+
+class _Generator:
+    def __init__(self, plan: Plan, careful: Careful) -> None:
+        self.plan, self.careful = plan, careful
+        self.names: dict[str, Any] = {"device": careful.device, "restride": restride}
+        self.constants: dict[int, str] = {}
+        self.kernels: dict[str, str] = {}
+        self.source = ["def run(inputs, params):"]
+        self.lines = [0, 0]
+
+    def build(self) -> tuple[Callable[..., Any], list[int]]:
+        graph = self.plan.graph
+        names = "".join(f"v{number}, " for number in range(len(graph.inputs)))
+        self.emit(0, f"{names}= inputs" if names else "pass")
+        self.emit(0, "inputs.clear()")
+        for number, (node, results) in enumerate(graph.numbered()):
+            self.node(number, node, results)
+            if self.plan.frees[number]:
+                dead = ", ".join(f"v{value}" for value in self.plan.frees[number])
+                self.emit(number, f"del {dead}")
+        copied = set(self.plan.writes.copied_outputs)
+        outputs = ", ".join(
+            f"v{value}.clone()" if position in copied else f"v{value}"
+            for position, value in enumerate(graph.outputs)
+        )
+        self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
+        code = compile("\n".join(self.source), f"<plan {self.plan.digest.hex()[:12]}>", "exec")
+        exec(code, self.names)
+        made: Callable[..., Any] = self.names["run"]
+        return made, self.lines
+
+    def emit(self, number: int, line: str) -> None:
+        self.source.append("    " + line)
+        self.lines.append(number)
+
+    def node(self, number: int, node: Node, results: range) -> None:
+        modes = self.plan.writes.modes[number]
+        if node.op == WRITE_BACK:
+            self.write_back(number, node, results[0], modes[0])
+            return
+        copies: dict[int, str] = {}
+        for target, mode in zip(node.writes, modes, strict=True):
+            if mode == "copy" and target not in copies:
+                copies[target] = f"w{target}"
+                self.emit(number, f"w{target} = v{target}.clone()")
+        args = [self.arg(a, copies) for a in node.args]
+        args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
+        call = f"{self.kernel(node.op)}({', '.join(args)})"
+        pattern = self.pattern(number, node, results)
+        self.emit(number, f"{pattern} = {call}" if pattern else call)
+        for offset, target in enumerate(node.writes):
+            version = results[len(node.fresh) + offset]
+            self.emit(number, f"v{version} = {copies.get(target, f'v{target}')}")
+        if copies:
+            self.emit(number, f"del {', '.join(copies.values())}")
+        for position in self.careful.restrided.get(number, ()):
+            meta = node.results[position]
+            assert meta is not None
+            name = f"v{results[position]}"
+            self.emit(number, f"{name} = restride({name}, {meta.stride!r})")
+
+    def write_back(self, number: int, node: Node, result: int, mode: str) -> None:
+        base, value = node.args[0].index, node.args[1].index
+        if mode == DONE:
+            self.emit(number, f"v{result} = v{base}")
+            return
+        source = f"v{base}.clone()" if mode == "copy" else f"v{base}"
+        chain = self.constant(node.args[2])
+        self.emit(number, f"v{result} = {self.kernel(node.op)}({source}, v{value}, {chain})")
+
+    def kernel(self, op: str) -> str:
+        name = self.kernels.get(op)
+        if name is None:
+            name = self.kernels[op] = f"k{len(self.kernels)}"
+            found = self.careful.kernel(op)
+            # the builtin behind an overload saves a Python call a node
+            self.names[name] = getattr(found, "_op", found)
+        return name
+
+    def arg(self, arg: Arg, copies: dict[int, str]) -> str:
+        kind = type(arg)
+        if kind is Ref:
+            return copies.get(arg.index) or f"v{arg.index}"
+        if kind is Param:
+            return f"params[{arg.index}]"
+        if kind is tuple:
+            return "[" + ", ".join(self.arg(item, copies) for item in arg) + "]"
+        if arg is DEVICE:
+            return "device"
+        if arg is None or kind in (bool, int, str):
+            return repr(arg)
+        return self.constant(arg)
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[len(self.constants)] = name
+        self.names[name] = value
+        return name
+
+    def pattern(self, number: int, node: Node, results: range) -> str:
+        """What the returned value is assigned to; empty when nothing new is returned."""
+        kinds = self.careful.output_kinds(node)
+        fresh = list(results[: len(node.fresh)])
+        if not fresh:
+            return ""
+        singles = sum(1 for kind in kinds if kind in ("f", "v"))
+        parts = []
+        for kind in kinds:
+            if kind[0] == "w":
+                parts.append("_")
+            elif kind in ("f", "v"):
+                parts.append(f"v{fresh.pop(0)}")
+                singles -= 1
+            else:
+                taken = len(fresh) - singles
+                parts.append("[" + ", ".join(f"v{n}" for n in fresh[:taken]) + "]")
+                del fresh[:taken]
+        return parts[0] if len(parts) == 1 else ", ".join(parts)
+
+
+def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``value`` in memory laid out as the client expects."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(
+        value.shape, stride, dtype=value.dtype, device=value.device
+    ).copy_(value)

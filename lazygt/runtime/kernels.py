@@ -1,0 +1,66 @@
+"""lazygt's own ops, as workers run them. aten's are looked up in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.ops import overload
+
+
+def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
+    """``base`` through a chain of views (see ``graph.alias.view_step``)."""
+    for op, position, args, kwargs, which in chain:
+        operands = (*args[:position], base, *args[position + 1 :])
+        result = overload(op)(*(_as_list(a) for a in operands), **dict(kwargs))
+        base = result[which] if isinstance(result, (list, tuple)) else result
+    return base
+
+
+def _as_list(arg: Any) -> Any:
+    return [_as_list(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
+    """Write ``value`` where ``chain`` views ``base``, in place; returns ``base``."""
+    viewed(base, chain).copy_(value)
+    return base
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def manual_seed(device: torch.device, seed: int) -> None:
+    """Seed the worker's generator."""
+    _generator(device).manual_seed(seed)
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the worker's generator, as bytes."""
+    return _generator(device).get_state().clone()
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the worker's generator."""
+    _generator(device).set_state(state.cpu().contiguous())
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    WRITE_BACK: write_back,
+    "lazygt.manual_seed": manual_seed,
+    "lazygt.get_rng_state": get_rng_state,
+    "lazygt.set_rng_state": set_rng_state,
+}
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """The callable of an op name; KeyError when there is none."""
+    if name.startswith("lazygt."):
+        return KERNELS[name]
+    return overload(name)

@@ -1,0 +1,69 @@
+"""Link: the client's way to its workers, whatever they are."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from lazygt.runtime.wire import Buffer
+
+if TYPE_CHECKING:
+    from lazygt.runtime.shm import Arena
+    from lazygt.runtime.worker import Worker
+
+
+class Link(Protocol):
+    """Messages to and from a set of workers."""
+
+    world_size: int
+    pids: tuple[int, ...]
+    upload: Arena | None
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """The arena in which a worker leaves large fetched values."""
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Send a message; does not wait for the worker."""
+
+    def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+        """The next message of any rank; None when ``timeout`` seconds pass without one.
+
+        Raises:
+            WorkerDied: a worker process ended.
+            WorkerFrozen: a worker does not answer.
+        """
+
+    def close(self) -> None:
+        """End the workers; leaves nothing behind. May be called twice."""
+
+
+class InlineLink:
+    """A worker in the client's own process, behind the same interface."""
+
+    world_size = 1
+    upload = None
+
+    def __init__(self, worker: Worker) -> None:
+        self.pids = (os.getpid(),)
+        self._worker = worker
+        self._replies: deque[list[Buffer]] = deque()
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """None: values travel as buffers."""
+        return None
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Run the message here and now."""
+        self._replies.extend(self._worker.handle(list(frames)))
+
+    def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+        """The next reply; None when there is none."""
+        if not self._replies:
+            return None
+        return 0, [memoryview(frame) for frame in self._replies.popleft()]
+
+    def close(self) -> None:
+        """Drop the worker's values."""
+        self._worker.close()

@@ -1,0 +1,284 @@
+"""Worker: messages in, replies out. No socket, no process: the inline link uses it too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.errors import GraphError, ProtocolError
+from lazygt.graph.alias import op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.runtime import kernels, wire
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.store import Failed, Store, Value
+from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run
+
+if TYPE_CHECKING:
+    from lazygt.runtime.shm import Arena
+
+#: Ids of what a data-dependent node made: given by the worker, so above all of the client's.
+DYNAMIC_IDS = 1 << 48
+
+
+class _Known:
+    """A plan as this worker knows it. The executor may be forgotten; the lists may not."""
+
+    def __init__(self) -> None:
+        self.inputs, self.frees = Prediction(), Prediction()
+        self.params: tuple[Any, ...] = ()
+
+
+class Worker:
+    """Holds values and runs plans on them.
+
+    Args:
+        device: where to compute: ``cpu``, ``cuda`` ...
+        upload: the client's arena, mapped here; large uploads are used where they lie.
+        fetch: this worker's own arena, for large values on their way to the client.
+        max_plans: executors kept; an older one is asked for again (a NEED message).
+        shm_threshold: bytes from which a fetched value goes through the arena.
+        inline: the generator is the client's own, so it is lent to a run and put back.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        rank: int = 0,
+        world_size: int = 1,
+        upload: Arena | None = None,
+        fetch: Arena | None = None,
+        max_plans: int = 512,
+        shm_threshold: int = 256 << 10,
+        inline: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self.rank, self.world_size = rank, world_size
+        self.store = Store()
+        self._upload, self._fetch = upload, fetch
+        self._executors: OrderedDict[bytes, EagerExecutor] = OrderedDict()
+        self._known: dict[bytes, _Known] = {}
+        self._max_plans, self._shm_threshold = max_plans, shm_threshold
+        self._waiting: list[list[Buffer]] = []
+        self._free_frames: list[int] = []
+        self._next_dynamic = DYNAMIC_IDS
+        self._generator_state = torch.get_rng_state() if inline else None
+
+    # -- messages ------------------------------------------------------------------------
+
+    def handle(self, frames: list[Buffer]) -> list[list[Buffer]]:
+        """Act on one message; returns the replies.
+
+        Raises:
+            ProtocolError: the message is not of the schema, or names an unknown op.
+        """
+        header = wire.unpack(frames[0])
+        kind = header[0] if isinstance(header, tuple) and header else None
+        if kind == wire.PLAN:
+            self._plan(header, frames)
+            waiting, self._waiting = self._waiting, []
+            return [reply for message in waiting for reply in self.handle(message)]
+        if kind == wire.RUN:
+            if self._waiting:
+                self._waiting.append([bytes(frame) for frame in frames])
+                return []
+            run = wire.decode_run(header)
+            if run.digest is not None and run.digest not in self._executors:
+                self._waiting.append([bytes(frame) for frame in frames])
+                return [wire.encode_need(run.seq, run.digest)]
+            return [self._run(run, frames[1:])]
+        raise ProtocolError(f"unknown message kind {kind!r}")
+
+    def close(self) -> None:
+        """Drop all values."""
+        self.store = Store()
+        self._executors.clear()
+
+    def _plan(self, header: Any, frames: Sequence[Buffer]) -> None:
+        try:
+            _, digest, fresh, forget = header
+            data = frames[1]
+        except (ValueError, IndexError) as error:
+            raise ProtocolError(f"not a PLAN message: {error}") from error
+        if hashlib.sha256(data).digest()[:16] != digest:
+            raise ProtocolError("a plan's content does not match its name")
+        try:
+            plan = Plan.build(wire.decode_graph(data))
+            for node in plan.graph.nodes:
+                kernels.kernel(node.op)
+        except GraphError as error:
+            raise ProtocolError(str(error)) from error
+        except KeyError as error:
+            raise ProtocolError(f"unknown op {error.args[0]!r}") from error
+        for old in forget:
+            self._executors.pop(old, None)
+            self._known.pop(old, None)
+        if fresh or digest not in self._known:
+            self._known[digest] = _Known()
+        self._executors[digest] = EagerExecutor(plan, self.device)
+        while len(self._executors) > self._max_plans:
+            self._executors.popitem(last=False)
+
+    # -- runs ----------------------------------------------------------------------------
+
+    def _run(self, run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
+        done = Done(run.seq)
+        for offset in run.releases:
+            if self._fetch is not None:
+                self._fetch.free(offset)
+        spare = iter(buffers)
+        for put in run.puts:
+            self._receive(put, spare)
+        if run.digest is None:
+            self._release(list(run.frees or ()), done)
+        else:
+            self._execute(run, done)
+        replies: list[Buffer] = []
+        for key in run.fetches:
+            done.fetched.append(self._send(self.store.get(key), replies))
+        return wire.encode_done(done, replies)
+
+    def _receive(self, put: Put, buffers: Iterator[Buffer]) -> None:
+        meta = put.meta
+        borrowed = put.offset
+        nbytes = meta.extent * meta.dtype.itemsize
+        if put.offset is not None:
+            if self._upload is None:
+                raise ProtocolError("a tensor in shared memory, but there is none")
+            flat = self._upload.view(put.offset, nbytes)
+        else:
+            data = next(buffers, None)
+            if data is None or len(data) != nbytes:
+                raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if nbytes else None
+        value = _shaped(flat, meta)
+        self.store.put(put.id, value.to(self.device), borrowed)
+
+    def _release(self, keys: list[int], done: Done) -> None:
+        for key in keys:
+            offset = self.store.free(key)
+            if offset is not None:
+                done.releases.append(offset)
+
+    def _execute(self, run: Run, done: Done) -> None:
+        assert run.digest is not None
+        executor, known = self._executors[run.digest], self._known[run.digest]
+        self._executors.move_to_end(run.digest)
+        ids = known.inputs.decode(run.inputs, run.base)
+        frees = known.frees.decode(run.frees, run.base)
+        if run.params is not None:
+            known.params = run.params
+        graph = executor.plan.graph
+        if len(ids) != len(graph.inputs) or len(known.params) != len(graph.params):
+            raise ProtocolError("a run with the wrong number of inputs or parameters")
+        inputs = self._inputs(executor.plan, ids, frees)
+        self._release(frees, done)
+        outcome = self._isolated(executor, inputs, known.params)
+        for offset, value in enumerate(outcome.outputs):
+            self.store.put(run.base + offset, _stamped(value, run.seq))
+        done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
+        if executor.plan.asks:
+            self._describe(outcome, done, run.seq)
+
+    def _inputs(self, plan: Plan, ids: list[int], frees: list[int]) -> list[Value]:
+        """The values of a run; what it overwrites without owning is copied."""
+        inputs = [self.store.get(key) for key in ids]
+        freed = set(frees)
+        for position in plan.writes.owned_inputs:
+            value, key = inputs[position], ids[position]
+            if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
+                inputs[position] = value.clone()  # type: ignore[union-attr]
+        return inputs
+
+    def _isolated(
+        self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
+    ) -> Outcome:
+        """Run; in the client's own process its generator is put back afterwards."""
+        if self._generator_state is None or not draws(executor.plan):
+            return executor.run(inputs, params)
+        theirs = torch.get_rng_state()
+        torch.set_rng_state(self._generator_state)
+        try:
+            return executor.run(inputs, params)
+        finally:
+            self._generator_state = torch.get_rng_state()
+            torch.set_rng_state(theirs)
+
+    def _describe(self, outcome: Outcome, done: Done, seq: int) -> None:
+        """Tell the client what a data-dependent node returned; tensors stay here."""
+
+        def tell(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                key = self._next_dynamic
+                self._next_dynamic += 1
+                value = _rooted(item)
+                self.store.put(key, value)
+                return TensorMeta.of(value), key
+            if isinstance(item, (list, tuple)):
+                return ["list", [tell(one) for one in item]]
+            return ["value", item]
+
+        if type(outcome.returned) is Failed:
+            failure = outcome.returned.failure
+            done.returned = ["failed", failure.kind, failure.detail, failure.node]
+            return
+        done.returned = [tell(item) for item in outcome.returned]
+        done.written = [tell(item) for item in outcome.written]
+
+    def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
+        if isinstance(value, Failed):
+            return value.failure
+        host = value.detach().cpu().resolve_conj().resolve_neg()
+        meta = TensorMeta.of(host)
+        if meta.offset or meta.extent != meta.numel:
+            meta = TensorMeta.of(host.contiguous())
+        flat = host.as_strided(meta.shape, meta.stride) if meta == TensorMeta.of(host) else host
+        flat = flat.contiguous() if meta.is_contiguous() else flat
+        data = _bytes_of(flat, meta)
+        if self._fetch is not None and data.numel() >= self._shm_threshold:
+            slot = self._fetch.put(data)
+            return Fetched(meta, slot.offset)
+        buffers.append(memoryview(data.numpy()))
+        return Fetched(meta)
+
+
+def draws(plan: Plan) -> bool:
+    """Whether a plan reads or writes the generator."""
+    for node in plan.graph.nodes:
+        f = op_facts(node)
+        if f.random if f is not None else "seed" in node.op or "rng" in node.op:
+            return True
+    return False
+
+
+def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The elements of a dense CPU tensor in memory order, as bytes."""
+    if meta.numel == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return host.as_strided((meta.numel,), (1,)).view(torch.uint8)
+
+
+def _shaped(flat: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    if flat is None or meta.numel == 0:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+    return flat.view(meta.dtype).as_strided(meta.shape, meta.stride)
+
+
+def _rooted(item: torch.Tensor) -> torch.Tensor:
+    """A tensor that owns its memory from the beginning."""
+    alone = item.storage_offset() == 0 and item.untyped_storage().nbytes() >= item.nbytes
+    return item if alone and item._base is None else item.clone()
+
+
+def _stamped(value: Value, seq: int) -> Value:
+    return Failed(_with_seq(value.failure, seq)) if isinstance(value, Failed) else value
+
+
+def _with_seq(failure: Failure, seq: int) -> Failure:
+    if failure.seq:
+        return failure
+    return Failure(failure.node, failure.kind, failure.detail, seq)

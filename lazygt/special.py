@@ -1,0 +1,215 @@
+"""Ops that are more than a step of the graph: they move values, or change what a handle shows.
+
+A handler gets (recorder, op, args, kwargs) and returns what the user sees, or NotImplemented to
+have the op recorded in the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.ops import OpFacts
+from lazygt.tensor import Cell, LazyTensor, View, rebind, wrapper
+
+if TYPE_CHECKING:
+    from lazygt.recorder import Recorder
+
+Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+aten = torch.ops.aten
+
+
+def handler_of(f: OpFacts) -> Handler | None:
+    """The handler of an op, or None for an ordinary one."""
+    found = _HANDLERS.get(f.func)
+    if found is not None:
+        return found
+    if f.inplace_view:
+        return _inplace_view
+    if "device" in f.hoist_named:
+        return _to_other_device
+    return None
+
+
+def is_whole(t: Any) -> bool:
+    """Whether a handle shows all of its cell, in the cell's own layout."""
+    return type(t) is LazyTensor and t._view is None
+
+
+# -- values that come and go ---------------------------------------------------------------
+
+
+def _item(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = recorder.fetch(args[0], "item")
+    return func(value)
+
+
+def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if device is None or device.type == "lazygt":
+        return NotImplemented
+    if device.type == "meta":
+        return TensorMeta.of(args[0]).empty("meta").to(kwargs.get("dtype"))
+    value = recorder.fetch(args[0], f"to {device.type}")
+    rest = {name: v for name, v in kwargs.items() if name not in ("device", "non_blocking")}
+    if device.type == "cpu" and rest.get("dtype") in (None, value.dtype):
+        return value
+    return torch.ops.aten._to_copy.default(value, device=device, **rest)
+
+
+def _to_other_device(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``zeros_like(x, device="cpu")``: only the shape of ``x`` matters, so nothing is fetched."""
+    device = kwargs.get("device")
+    if device is None or device.type == "lazygt":
+        return NotImplemented
+    metas = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
+    return func(*metas, **kwargs)
+
+
+def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, LazyTensor):
+        target.copy_(recorder.fetch(source, "copy to CPU"))
+        return target
+    if isinstance(source, LazyTensor):
+        return NotImplemented
+    if source.device.type == "meta":
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    torch.broadcast_shapes(source.shape, target.shape)
+    if is_whole(target) and tuple(target.shape) == target._cell.meta.shape:
+        recorder.fill(target, source.cpu())
+        return target
+    lazy = recorder.to_lazy(source.cpu().to(target.dtype))
+    return recorder.record(aten.copy_.default, (target, lazy), {})
+
+
+# -- handles -------------------------------------------------------------------------------
+
+
+def _same(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _alias(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.alias(args[0])
+
+
+def _inplace_view(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
+    target = args[0]
+    packet = getattr(aten, func._schema.name.split("::")[1].rstrip("_"))
+    view = recorder.record(getattr(packet, func._overloadname), args, kwargs)
+    rebind(target, TensorMeta.of(view), view._cell, view._view)
+    return target
+
+
+def _as_strided(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Strides are over the storage, so the view is taken of the cell, not of a view of it."""
+    t, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if offset is not None and t._view is None:
+        return NotImplemented
+    where = t.storage_offset() if offset is None else offset
+    base = t
+    if t._view is not None and t._cell.meta.dtype == t.dtype:
+        base = wrapper(t._cell.meta, t._cell, None)
+    return recorder.record(func, (base, size, stride, where), {})
+
+
+def _resize(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t, size = args[0], tuple(args[1])
+    if tuple(t.shape) == size:
+        return t
+    raise NotImplementedError(
+        f"resize_ of a lazygt tensor from {list(t.shape)} to {list(size)}: it would expose memory "
+        f"that no op has written, and the other views of it would dangle. Use reshape, a slice, "
+        f"or torch.nn.functional.pad."
+    )
+
+
+def _set_source(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(source, LazyTensor):
+        source = recorder.to_lazy(source)
+    rebind(target, TensorMeta.of(source), source._cell, source._view)
+    return target
+
+
+def _set_storage(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
+    target, storage = args[0], args[1]
+    flat = torch.empty(0, dtype=target.dtype).set_(storage)
+    offset, size, stride = (args[2], args[3], args[4]) if len(args) > 2 else (0, flat.shape, (1,))
+    cell = recorder_storage_cell(recorder, storage, flat)
+    whole = wrapper(cell.meta, cell, None)
+    plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride
+    shown = whole if plain else recorder.record(
+        aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
+    rebind(target, TensorMeta.of(shown), shown._cell, shown._view)
+    return target
+
+
+def recorder_storage_cell(recorder: Recorder, storage: Any, flat: torch.Tensor) -> Cell:
+    """The cell of a CPU storage: tensors that share the storage share the cell."""
+    known = getattr(storage, "_lazygt_cells", None)
+    if known is None:
+        known = {}
+        storage._lazygt_cells = known
+    key = (id(recorder), flat.dtype)
+    if key not in known:
+        known[key] = recorder.to_lazy(flat)._cell
+    cell: Cell = known[key]
+    return cell
+
+
+def _manual_view(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``x.view(same shape)`` is an alias, and needs no step."""
+    t = args[0]
+    if tuple(t.shape) == tuple(args[1]):
+        return recorder.alias(t)
+    return NotImplemented
+
+
+def _not_numpy(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError(f"{func} needs the memory of a lazygt tensor; fetch it with .cpu() first")
+
+
+def view_over(cell: Cell, shape: tuple[int, ...]) -> LazyTensor:
+    """A handle with the whole of a cell."""
+    meta = intern(shape, cell.meta.stride, cell.meta.dtype)
+    return wrapper(meta, cell, None)
+
+
+_HANDLERS: dict[Any, Handler] = {
+    aten._local_scalar_dense.default: _item,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten.lift_fresh.default: _same,
+    aten.detach_.default: _same,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.view.default: _manual_view,
+    aten.as_strided.default: _as_strided,
+    aten.resize_.default: _resize,
+    aten.resize_as_.default: NotImplemented,
+    aten.set_.source_Tensor: _set_source,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
+}
+del _HANDLERS[aten.resize_as_.default]
+__all__ = ["View", "handler_of", "is_whole"]

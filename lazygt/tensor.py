@@ -1,0 +1,234 @@
+"""LazyTensor: the user's handle. Shape, dtype and a place in a Cell; no logic of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg
+from lazygt.graph.ops import OpFacts
+
+if TYPE_CHECKING:
+    from lazygt.recorder import Recorder
+    from lazygt.runtime.client import RemoteValue
+
+
+class Cell:
+    """What torch calls a storage: the value that one or more handles look at.
+
+    A cell is *recorded* (``serial`` is the current stretch's and ``index`` its value number),
+    *remote* (its value lives on the workers), *host* (a single number that has met no worker
+    data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
+    written).
+    """
+
+    __slots__ = ("__weakref__", "host", "index", "meta", "recorder", "remote", "serial")
+
+    def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
+        self.recorder = recorder
+        self.serial = serial
+        self.index = index
+        self.meta = meta
+        self.remote: RemoteValue | None = None
+        self.host: torch.Tensor | None = None
+
+
+class ViewStep:
+    """One view op between a cell and a handle: everything but the tensor it is applied to."""
+
+    __slots__ = ("args", "facts", "key", "kwargs", "position", "which")
+
+    def __init__(
+        self,
+        facts: OpFacts,
+        key: tuple[Any, ...],
+        position: int,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        which: int,
+    ) -> None:
+        self.facts, self.key, self.position = facts, key, position
+        self.args, self.kwargs, self.which = args, kwargs, which
+
+
+class View:
+    """How a handle looks at its cell, and where its value stands in the current stretch."""
+
+    __slots__ = ("base", "index", "serial", "steps")
+
+    def __init__(self, steps: tuple[ViewStep, ...], serial: int, base: int, index: int) -> None:
+        self.steps = steps
+        self.serial, self.base, self.index = serial, base, index
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute."""
+
+    _cell: Cell
+    _view: View | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func_handler(func, args, kwargs)
+
+    # -- sync points that torch would refuse to a wrapper ---------------------------------
+
+    def tolist(self) -> Any:
+        """The values as nested Python lists; a sync point."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array of its own; a sync point.
+
+        Raises:
+            RuntimeError: when the tensor requires grad, unless ``force`` is set (as in torch).
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. "
+                "Use tensor.detach().numpy() instead."
+            )
+        return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        text = repr(self.detach().cpu())
+        suffix = f", device='{self.device}'"
+        if self.grad_fn is not None:
+            suffix += f", grad_fn=<{self.grad_fn.name()}>"
+        elif self.requires_grad:
+            suffix += ", requires_grad=True"
+        body = f"{text[:-1]}{suffix})"
+        return f"Parameter containing:\n{body}" if getattr(self, "_is_param", False) else body
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else str(self), spec)
+
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As ``torch.Tensor.backward``; then the stretch is shipped, without waiting for it."""
+        recorder = self._cell.recorder
+        recorder.before_backward()
+        try:
+            super().backward(gradient, retain_graph, create_graph, inputs)
+        finally:
+            recorder.after_backward()
+
+    # -- identity and aliasing -----------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same values without autograd history; what is pending of them is shipped."""
+        self._cell.recorder.ship_pending(self, "data")
+        return self._cell.recorder.alias(self)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, LazyTensor):
+            raise RuntimeError(
+                f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
+                f"{new.device}; use .data = value.to('lazygt')"
+            )
+        _set_data(self, new)
+        self._cell, self._view = new._cell, new._view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        twin = self._cell.recorder.deep_copy(self, memo)
+        twin.requires_grad_(self.requires_grad)
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in ("_cell", "_view"):
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
+        host = self._cell.recorder.host_copy(self)
+        if getattr(self, "_is_param", False):
+            parameter = torch.nn.Parameter(host, self.requires_grad)
+            return parameter.__reduce_ex__(protocol)
+        return host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """Refused: the memory is another process's."""
+        raise RuntimeError(
+            "a lazygt tensor has no data pointer in this process; fetch it with .cpu() first"
+        )
+
+    def is_shared(self) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def share_memory_(self) -> LazyTensor:
+        """A no-op, as for CUDA tensors."""
+        return self
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def _no_handler(func: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError("lazygt.device has not been registered")
+
+
+#: Where every op goes; device.py sets it.
+func_handler: Any = _no_handler
+#: The device by the name it has before device.py renames it.
+DEVICE_0 = torch.device("privateuseone", 0)
+
+
+def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
+    """A new handle."""
+    t = _make_wrapper(
+        LazyTensor, meta.shape, strides=meta.stride, storage_offset=meta.offset,
+        dtype=meta.dtype, device=DEVICE_0,
+    )  # fmt: skip
+    t._cell = cell
+    t._view = view
+    if meta.conj:
+        torch._C._set_conj(t, True)
+    if meta.neg:
+        torch._C._set_neg(t, True)
+    return t
+
+
+def rebind(t: LazyTensor, meta: TensorMeta, cell: Cell, view: View | None) -> None:
+    """Make the handle ``t`` show another shape, cell or view (``t_``, ``set_``, ``out=``)."""
+    _set_data(t, wrapper(meta, cell, view))
+    t._cell, t._view = cell, view
