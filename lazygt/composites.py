@@ -211,10 +211,10 @@ def _lstm(
     weights = [params[i : i + size] for i in range(0, len(params), size)]
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
-        h, c = hx[0][index], hx[1][index]
+        h, c = hx[0].select(0, index), hx[1].select(0, index)
         own = weights[index]
         if fused:
-            return _onednn_lstm(steps, own, h, c, reverse, has_biases, num_layers, train,
+            return _onednn_lstm(steps.contiguous(), own, h, c, reverse, has_biases, num_layers, train,
                                 bidirectional)  # fmt: skip
         return _lstm_layer(steps, own, h, c, reverse, has_biases, projected)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._device
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyDeviceGuard, _DummyPrivateUse1Hook
 
 from lazygt import tensor
 from lazygt.autocast import register_autocast
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NAME = "lazygt"
 _open: list[Session] = []
 _libraries: list[torch.library.Library] = []
+#: torch keeps bare pointers to them, so they must not be collected
+_hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 
 # -- sessions ------------------------------------------------------------------------------
@@ -89,11 +91,29 @@ def _dispatch(
             return args[0]
         raise closed_error()
     active = _open[-1].recorder
-    with active.lock:
-        result = active.record(func, args, kwargs)
-        if active.watching:
-            active.overflow()
-        return result
+    try:
+        with active.lock:
+            result = active.record(func, args, kwargs)
+            if active.watching:
+                active.overflow()
+            return result
+    except Exception as error:
+        if torch._C._current_autograd_node() is None:
+            raise
+        return _carrier(active, error)
+
+
+def _carrier(active: Recorder, error: Exception) -> Any:
+    """How an error leaves a backward op.
+
+    torch 2.13's Python device guard ends the process when a Python exception leaves
+    ``__torch_dispatch__`` on an autograd thread: its ``exchangeStream`` is noexcept, and calls
+    Python while the exception is still pending. So the error goes aside, and what is returned
+    can't be made a tensor of: C++ then raises an error of its own, whose text is this class's
+    name. ``LazyTensor.backward`` raises the original.
+    """
+    active.backward_error = error
+    return type(f"{type(error).__name__}: {error}", (), {})()
 
 
 _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
@@ -282,7 +302,11 @@ def _inner_device_context() -> bool:
 def register() -> None:
     """Tell torch of the device; done once, at import."""
     module = DeviceModule(f"torch.{NAME}")
-    _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(NAME, module)
+    torch._C._acc.register_python_privateuseone_hook(_hook)
+    torch._C._acc.register_python_privateuseone_device_guard(_guard)
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

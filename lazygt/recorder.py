@@ -92,6 +92,7 @@ class Recorder:
         self._known: dict[int, tuple[OpFacts, Callable[..., Any] | None]] = {}
         self._forward: dict[int, int] = {}
         self._backward_mark: Mark | None = None
+        self.backward_error: Exception | None = None
         #: the op before which over-long stretches end, once one has
         self._anchor: tuple[OpFacts | None, Mark | None] | None = None
 
@@ -154,7 +155,7 @@ class Recorder:
         except BaseException:
             del params[before:]
             raise
-        self._advance(stretch, step, user_mark(4))
+        self._advance(stretch, step, user_mark(1))
         if step.make is not None:
             index = stretch.count
             stretch.count = index + 1
@@ -275,7 +276,7 @@ class Recorder:
             self._note_miss(stretch, key, f, None)
             step = Step(stretch.step, key, node, facts=f)
             self.trie.add(stretch.step, key, step)
-        self._advance(stretch, step, user_mark(4))
+        self._advance(stretch, step, user_mark(1))
         return self._number(stretch, len(node.results))
 
     @staticmethod
@@ -451,7 +452,7 @@ class Recorder:
                 node = Node(f.name, targs, tkwargs, (), tuple(targets), (), dynamic=True)
             else:
                 node = Node(f.name, targs, tkwargs, results[0], tuple(targets), results[1])
-        self._note_miss(stretch, key, f, user_mark(4))
+        self._note_miss(stretch, key, f, user_mark(1))
         step = Step(stretch.step, key, node, facts=f)
         step.forward = self._link_backward(len(stretch.marks))
         if f.views:
@@ -464,7 +465,7 @@ class Recorder:
     ) -> None:
         self.misses += 1
         if self.first_miss is None:
-            self.first_miss = stretch.step, key, f, mark or user_mark(4)
+            self.first_miss = stretch.step, key, f, mark or user_mark(1)
 
     def _link_backward(self, number: int) -> int:
         """Tie a forward op to its autograd node, or a backward op to its forward op."""
@@ -635,7 +636,14 @@ class Recorder:
 
     def before_backward(self) -> None:
         """Remember the user's line: backward ops run on threads that have none."""
-        self._backward_mark = user_mark(3)
+        self._backward_mark = user_mark(1)
+        self.backward_error = None
+
+    def raise_backward_error(self) -> None:
+        """Raise what a backward op could not raise on its own thread."""
+        error, self.backward_error = self.backward_error, None
+        if error is not None:
+            raise error from None
 
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""

@@ -133,6 +133,9 @@ class LazyTensor(torch.Tensor):
         recorder.before_backward()
         try:
             super().backward(gradient, retain_graph, create_graph, inputs)
+        except RuntimeError:
+            recorder.raise_backward_error()
+            raise
         finally:
             recorder.after_backward()
 
@@ -200,6 +203,9 @@ class LazyTensor(torch.Tensor):
 
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+#: The dispatcher's state outside any op.
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -230,5 +236,7 @@ def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
 
 def rebind(t: LazyTensor, meta: TensorMeta, cell: Cell, view: View | None) -> None:
     """Make the handle ``t`` show another shape, cell or view (``t_``, ``set_``, ``out=``)."""
-    _set_data(t, wrapper(meta, cell, view))
+    # set_data is implemented at the autograd keys, which are off while an op is dispatched
+    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):
+        _set_data(t, wrapper(meta, cell, view))
     t._cell, t._view = cell, view

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazygt.graph.node import Arg, Graph, Node, Ref
-from lazygt.graph.ops import OpFacts, facts, overload, viewed_argument
+from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
 
 #: ``write_back(base, value, chain)``: base with the region that the chain views replaced.
 WRITE_BACK = "lazygt.write_back"
@@ -115,12 +115,20 @@ class _Analysis:
         source = node.args[position]
         if not isinstance(source, Ref):
             return
+        if node.op in DISJOINT and self._dies_here(source.index):
+            return
         base, chain = self.derived.get(source.index, (source.index, ()))
         for which, result in enumerate(results[: len(node.fresh)]):
             self._share(result, source.index)
             if f.views:
                 step = view_step(node.op, position, node.args, node.kwargs, which)
                 self.derived[result] = base, (*chain, step)
+
+    def _dies_here(self, value: int) -> bool:
+        """Whether a value's memory belongs to this run and has no other reader than this node."""
+        home = self.memory[value]
+        ours = home >= len(self.graph.inputs) or home in self.owned
+        return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
 
     def _share(self, value: int, other: int) -> None:
         home = self.memory[other]

@@ -38,6 +38,22 @@ UNDECLARED_ALIASES = frozenset(
     }
 )
 
+#: Of those, the ones whose results never overlap each other.
+DISJOINT = frozenset(
+    {
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_split_with_sizes.default",
+        "aten.unsafe_chunk.default",
+    }
+)
+
+#: Results whose size only the kernel knows: workspaces that no other op looks into.
+OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
+    "aten.mkldnn_rnn_layer.default": (3,),
+    "aten._cudnn_rnn.default": (3, 4),
+    "aten.cudnn_batch_norm.default": (3,),
+}
+
 #: A Python number in these shapes the result, so it is part of the program, not of its data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 

@@ -11,6 +11,16 @@ from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.ops import overload
 
 
+def twin(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the very same strides: kernels round differently on other layouts."""
+    made = value.clone()
+    if made.stride() == value.stride():
+        return made
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    ).copy_(value)
+
+
 def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
     """``base`` through a chain of views (see ``graph.alias.view_step``)."""
     for op, position, args, kwargs, which in chain:

@@ -191,7 +191,7 @@ class Worker:
         for position in plan.writes.owned_inputs:
             value, key = inputs[position], ids[position]
             if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
-                inputs[position] = value.clone()  # type: ignore[union-attr]
+                inputs[position] = kernels.twin(value)  # type: ignore[arg-type]
         return inputs
 
     def _isolated(

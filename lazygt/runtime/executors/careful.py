@@ -11,6 +11,7 @@ from lazygt.errors import GraphError
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.runtime import kernels
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Failed, Value
@@ -88,7 +89,7 @@ class Careful:
             values[results[0]] = self._write_back(node, modes[0], values)
             return
         copies = {
-            target: values[target].clone()
+            target: kernels.twin(values[target])
             for target, mode in zip(node.writes, modes, strict=True)
             if mode == COPY
         }
@@ -119,7 +120,7 @@ class Careful:
         if mode == DONE:
             return base  # type: ignore[no-any-return]
         if mode == COPY:
-            base = base.clone()
+            base = kernels.twin(base)
         return kernels.write_back(base, value, node.args[2])
 
     def _new(self, node: Node, returned: Any) -> list[Any]:
@@ -141,7 +142,7 @@ class Careful:
 
         wrong = []
         for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
-            if meta is None or value is None:
+            if meta is None or value is None or position in OPAQUE_RESULTS.get(node.op, ()):
                 continue
             self._same_kind(node, value, meta)
             if not _same_layout(value, meta):

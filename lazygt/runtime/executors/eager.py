@@ -16,6 +16,7 @@ import torch
 from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.runtime.executors.careful import Careful
+from lazygt.runtime.kernels import twin
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import Failure
@@ -76,7 +77,7 @@ class EagerExecutor:
         outputs = [values[number] for number in self.plan.graph.outputs]
         for position in self.plan.writes.copied_outputs:
             value = outputs[position]
-            outputs[position] = value if type(value) is Failed else value.clone()  # type: ignore[union-attr]
+            outputs[position] = value if type(value) is Failed else twin(value)  # type: ignore[arg-type]
         return Outcome(outputs, failures, self.careful.returned, self.careful.written)
 
     def _where(self, error: Exception) -> tuple[int, dict[int, Value]]:
@@ -103,7 +104,7 @@ def generate(plan: Plan, careful: Careful) -> tuple[Callable[..., Any], list[int
 class _Generator:
     def __init__(self, plan: Plan, careful: Careful) -> None:
         self.plan, self.careful = plan, careful
-        self.names: dict[str, Any] = {"device": careful.device, "restride": restride}
+        self.names: dict[str, Any] = {"device": careful.device, "restride": restride, "twin": twin}
         self.constants: dict[int, str] = {}
         self.kernels: dict[str, str] = {}
         self.source = ["def run(inputs, params):"]
@@ -121,7 +122,7 @@ class _Generator:
                 self.emit(number, f"del {dead}")
         copied = set(self.plan.writes.copied_outputs)
         outputs = ", ".join(
-            f"v{value}.clone()" if position in copied else f"v{value}"
+            f"twin(v{value})" if position in copied else f"v{value}"
             for position, value in enumerate(graph.outputs)
         )
         self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
@@ -143,7 +144,7 @@ class _Generator:
         for target, mode in zip(node.writes, modes, strict=True):
             if mode == "copy" and target not in copies:
                 copies[target] = f"w{target}"
-                self.emit(number, f"w{target} = v{target}.clone()")
+                self.emit(number, f"w{target} = twin(v{target})")
         args = [self.arg(a, copies) for a in node.args]
         args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
         call = f"{self.kernel(node.op)}({', '.join(args)})"
@@ -165,7 +166,7 @@ class _Generator:
         if mode == DONE:
             self.emit(number, f"v{result} = v{base}")
             return
-        source = f"v{base}.clone()" if mode == "copy" else f"v{base}"
+        source = f"twin(v{base})" if mode == "copy" else f"v{base}"
         chain = self.constant(node.args[2])
         self.emit(number, f"v{result} = {self.kernel(node.op)}({source}, v{value}, {chain})")
 
