@@ -82,9 +82,10 @@ os.register_at_fork(after_in_child=_after_fork)
 # -- ops -----------------------------------------------------------------------------------
 
 
-def _dispatch(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
+def _torch_dispatch(
+    cls: type, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Every op on a LazyTensor comes here, on whatever thread."""
     if not _open:
         if func in _NEEDS_NO_SESSION:
@@ -94,13 +95,20 @@ def _dispatch(
     try:
         with active.lock:
             result = active.record(func, args, kwargs)
-            if active.watching:
+            if active.anchor is not None or active.stretch.step.full:
                 active.overflow()
             return result
     except Exception as error:
         if torch._C._current_autograd_node() is None:
             raise
         return _carrier(active, error)
+
+
+def _dispatch(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """The same for an op that reaches lazygt in another way."""
+    return _torch_dispatch(LazyTensor, func, (), args, kwargs)
 
 
 def _carrier(active: Recorder, error: Exception) -> Any:
@@ -322,7 +330,8 @@ def register() -> None:
     _libraries.extend((everything, aten))
     _libraries.append(register_composites(lambda: _open[-1].device_type if _open else "cpu"))
     _libraries.append(register_autocast())
-    tensor.func_handler = _dispatch
+    # set here, not defined there: it saves a Python call an op
+    LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 
 
 __all__ = ["LazyTensor", "close_session", "current_session", "open_session", "register"]

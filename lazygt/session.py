@@ -53,10 +53,10 @@ class Session:
         self.device_type = kind
         self._log = InstructionLog(config.log)
         self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._log)
-        self._trie = Trie(config.max_plans, config.max_trie_nodes)
-        self.recorder = Recorder(
-            self, self._trie, config.max_graph_nodes, config.max_graph_bytes, kind
+        self._trie = Trie(
+            config.max_plans, config.max_trie_nodes, config.max_graph_nodes, config.max_graph_bytes
         )
+        self.recorder = Recorder(self, self._trie, kind)
         self._owner = os.getpid()
         self._flushes: Counter[str] = Counter()
         self._misses: deque[dict[str, Any]] = deque(maxlen=_KEPT_MISSES)

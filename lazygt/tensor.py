@@ -81,7 +81,8 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return func_handler(func, args, kwargs)
+        """Set by device.py, where it is implemented."""
+        raise RuntimeError("device 'lazygt' has not been registered")
 
     # -- sync points that torch would refuse to a wrapper ---------------------------------
 
@@ -207,30 +208,23 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-
-
-def _no_handler(func: Any, args: Any, kwargs: Any) -> Any:
-    raise RuntimeError("lazygt.device has not been registered")
-
-
-#: Where every op goes; device.py sets it.
-func_handler: Any = _no_handler
 #: The device by the name it has before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
 
 
 def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
     """A new handle."""
-    t = _make_wrapper(
-        LazyTensor, meta.shape, strides=meta.stride, storage_offset=meta.offset,
-        dtype=meta.dtype, device=DEVICE_0,
-    )  # fmt: skip
+    if meta.plain:
+        t = _make_wrapper(LazyTensor, meta.shape, dtype=meta.dtype, device=DEVICE_0)
+    else:
+        t = _make_wrapper(LazyTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype,
+                          torch.strided, DEVICE_0)  # fmt: skip
+        if meta.conj:
+            torch._C._set_conj(t, True)
+        if meta.neg:
+            torch._C._set_neg(t, True)
     t._cell = cell
     t._view = view
-    if meta.conj:
-        torch._C._set_conj(t, True)
-    if meta.neg:
-        torch._C._set_neg(t, True)
     return t
 
 

@@ -15,16 +15,14 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
 from lazygt.graph.ops import OpFacts
 
-#: What a step returns, so that a hit can make the wrappers without looking at the schema.
-ONE_FRESH, ITSELF, GENERAL = 0, 1, 2
-
 
 class Step:
     """One remembered step.
 
     Attributes:
-        shape: ONE_FRESH, ITSELF or GENERAL.
-        make: for ONE_FRESH: the meta of the result.
+        make: the meta of the result, for the common op that returns one new tensor.
+        itself: it writes its first argument, keeps its shape, and returns it.
+        full: the stretch is so long here that it has to be flushed.
         node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
         input: the meta of the input that enters here; None for an op.
         forward: for a backward op, the number of the forward op in the same stretch, or -1.
@@ -36,14 +34,15 @@ class Step:
         "depth",
         "facts",
         "forward",
+        "full",
         "input",
+        "itself",
         "key",
         "make",
         "nbytes",
         "node",
         "parent",
         "plans",
-        "shape",
     )
 
     def __init__(
@@ -59,7 +58,8 @@ class Step:
         self.plans: dict[tuple[int, ...], Any] = {}
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.nbytes: int = 0 if parent is None else parent.nbytes
-        self.shape = GENERAL
+        self.full = False
+        self.itself = False
         self.make: TensorMeta | None = None
         self.forward = -1
         if node is not None:
@@ -81,16 +81,20 @@ class Step:
 class Trie:
     """The steps, with the plans at the places where stretches ended; bounded, oldest plan out."""
 
-    def __init__(self, max_plans: int, max_steps: int) -> None:
+    def __init__(self, max_plans: int, max_steps: int, max_depth: int, max_bytes: int) -> None:
         self.root = Step(None, None)
+        self.max_depth, self.max_bytes = max_depth, max_bytes
         self.steps = 0
         self._max_plans, self._max_steps = max_plans, max_steps
         self._recent: OrderedDict[tuple[int, tuple[int, ...]], Step] = OrderedDict()
 
-    def add(self, parent: Step, key: Any, step: Step) -> None:
-        """Remember a step below ``parent``."""
-        parent.children[key] = step
+    def add(self, step: Step) -> Step:
+        """Remember a step below its parent."""
+        assert step.parent is not None
+        step.parent.children[step.key] = step
+        step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
         self.steps += 1
+        return step
 
     def kept(self) -> list[Any]:
         """All plans, least recently used first."""

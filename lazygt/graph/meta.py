@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -38,6 +38,14 @@ class TensorMeta:
     offset: int = 0
     conj: bool = False
     neg: bool = False
+    #: row-major from offset 0 and no lazy bits: the shape and dtype say it all
+    plain: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        usual = self.stride == contiguous_stride(self.shape)
+        object.__setattr__(
+            self, "plain", usual and not (self.offset or self.conj or self.neg)
+        )
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:
