@@ -185,7 +185,12 @@ class Client:
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         flight = _Flight(entry, describe, set(range(self.link.world_size)))
         self._flights[self._seq] = flight
-        self._send_all("run", frames, why)
+        self._send("run", 0, frames, why)
+        if self.link.world_size > 1:
+            run.fetches = ()  # rank 0 answers for all
+            others = wire.encode_run(run, buffers) if fetches else frames
+            for rank in range(1, self.link.world_size):
+                self._send("run", rank, others, why)
         while len(self._flights) > self._max_ahead:
             self._take(self.link.receive(None))
         return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
@@ -236,12 +241,15 @@ class Client:
         entry.sent = True
 
     def _send_all(self, kind: str, frames: Sequence[Buffer], why: str) -> None:
-        size = sum(len(frame) for frame in frames)
         for rank in range(self.link.world_size):
-            self.link.send(rank, frames)
-            self.counts.messages_sent += 1
-            self.counts.bytes_sent += size
-            self.log.write("send", kind, rank, self._seq, size, why)
+            self._send(kind, rank, frames, why)
+
+    def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
+        size = sum(len(frame) for frame in frames)
+        self.link.send(rank, frames)
+        self.counts.messages_sent += 1
+        self.counts.bytes_sent += size
+        self.log.write("send", kind, rank, self._seq, size, why)
 
     # -- answers -------------------------------------------------------------------------
 
@@ -269,12 +277,8 @@ class Client:
         if entry is None:
             raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
         frames = wire.encode_plan(digest, entry.plan.graph, False)
-        self.link.send(rank, frames)
+        self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self.counts.plans_sent += 1
-        self.counts.messages_sent += 1
-        size = sum(len(frame) for frame in frames)
-        self.counts.bytes_sent += size
-        self.log.write("send", "plan", rank, seq, size, "the worker had forgotten it")
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         flight = self._flights[done.seq]
@@ -285,13 +289,8 @@ class Client:
             flight.done, flight.buffers = done, buffers
             for failure in done.failures:
                 self._failures.append(self._error(failure, flight.describe))
-        elif done.fetched:
-            self._discard(rank, done)
         if not flight.waiting:
             del self._flights[done.seq]
-
-    def _discard(self, rank: int, done: Done) -> None:
-        raise ProtocolError(f"worker {rank} answered a fetch that only rank 0 is asked")
 
     def _released(self, offset: int) -> None:
         self._held[offset] -= 1

@@ -9,6 +9,7 @@ import torch
 
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.ops import overload
+from lazygt.runtime import group
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -69,8 +70,27 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: torch's functional collectives; they run on the workers' process group.
+COLLECTIVES = "_c10d_functional."
+
+
+def check(name: str) -> None:
+    """Raise KeyError unless there is an op of this name."""
+    if name.startswith("lazygt."):
+        _ = KERNELS[name]
+    else:
+        overload(name)
+
+
 def kernel(name: str) -> Callable[..., Any]:
-    """The callable of an op name; KeyError when there is none."""
+    """The callable of an op name; a collective's waits until the process group is joined.
+
+    Raises:
+        KeyError: there is no such op.
+        LazyGTError: a collective, and this worker has no process group.
+    """
     if name.startswith("lazygt."):
         return KERNELS[name]
+    if name.startswith(COLLECTIVES):
+        group.wait()
     return overload(name)

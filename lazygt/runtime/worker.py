@@ -109,7 +109,7 @@ class Worker:
         try:
             plan = Plan.build(wire.decode_graph(data))
             for node in plan.graph.nodes:
-                kernels.kernel(node.op)
+                kernels.check(node.op)
         except GraphError as error:
             raise ProtocolError(str(error)) from error
         except KeyError as error:
@@ -132,7 +132,7 @@ class Worker:
                 self._fetch.free(offset)
         spare = iter(buffers)
         for put in run.puts:
-            self._receive(put, spare)
+            self._receive(put, spare, done)
         if run.digest is None:
             self._release(list(run.frees or ()), done)
         else:
@@ -142,7 +142,7 @@ class Worker:
             done.fetched.append(self._send(self.store.get(key), replies))
         return wire.encode_done(done, replies)
 
-    def _receive(self, put: Put, buffers: Iterator[Buffer]) -> None:
+    def _receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
         meta = put.meta
         borrowed = put.offset
         nbytes = meta.extent * meta.dtype.itemsize
@@ -156,6 +156,10 @@ class Worker:
                 raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if nbytes else None
         value = _shaped(flat, meta)
+        if self.device.type != "cpu" and put.offset is not None:
+            # .to() has read the arena when it returns, so its room is free again at once
+            done.releases.append(put.offset)
+            borrowed = None
         self.store.put(put.id, value.to(self.device), borrowed)
 
     def _release(self, keys: list[int], done: Done) -> None:
