@@ -223,8 +223,6 @@ class Recorder:
         """A CPU tensor among lazy ones: torch lets 0-dim ones mix, and CPU indices."""
         if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
             return self.to_lazy(t)
-        if isinstance(t, torch.nn.parameter.UninitializedTensorMixin):
-            raise ValueError(f"{f.name}: an uninitialized parameter has no value yet")
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
             f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
@@ -308,9 +306,11 @@ class Recorder:
             if step is None:
                 args = (*link.args[: at - 1], Ref(index), *link.args[at:])
                 assert meta is not None
-                fresh = self.inference.results(
+                results = self.inference.results(
                     link.facts, args, link.kwargs, {index: meta}, self.stretch.params
-                )[0]
+                )
+                assert results is not None, f"{link.facts.name} was inferred before"
+                fresh = results[0]
                 node = Node(link.facts.name, args, link.kwargs, fresh)
                 first = self.internal(key, node, link.facts)
             else:

@@ -179,12 +179,14 @@ class Session:
         """The plan of a stretch, built if it is a new one."""
         step = stretch.step
         found = self._trie.find(step, outputs)
+        entry: PlanEntry
         if found is not None:
             self._hits += 1
             entry, numbers = found
         else:
             entry, numbers = self._build(stretch, outputs, reason), outputs
-            self._client.forget([old for old, _ in self._trie.keep(step, outputs, (entry, outputs))])
+            dropped = self._trie.keep(step, outputs, (entry, outputs))
+            self._client.forget([old for old, _ in dropped])
         self._positions = {index: k for k, index in enumerate(numbers)}
         self.last_plan = entry.plan
         return entry
@@ -209,7 +211,10 @@ class Session:
         step, key, f, mark = first
         known = [other.facts.name for other in step.children.values()
                  if other.facts is not None and other.key is not key]  # fmt: skip
-        name = f.name if f is not None else f"input {key}" if isinstance(key, TensorMeta) else key[0]
+        if isinstance(key, TensorMeta):
+            name = f"input {key}"
+        else:
+            name = f.name if f is not None else key[0]
         if not known:
             why = "a new sequence of ops"
         elif name in known:

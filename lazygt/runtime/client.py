@@ -16,6 +16,7 @@ from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.shm import tensor_over
+from lazygt.runtime.waiting import WaitLine
 from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run
 
 #: Answers "what is node n of this run?": (op, inputs as text, the user's file:line).
@@ -89,6 +90,7 @@ class Client:
     ) -> None:
         self.link, self.log = link, log
         self.counts = Counts()
+        self._line = WaitLine()
         self._max_ahead, self._shm_threshold = max_ahead, shm_threshold
         self._seq = 0
         self._next_id = 1
@@ -192,7 +194,7 @@ class Client:
             for rank in range(1, self.link.world_size):
                 self._send("run", rank, others, why)
         while len(self._flights) > self._max_ahead:
-            self._take(self.link.receive(None))
+            self._take_next()
         return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
 
     def wait(self, seq: int) -> tuple[Done, list[memoryview]]:
@@ -203,13 +205,13 @@ class Client:
         """
         flight = self._flights[seq]
         while flight.done is None:
-            self._take(self.link.receive(None))
+            self._take_next()
         return flight.done, flight.buffers
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run."""
         while self._flights:
-            self._take(self.link.receive(None))
+            self._take_next()
 
     def pump(self) -> None:
         """Take the answers that are there already."""
@@ -253,9 +255,19 @@ class Client:
 
     # -- answers -------------------------------------------------------------------------
 
-    def _take(self, message: tuple[int, list[memoryview]] | None) -> None:
-        if message is None:
-            return
+    def _take_next(self) -> None:
+        """Wait for one answer and take it."""
+        try:
+            while True:
+                message = self.link.receive(self._line.patience)
+                if message is not None:
+                    self._take(message)
+                    return
+                self._line.update(f"{len(self._flights)} runs of {self.link.world_size} worker(s)")
+        finally:
+            self._line.done()
+
+    def _take(self, message: tuple[int, list[memoryview]]) -> None:
         rank, frames = message
         header = wire.unpack(frames[0])
         size = sum(len(frame) for frame in frames)
@@ -313,7 +325,7 @@ class Client:
     def drop_failure(self, seq: int, node: int) -> None:
         """Do not raise this failure again: the caller reports it in another way."""
         error = self._errors.get((seq, node))
-        if error in self._failures:
+        if error is not None and error in self._failures:
             self._failures.remove(error)
 
     def raise_known(self, seq: int, node: int) -> None:

@@ -43,10 +43,10 @@ class InlineLink:
     """A worker in the client's own process, behind the same interface."""
 
     world_size = 1
-    upload = None
+    upload: Arena | None = None
 
     def __init__(self, worker: Worker) -> None:
-        self.pids = (os.getpid(),)
+        self.pids: tuple[int, ...] = (os.getpid(),)
         self._worker = worker
         self._replies: deque[list[Buffer]] = deque()
 

@@ -154,7 +154,7 @@ class Worker:
             data = next(buffers, None)
             if data is None or len(data) != nbytes:
                 raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if nbytes else None
+            flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
         value = _shaped(flat, meta)
         if self.device.type != "cpu" and put.offset is not None:
             # .to() has read the arena when it returns, so its room is free again at once
@@ -246,7 +246,7 @@ class Worker:
         if self._fetch is not None and data.numel() >= self._shm_threshold:
             slot = self._fetch.put(data)
             return Fetched(meta, slot.offset)
-        buffers.append(memoryview(data.numpy()))
+        buffers.append(data.numpy().data)
         return Fetched(meta)
 
 
@@ -266,8 +266,8 @@ def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return host.as_strided((meta.numel,), (1,)).view(torch.uint8)
 
 
-def _shaped(flat: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-    if flat is None or meta.numel == 0:
+def _shaped(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    if meta.numel == 0:
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
     return flat.view(meta.dtype).as_strided(meta.shape, meta.stride)
 
