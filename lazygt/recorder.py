@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lazygt.errors import NoSession
+from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.alias import WRITE_BACK, view_step
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
@@ -251,9 +251,13 @@ class Recorder:
         if cell.host is not None:
             cell.remote = self.shipper.upload(cell.host, cell.meta)
             cell.host = None
-        if cell.remote is None:
+        if cell.blank:
             self._write_blank(cell)
             return
+        if cell.remote is None:
+            raise LazyGTError(
+                "the value of this tensor was lost: the flush that shipped it was interrupted"
+            )
         step = stretch.step.children.get(cell.meta)
         if step is None:
             self._note_miss(stretch, cell.meta, None, None)
@@ -275,6 +279,7 @@ class Recorder:
         stretch = self.stretch
         cell.serial, cell.index = stretch.serial, index
         cell.remote = None
+        cell.blank = False
         stretch.owners[index] = weakref.ref(cell)
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
@@ -509,6 +514,7 @@ class Recorder:
                 self._resized(target, meta)
             if target._view is None:
                 target._cell.remote, target._cell.serial = remote, 0
+                target._cell.blank = False
             else:
                 value = self.remote_tensor(meta, remote)
                 self.written(target, self.index_of(value))
@@ -587,14 +593,15 @@ class Recorder:
             raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
         steps = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
         meta = intern(sizes, steps, dtype or torch.get_default_dtype())
-        return wrapper(meta, Cell(self, 0, 0, meta), None)
+        cell = Cell(self, 0, 0, meta)
+        cell.blank = True
+        return wrapper(meta, cell, None)
 
     def to_lazy(self, source: torch.Tensor) -> LazyTensor:
         """Upload a CPU tensor: its values are taken now."""
         source = source.detach()
         shape = tuple(source.shape)
-        dense = source.is_non_overlapping_and_dense() if hasattr(
-            source, "is_non_overlapping_and_dense") else source.is_contiguous()  # fmt: skip
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
         stride = source.stride() if dense else contiguous_stride(shape)
         t = self.blank(shape, stride, source.dtype)
         self.fill(t, source)
@@ -607,7 +614,7 @@ class Recorder:
         value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
         if tuple(value.shape) != meta.shape:
             value = value.expand(meta.shape)
-        cell.serial = 0
+        cell.serial, cell.blank = 0, False
         if meta.numel == 1 and not meta.dtype.is_complex:
             cell.host = value.clone().reshape(meta.shape)
             cell.remote = None
@@ -639,7 +646,7 @@ class Recorder:
                 t = torch.ops.aten.clone.default(t)
                 cell = t._cell
             elif cell.serial != self.serial and cell.remote is None:
-                self._enter(cell)
+                self._enter(cell)  # blank memory, or a lost value
             value: torch.Tensor = self.shipper.ship(self.stretch, reason, cell, False)
             return value
 

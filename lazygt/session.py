@@ -157,6 +157,8 @@ class Session:
         if entry is not None:
             self._rebind(entry, step, outputs, cells, values)
         del values
+        if fetch is None and not ask:
+            self._client.hold_back()
         if fetch is not None:
             return self._fetched(seq, fetch)
         return self._asked(seq, describe) if ask else None

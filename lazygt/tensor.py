@@ -23,10 +23,10 @@ class Cell:
     A cell is *recorded* (``serial`` is the current stretch's and ``index`` its value number),
     *remote* (its value lives on the workers), *host* (a single number that has met no worker
     data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
-    written).
+    written). A cell that is none of these lost its value when a flush was interrupted.
     """
 
-    __slots__ = ("__weakref__", "host", "index", "meta", "recorder", "remote", "serial")
+    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "recorder", "remote", "serial")
 
     def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
         self.recorder = recorder
@@ -35,6 +35,7 @@ class Cell:
         self.meta = meta
         self.remote: RemoteValue | None = None
         self.host: torch.Tensor | None = None
+        self.blank = False
 
 
 class ViewStep:

@@ -58,6 +58,7 @@ class _Flight:
     describe: Describe | None
     waiting: set[int]
     done: Done | None = None
+    abandoned: bool = False
     buffers: list[memoryview] = field(default_factory=list)
 
 
@@ -158,10 +159,7 @@ class Client:
     ) -> tuple[int, list[RemoteValue]]:
         """Send a run; returns its number and the values of the plan's outputs.
 
-        Waits only when more than ``max_ahead`` runs are unanswered.
-
-        Raises:
-            WorkerDied, WorkerFrozen: while waiting.
+        Does not wait; see ``hold_back``.
         """
         self.pump()
         if entry is not None:
@@ -193,9 +191,16 @@ class Client:
             others = wire.encode_run(run, buffers) if fetches else frames
             for rank in range(1, self.link.world_size):
                 self._send("run", rank, others, why)
+        return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
+
+    def hold_back(self) -> None:
+        """Wait while more than ``max_ahead`` runs are unanswered.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
         while len(self._flights) > self._max_ahead:
             self._take_next()
-        return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
 
     def wait(self, seq: int) -> tuple[Done, list[memoryview]]:
         """The answer of rank 0 to run ``seq``.
@@ -204,8 +209,13 @@ class Client:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
         flight = self._flights[seq]
-        while flight.done is None:
-            self._take_next()
+        try:
+            while flight.done is None:
+                self._take_next()
+        except BaseException:
+            # Ctrl-C: the answer will come, and nobody will look at it
+            flight.abandoned = True
+            raise
         return flight.done, flight.buffers
 
     def synchronize(self) -> None:
@@ -299,6 +309,9 @@ class Client:
             self._released(offset)
         if rank == 0:
             flight.done, flight.buffers = done, buffers
+            if flight.abandoned:
+                self._read.extend(f.offset for f in done.fetched
+                                  if isinstance(f, Fetched) and f.offset is not None)  # fmt: skip
             for failure in done.failures:
                 self._failures.append(self._error(failure, flight.describe))
         if not flight.waiting:
