@@ -54,6 +54,11 @@ def register_autocast() -> torch.library.Library:
     return library
 
 
+def fall_through(library: torch.library.Library) -> None:
+    """Let every other op pass autocast by; ``library`` is one of the namespace ``_``."""
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+
+
 def _overload(name: str) -> torch._ops.OpOverload | None:
     packet, _, which = name.partition(".")
     found = getattr(torch.ops.aten, packet, None)

@@ -11,24 +11,35 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._device
 from torch.utils.backend_registration import _DummyDeviceGuard, _DummyPrivateUse1Hook
 
 from lazygt import tensor
-from lazygt.autocast import register_autocast
+from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
+from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.recorder import Recorder, closed_error
 from lazygt.tensor import LazyTensor
 
-if TYPE_CHECKING:
-    from lazygt.session import Session
-
 NAME = "lazygt"
-_open: list[Session] = []
+
+
+class OpenSession(Protocol):
+    """What the device needs of a session."""
+
+    config: Config
+    recorder: Recorder
+    device_type: str
+
+    def synchronize(self) -> None:
+        """Ship what is recorded and wait for it."""
+
+
+_open: list[OpenSession] = []
 _libraries: list[torch.library.Library] = []
 #: torch keeps bare pointers to them, so they must not be collected
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
@@ -37,19 +48,19 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 # -- sessions ------------------------------------------------------------------------------
 
 
-def current_session() -> Session | None:
+def current_session() -> OpenSession | None:
     """The innermost open session, or None."""
     return _open[-1] if _open else None
 
 
-def open_session(session: Session) -> None:
+def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     _open.append(session)
     if session.config.default_device:
         _patch_factories()
 
 
-def close_session(session: Session) -> None:
+def close_session(session: OpenSession) -> None:
     """Undo ``open_session``."""
     if session in _open:
         _open.remove(session)
@@ -104,13 +115,6 @@ def _torch_dispatch(
         return _carrier(active, error)
 
 
-def _dispatch(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
-    """The same for an op that reaches lazygt in another way."""
-    return _torch_dispatch(LazyTensor, func, (), args, kwargs)
-
-
 def _carrier(active: Recorder, error: Exception) -> Any:
     """How an error leaves a backward op.
 
@@ -118,10 +122,17 @@ def _carrier(active: Recorder, error: Exception) -> Any:
     ``__torch_dispatch__`` on an autograd thread: its ``exchangeStream`` is noexcept, and calls
     Python while the exception is still pending. So the error goes aside, and what is returned
     can't be made a tensor of: C++ then raises an error of its own, whose text is this class's
-    name. ``LazyTensor.backward`` raises the original.
+    name. ``_run_backward`` raises the original.
     """
     active.backward_error = error
     return type(f"{type(error).__name__}: {error}", (), {})()
+
+
+def _dispatch(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """The same for an op that reaches lazygt in another way."""
+    return _torch_dispatch(LazyTensor, func, (), args, kwargs)
 
 
 _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
@@ -153,8 +164,50 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
 
 
+def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """``pin_memory()`` of a CPU tensor: itself.
+
+    Uploads go through shared memory, so pinning would gain nothing; torch itself would ask this
+    device for an allocator of pinned memory, which Python can't give it.
+    """
+    return source
+
+
+def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{func}: device 'lazygt' has dense strided tensors only, no sparse, quantized or nested "
+        f"ones. Make such a tensor on the CPU (device='cpu') and .to_dense() it before "
+        f".to('lazygt')."
+    )
+
+
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
     return _copy_from(source, target)
+
+
+# -- backward ------------------------------------------------------------------------------------
+
+#: torch's own way into the autograd engine
+_engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``."""
+    if not (_open and any(type(t) is LazyTensor for t in outputs)):
+        return _engine_run_backward(outputs, *args, **kwargs)
+    active = _open[-1].recorder
+    nested = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+    if not nested:
+        active.before_backward()
+    try:
+        result = _engine_run_backward(outputs, *args, **kwargs)
+    except RuntimeError:
+        active.raise_backward_error()
+        raise
+    active.raise_backward_error()
+    if not nested and kwargs.get("accumulate_grad"):
+        active.after_backward()
+    return result
 
 
 # -- the device module: torch.lazygt ---------------------------------------------------------
@@ -162,6 +215,9 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 
 class DeviceModule(ModuleType):
     """``torch.lazygt``: what torch asks of a device's module."""
+
+    #: torch.utils.checkpoint asks for it before it keeps the generator's state
+    _initialized = True
 
     def is_initialized(self) -> bool:
         """True: there is nothing to initialise."""
@@ -175,8 +231,8 @@ class DeviceModule(ModuleType):
         return False
 
     def device_count(self) -> int:
-        """1: a session shows its workers as one device."""
-        return 1
+        """1 inside a session, which shows its workers as one device; else 0."""
+        return 1 if _open else 0
 
     def current_device(self) -> int:
         """0."""
@@ -200,7 +256,9 @@ class DeviceModule(ModuleType):
     def manual_seed(self, seed: int) -> None:
         """Seed the session's generator (a recorded op, no sync point)."""
         if _open:
-            _open[-1].recorder.generator.manual_seed(int(seed))
+            active = _open[-1].recorder
+            with active.lock:
+                active.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
         """What ``torch.manual_seed`` calls."""
@@ -208,11 +266,15 @@ class DeviceModule(ModuleType):
 
     def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
         """The generator's state as a lazy tensor of bytes (no sync point)."""
-        return recorder().generator.get_state()
+        active = recorder()
+        with active.lock:
+            return active.generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
         """Set the generator's state (a recorded op)."""
-        recorder().generator.set_state(state)
+        active = recorder()
+        with active.lock:
+            active.generator.set_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         """One state: there is one device."""
@@ -239,6 +301,18 @@ class DeviceModule(ModuleType):
 
 #: (owner, name) -> torch's own function
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}
+#: Constructors of what lazygt has none of: they go on making CPU tensors.
+_NOT_STRIDED = frozenset(
+    {
+        "empty_quantized",
+        "sparse_coo_tensor",
+        "sparse_compressed_tensor",
+        "sparse_csr_tensor",
+        "sparse_csc_tensor",
+        "sparse_bsr_tensor",
+        "sparse_bsc_tensor",
+    }
+)
 #: Made from torch's list once, before anything is patched (torch caches that list as well).
 _constructors: list[Callable[..., Any]] = []
 
@@ -254,11 +328,19 @@ def _patch_factories() -> None:
     if not _constructors:
         _constructors.extend(torch.utils._device._device_constructors())
     for function in _constructors:
-        name = function.__name__
-        for owner in (torch, torch.fft, torch.sparse):
-            if getattr(owner, name, None) is function:
-                _originals[owner, name] = function
-                setattr(owner, name, _defaulting(function))
+        name = function.__name__.removeprefix("fft_")
+        for owner in (torch, torch.fft):
+            if getattr(owner, name, None) is function and name not in _NOT_STRIDED:
+                _patch(owner, name, _defaulting(function))
+    _patch(torch, "normal", _defaulting_normal(torch.normal))
+    for owner in (torch, torch.random):
+        _patch(owner, "get_rng_state", _get_rng_state)
+        _patch(owner, "set_rng_state", _set_rng_state)
+
+
+def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    _originals[owner, name] = getattr(owner, name)
+    setattr(owner, name, function)
 
 
 def _unpatch_factories() -> None:
@@ -283,6 +365,45 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
     return factory
 
 
+def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.normal`` is a factory only when it is given a size."""
+    factory = _defaulting(function)
+
+    @functools.wraps(function)
+    def normal(*args: Any, **kwargs: Any) -> Any:
+        sized = len(args) == 3 or "size" in kwargs
+        return (factory if sized else function)(*args, **kwargs)
+
+    return normal
+
+
+def _get_rng_state() -> torch.Tensor:
+    """``torch.get_rng_state`` inside a session: the state of the workers' generator.
+
+    A lazy tensor, so that torch.utils.checkpoint costs no sync point. It carries the state of the
+    client's own CPU generator, which DataLoaders and CPU tensors draw from.
+    """
+    own = torch.default_generator.get_state()
+    if _open[-1].recorder.lock._is_owned():  # type: ignore[attr-defined]
+        return own
+    state = torch.lazygt.get_rng_state()  # type: ignore[attr-defined]
+    state._client_state = own
+    return state  # type: ignore[no-any-return]
+
+
+def _set_rng_state(new_state: torch.Tensor) -> None:
+    """``torch.set_rng_state`` inside a session: sets both generators."""
+    own = getattr(new_state, "_client_state", new_state)
+    if isinstance(own, LazyTensor):
+        own = own.cpu()
+    torch.default_generator.set_state(own)
+    session = _open[-1]
+    if session.recorder.lock._is_owned():  # type: ignore[attr-defined]
+        return
+    if isinstance(new_state, LazyTensor) or session.device_type == "cpu":
+        torch.lazygt.set_rng_state(new_state)  # type: ignore[attr-defined]
+
+
 def _stays_free(kwargs: dict[str, Any]) -> bool:
     """Whether nothing else says where the tensor is to be."""
     if _open[-1].recorder.lock._is_owned():  # lazygt itself, or torch working for it
@@ -304,6 +425,37 @@ def _inner_device_context() -> bool:
     )
 
 
+# -- torch.load(map_location="lazygt") ----------------------------------------------------------
+
+
+class _LoadedStorage(torch.UntypedStorage):
+    """A CPU storage on its way to the workers.
+
+    torch.load makes an empty tensor on its device and calls ``set_`` with it; there the bytes are
+    uploaded, once a storage, so that tensors which share one in the file share a cell.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors made of it are to be."""
+        return tensor.DEVICE_0
+
+
+def _deserialize(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """What torch.load asks each device: whether it takes a storage with such a location."""
+    if location != NAME and not location.startswith(f"{NAME}:"):
+        return None
+    recorder()
+    torch.lazygt.set_device(location)  # type: ignore[attr-defined]
+    storage.__class__ = _LoadedStorage
+    return storage
+
+
+def _no_tag(storage: torch.UntypedStorage) -> str | None:
+    """Nothing is ever saved as lying on lazygt: checkpoints are made of CPU tensors."""
+    return None
+
+
 # -- registration ----------------------------------------------------------------------------
 
 
@@ -315,6 +467,7 @@ def register() -> None:
     torch._register_device_module(NAME, module)
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
+    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
@@ -327,9 +480,15 @@ def register() -> None:
     }
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
+    aten.impl("_pin_memory", _pin_memory, "CPU")
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
+        everything.fallback(_refuse_layout, key)
+    fall_through(everything)
     _libraries.extend((everything, aten))
     _libraries.append(register_composites(lambda: _open[-1].device_type if _open else "cpu"))
     _libraries.append(register_autocast())
+    # before torch's own (priority 23), which asks for a storage in this process and crashes
+    torch.serialization.register_package(9, _no_tag, _deserialize)
     # set here, not defined there: it saves a Python call an op
     LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 

@@ -35,7 +35,7 @@ class SessionGenerator:
         """Hand the client's state to the workers, before the first random op."""
         self.started = True
         if self._on_cpu:
-            self.set_state(torch.get_rng_state())
+            self.set_state(torch.default_generator.get_state())
         else:
             self.manual_seed(torch.initial_seed())
 
@@ -51,7 +51,7 @@ class SessionGenerator:
         """The state as a lazy tensor of bytes."""
         if not self.started:
             self.start()
-        size = torch.get_rng_state().numel() if self._on_cpu else _GPU_STATE_BYTES
+        size = torch.default_generator.get_state().numel() if self._on_cpu else _GPU_STATE_BYTES
         meta: TensorMeta = intern((size,), (1,), torch.uint8)
         index = self._recorder.internal((_GET,), Node(_GET, (DEVICE,), (), (meta,)))
         return self._recorder.show(index, meta)
@@ -67,4 +67,5 @@ class SessionGenerator:
     def give_back(self) -> None:
         """The session ends: the client's CPU generator goes on where the workers stopped."""
         if self.started and self._on_cpu:
-            torch.set_rng_state(self._recorder.fetch(self.get_state(), "generator"))
+            state = self._recorder.fetch(self.get_state(), "generator")
+            torch.default_generator.set_state(state)

@@ -11,63 +11,25 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from lazygt import copies, dynamic, hostnumbers, views
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
-from lazygt.graph.alias import WRITE_BACK, view_step
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
-from lazygt.graph.ops import OpFacts, facts, returned_write, viewed_argument, writing_facts
+from lazygt.graph.ops import OpFacts, facts, returned_write, writing_facts
 from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
-from lazygt.tensor import Cell, LazyTensor, View, ViewStep, rebind, wrapper
+from lazygt.stretch import Shipper, Stretch, written_tensors
+from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
 from lazygt.trie import Step, Trie
 
 _NUMBERS = frozenset({int, float, bool, complex})
 _PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, torch.layout,
                     torch.memory_format})  # fmt: skip
-
-
-class Shipper(Protocol):
-    """What the recorder needs of the session."""
-
-    def ship(self, stretch: Stretch, reason: str, fetch: Any, ask: bool) -> Any:
-        """Turn a stretch into a run; returns the reply when something is fetched or asked."""
-
-    def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
-        """Take a copy of a CPU tensor for the workers now; returns its RemoteValue."""
-
-
-class Stretch:
-    """What has been recorded since the last flush."""
-
-    __slots__ = ("count", "inputs", "marks", "owners", "params", "serial", "step")
-
-    def __init__(self, serial: int, root: Step) -> None:
-        self.serial = serial
-        self.step = root
-        self.count = 0
-        #: value number -> the cell that shows it (None: nothing of the user's ever does)
-        self.owners: list[weakref.ref[Cell] | None] = []
-        #: (cell, remote value) a slot; input k is value number ~k
-        self.inputs: list[tuple[weakref.ref[Cell], Any]] = []
-        self.params: list[Any] = []
-        #: the user's frame of each op, by op number
-        self.marks: list[Mark | None] = []
-
-    def alive(self) -> tuple[list[Cell], tuple[int, ...]]:
-        """The cells that still show a value of this stretch, and those values' numbers."""
-        cells, indices = [], []
-        serial = self.serial
-        for index, owner in enumerate(self.owners):
-            cell = owner() if owner is not None else None
-            if cell is not None and cell.index == index and cell.serial == serial:
-                cells.append(cell)
-                indices.append(index)
-        return cells, tuple(indices)
 
 
 class Recorder:
@@ -134,7 +96,7 @@ class Recorder:
                         add(cell.index)
                         continue
                     if cell.host is not None and f.pointwise:
-                        result = self._on_host(func, args, kwargs or {})
+                        result = hostnumbers.compute(self, func, args, kwargs or {})
                         if result is not NotImplemented:
                             del params[before:]
                             return result
@@ -144,8 +106,8 @@ class Recorder:
                     params.append(a)
                 elif kind in _PLAIN:
                     add(a)
-                elif kind is list and f.pointwise and _is_host(a):
-                    result = self._on_host(func, args, kwargs or {})
+                elif kind is list and f.pointwise and hostnumbers.is_host(a):
+                    result = hostnumbers.compute(self, func, args, kwargs or {})
                     if result is not NotImplemented:
                         del params[before:]
                         return result
@@ -181,7 +143,7 @@ class Recorder:
             cell.serial, cell.index, cell.remote = serial, index, None
             return target
         if step.node is not None and step.node.dynamic:
-            return self._ask(stretch, step, f, args, kwargs or {})
+            return dynamic.ask(self, stretch, f, args, kwargs or {})
         return self._results(stretch, step, f, args, kwargs or {}, found)
 
     def _learn(
@@ -240,7 +202,7 @@ class Recorder:
         if view is None:
             return cell.index
         if view.serial != self.serial or view.base != cell.index:
-            self._replay(view, cell)
+            views.replay(self, view, cell)
         return view.index
 
     def _enter(self, cell: Cell) -> None:
@@ -273,9 +235,10 @@ class Recorder:
         key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
         node = Node(f.name, (meta.shape, meta.stride),
                     (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
-        self._own(cell, self.internal(key, node, f))
+        self.own(cell, self.internal(key, node, f))
 
-    def _own(self, cell: Cell, index: int) -> None:
+    def own(self, cell: Cell, index: int) -> None:
+        """The cell shows value ``index`` of the stretch from here on."""
         stretch = self.stretch
         cell.serial, cell.index = stretch.serial, index
         cell.remote = None
@@ -300,47 +263,6 @@ class Recorder:
         stretch.owners.extend([None] * count)
         return index
 
-    def _replay(self, view: View, cell: Cell) -> None:
-        """The cell was written or a new stretch began: take the view again."""
-        base = index = cell.index
-        meta: TensorMeta | None = cell.meta
-        for link in view.steps:
-            at = link.position + 1
-            key = (*link.key[:at], index, *link.key[at + 1 :])
-            step = self.stretch.step.children.get(key)
-            if step is None:
-                args = (*link.args[: at - 1], Ref(index), *link.args[at:])
-                assert meta is not None
-                results = self.inference.results(
-                    link.facts, args, link.kwargs, {index: meta}, self.stretch.params
-                )
-                assert results is not None, f"{link.facts.name} was inferred before"
-                fresh = results[0]
-                node = Node(link.facts.name, args, link.kwargs, fresh)
-                first = self.internal(key, node, link.facts)
-            else:
-                assert step.node is not None
-                fresh = step.node.fresh
-                first = self.internal(key, step.node, link.facts)
-            index, meta = first + link.which, fresh[link.which]
-        view.serial, view.base, view.index = self.serial, base, index
-
-    def written(self, t: LazyTensor, index: int) -> None:
-        """The handle ``t`` was written: its new version is value ``index``."""
-        cell, view = t._cell, t._view
-        if view is None:
-            self._own(cell, index)
-            return
-        chain = tuple(
-            view_step(link.facts.name, link.position, link.args, link.kwargs, link.which)
-            for link in view.steps
-        )
-        base = cell.index
-        key = (WRITE_BACK, base, index, tuple((link.key, link.which) for link in view.steps))
-        node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (cell.meta,))
-        self._own(cell, self.internal(key, node))
-        view.serial, view.base, view.index = self.serial, cell.index, index
-
     # -- results of a step that is not just one fresh tensor -------------------------------
 
     def _results(
@@ -358,38 +280,16 @@ class Recorder:
         targets = list(written_tensors(f, args, kwargs))
         for offset, (target, meta) in enumerate(zip(targets, node.written, strict=True)):
             if meta.shape != tuple(target.shape) or meta.stride != target.stride():
-                self._resized(target, meta)
-            self.written(target, first + len(node.fresh) + offset)
+                self.resized(target, meta)
+            views.write(self, target, first + len(node.fresh) + offset)
         if f.views and "f" not in "".join(f.outputs):
-            return self._views(f, args, key, first, node.fresh)
+            return views.handles(self, f, args, key, first, node.fresh)
         return self._assemble(f, args, kwargs, first, list(node.fresh))
 
-    def _resized(self, t: LazyTensor, meta: TensorMeta) -> None:
+    def resized(self, t: LazyTensor, meta: TensorMeta) -> None:
         """``out=`` gave a tensor another shape: it shows a cell of its own from here on."""
         cell = Cell(self, 0, 0, meta)
         rebind(t, meta, cell, None)
-
-    def _views(
-        self,
-        f: OpFacts,
-        args: tuple[Any, ...],
-        key: tuple[Any, ...],
-        first: int,
-        metas: tuple[TensorMeta | None, ...],
-    ) -> Any:
-        position = viewed_argument(f)
-        source: LazyTensor = args[position]
-        cell = source._cell
-        steps = source._view.steps if source._view is not None else ()
-        node = self.stretch.step.node
-        assert node is not None
-        made = []
-        for which, meta in enumerate(metas):
-            assert meta is not None
-            link = ViewStep(f, key, position, node.args, node.kwargs, which)
-            view = View((*steps, link), self.serial, cell.index, first + which)
-            made.append(wrapper(meta, cell, view))
-        return made if f.outputs[0] == "vl" else made[0]
 
     def _assemble(
         self,
@@ -496,93 +396,12 @@ class Recorder:
             return -1
         return self._forward.get(running._sequence_nr(), -1)
 
-    # -- dynamic ops ---------------------------------------------------------------------
-
-    def _ask(
-        self,
-        stretch: Stretch,
-        step: Step,
-        f: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Results that only the values can tell: ship the stretch and ask."""
-        reply = self.shipper.ship(stretch, f"data-dependent: {f.name}", None, True)
-        targets = list(written_tensors(f, args, kwargs))
-        for target, (meta, remote) in zip(targets, reply.written, strict=True):
-            if meta.shape != tuple(target.shape):
-                self._resized(target, meta)
-            if target._view is None:
-                target._cell.remote, target._cell.serial = remote, 0
-                target._cell.blank = False
-            else:
-                value = self.remote_tensor(meta, remote)
-                self.written(target, self.index_of(value))
-        out: list[Any] = []
-        fresh = iter(reply.returned)
-        for position, kind in enumerate(f.outputs):
-            if kind[0] == "w":
-                which = returned_write(f, position)
-                out.append(kwargs[which] if isinstance(which, str) else args[which])
-            else:
-                out.append(self._received(next(fresh)))
-        if not out:
-            return None
-        return out[0] if len(out) == 1 else tuple(out)
-
-    def _received(self, item: Any) -> Any:
-        """A result of a dynamic op: a tensor (meta and value), a list, or a Python value."""
-        if isinstance(item, list):
-            return [self._received(one) for one in item]
-        if isinstance(item, tuple):
-            return self.remote_tensor(*item)
-        return item
-
     def remote_tensor(self, meta: TensorMeta, remote: Any) -> LazyTensor:
         """A handle for a value that the workers hold already."""
         base = intern(meta.shape, meta.stride, meta.dtype)
         cell = Cell(self, 0, 0, base)
         cell.remote = remote
         return wrapper(base, cell, None)
-
-    # -- host numbers --------------------------------------------------------------------
-
-    def _on_host(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Single numbers that have met no worker data are computed here, at no message."""
-        known: dict[int, LazyTensor] = {}
-
-        def leaf(a: Any) -> Any:
-            if isinstance(a, LazyTensor):
-                host = a._cell.host
-                if host is None or a._view is not None:
-                    raise _NotHost
-                known[id(host)] = a
-                return host
-            if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
-                raise _NotHost
-            return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
-
-        try:
-            host_args = [leaf(a) for a in args]
-            host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
-        except _NotHost:
-            return NotImplemented
-        result = func(*host_args, **host_kwargs)
-
-        def show(r: Any) -> Any:
-            if isinstance(r, torch.Tensor):
-                return known.get(id(r)) if id(r) in known else self.host_tensor(r)
-            return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
-
-        return show(result)
-
-    def host_tensor(self, value: torch.Tensor) -> LazyTensor:
-        """A handle for a single number kept on the host."""
-        cell = Cell(self, 0, 0, TensorMeta.of(value))
-        cell.host = value
-        return wrapper(cell.meta, cell, None)
 
     # -- creation ------------------------------------------------------------------------
 
@@ -657,12 +476,12 @@ class Recorder:
             self.flush(reason)
 
     def before_backward(self) -> None:
-        """Remember the user's line: backward ops run on threads that have none."""
+        """Remember the user's line: it is the one that torch's backward ops are recorded at."""
         self._backward_mark = user_mark(1)
         self.backward_error = None
 
     def raise_backward_error(self) -> None:
-        """Raise what a backward op could not raise on its own thread."""
+        """Raise what a backward op or a hook could not raise on its own thread."""
         error, self.backward_error = self.backward_error, None
         if error is not None:
             raise error from None
@@ -695,9 +514,7 @@ class Recorder:
         step = self.stretch.step
         if step.full:
             self.anchor = self._rarest_repeated()
-        elif self.anchor != self._here():
-            return
-        elif 2 * step.depth < self.trie.max_depth and 2 * step.nbytes < self.trie.max_bytes:
+        elif self.anchor != self._here() or (2 * step.depth < self.trie.max_depth and 2 * step.nbytes < self.trie.max_bytes):
             return
         self.flush("stretch too long")
 
@@ -718,31 +535,13 @@ class Recorder:
         """Where the user called ``.backward()`` last."""
         return self._backward_mark
 
-    # -- copies --------------------------------------------------------------------------
-
     def deep_copy(self, t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-        """A handle like ``t`` on a copied cell; handles that shared a cell share the copy."""
-        cell = t._cell
-        twin = memo.get(id(cell))
-        if twin is None:
-            base = wrapper(cell.meta, cell, None)
-            with torch.no_grad():
-                twin = base.clone()._cell
-            memo[id(cell)] = twin
-        view = t._view
-        shown = None if view is None else View(view.steps, 0, 0, 0)
-        return wrapper(TensorMeta.of(t), twin, shown)
+        """See ``copies.deep_copy``."""
+        return copies.deep_copy(self, t, memo)
 
     def host_copy(self, t: LazyTensor) -> torch.Tensor:
-        """A CPU tensor with the values, shape and strides of ``t``, for saving."""
-        value = self.fetch(t, "save")
-        if value.stride() != t.stride() and TensorMeta.of(t).extent == t.numel():
-            value = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(value)
-        return value
-
-
-class _NotHost(Exception):
-    """An argument is not a host number."""
+        """See ``copies.host_copy``."""
+        return copies.host_copy(self, t)
 
 
 _BATCH_NORMS = {
@@ -765,11 +564,6 @@ _CPU_INDICES = frozenset(
 _INDEXED = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 
 
-def _is_host(tensors: list[Any]) -> bool:
-    first = tensors[0] if tensors else None
-    return type(first) is LazyTensor and first._cell.host is not None
-
-
 def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
     """Whether an index contains a mask, so that the result's size depends on its values."""
     if f.name not in _INDEXED:
@@ -779,24 +573,6 @@ def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
 
 def _meta_of(t: LazyTensor) -> TensorMeta:
     return TensorMeta.of(t)
-
-
-def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensors an op writes, in schema order (lists flattened, missing ones skipped)."""
-    for position in f.writes:
-        if position < len(args):
-            yield from _each(args[position])
-    for name in f.writes_named:
-        if name in kwargs:
-            yield from _each(kwargs[name])
-
-
-def _each(a: Any) -> Any:
-    if isinstance(a, (list, tuple)):
-        for item in a:
-            yield from _each(item)
-    elif a is not None:
-        yield a
 
 
 def closed_error() -> NoSession:

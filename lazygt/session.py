@@ -335,7 +335,7 @@ def _lines(
     lines = []
     ops = [step for step in steps if step.node is not None]
     for step, mark in zip(ops, marks, strict=True):
-        if mark is None and step.forward >= 0:
+        if step.forward >= 0 and (mark is None or mark == backward):
             mark = marks[step.forward]
         lines.append(expand(mark or backward))
     return tuple(lines)

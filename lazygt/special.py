@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.ops import OpFacts
 from lazygt.tensor import Cell, LazyTensor, View, rebind, wrapper
 
@@ -152,7 +152,8 @@ def _set_storage(
     """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
     target, storage = args[0], args[1]
     flat = torch.empty(0, dtype=target.dtype).set_(storage)
-    offset, size, stride = (args[2], args[3], args[4]) if len(args) > 2 else (0, flat.shape, (1,))
+    offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
+    stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))
     cell = recorder_storage_cell(recorder, storage, flat)
     whole = wrapper(cell.meta, cell, None)
     plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride

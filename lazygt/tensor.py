@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,23 +124,15 @@ class LazyTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
-    def backward(
-        self,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """As ``torch.Tensor.backward``; then the stretch is shipped, without waiting for it."""
-        recorder = self._cell.recorder
-        recorder.before_backward()
-        try:
-            super().backward(gradient, retain_graph, create_graph, inputs)
-        except RuntimeError:
-            recorder.raise_backward_error()
-            raise
-        finally:
-            recorder.after_backward()
+    # -- hooks ---------------------------------------------------------------------------
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """As torch's. What the hook raises is raised when the backward pass has ended."""
+        return super().register_hook(_deferring(self, hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """As torch's. What the hook raises is raised when the backward pass has ended."""
+        return super().register_post_accumulate_grad_hook(_deferring(self, hook))
 
     # -- identity and aliasing -----------------------------------------------------------
 
@@ -202,6 +195,22 @@ class LazyTensor(torch.Tensor):
     def share_memory_(self) -> LazyTensor:
         """A no-op, as for CUDA tensors."""
         return self
+
+
+def _deferring(t: LazyTensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A hook whose exception goes aside: on an autograd thread it would end the process
+    (see ``device._carrier``)."""
+    recorder = t._cell.recorder
+
+    @functools.wraps(hook)
+    def call(grad: Any) -> Any:
+        try:
+            return hook(grad)
+        except Exception as error:  # noqa: BLE001 - raised again by device._run_backward
+            recorder.backward_error = recorder.backward_error or error
+            return None
+
+    return call
 
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
+from lazygt.graph.node import Arg, Graph, Node, Ref, map_arg
 from lazygt.graph.ops import OpFacts
 
 

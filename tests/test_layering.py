@@ -19,7 +19,10 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"graph"}),),
     (frozenset({"passes"}), frozenset({"transfer"})),
     (frozenset({"runtime"}),),
-    (frozenset({"recorder", "trie", "infer", "special", "device", "tensor"}),),
+    (frozenset(
+            {"autocast", "composites", "copies", "device", "dynamic", "generator", "hostnumbers",
+             "infer", "recorder", "special", "stretch", "tensor", "trie", "views"}
+        ),),
     (frozenset({"session", "function", "sharding"}),),
     (frozenset({"cli", "doctor", "lazygt", "__main__"}),),
 )

@@ -2,5 +2,6 @@
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
+from lazygt.graph.text import parse_graph, print_graph
 
-__all__ = ["Graph", "Node", "Param", "Ref", "TensorMeta"]
+__all__ = ["Graph", "Node", "Param", "Ref", "TensorMeta", "parse_graph", "print_graph"]

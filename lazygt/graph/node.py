@@ -112,12 +112,6 @@ class Graph:
         """The user's line of node ``number``, or ``"?"``."""
         return self.lines[number] if number < len(self.lines) else "?"
 
-    def __str__(self) -> str:
-        # why: text imports this module, and a graph prints itself
-        from lazygt.graph.text import print_graph
-
-        return print_graph(self)
-
 
 def iter_refs(arg: Arg) -> Iterator[int]:
     """Numbers of the values inside one argument."""

@@ -6,7 +6,7 @@ may stand. The few things they leave out stand in the tables at the top.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,13 +138,13 @@ def _return_kind(ret: Any) -> str:
     return ("w" if ret.alias_info.is_write else "v") + listed
 
 
-@lru_cache(maxsize=None)
+@cache
 def facts(func: Overload) -> OpFacts:
     """The facts of an overload."""
     return OpFacts(func)
 
 
-@lru_cache(maxsize=None)
+@cache
 def writing_facts(func: Overload) -> OpFacts:
     """The facts of an op in UNDECLARED_WRITES when its flag is on."""
     return OpFacts(func, extra_writes=UNDECLARED_WRITES[str(func)][0])
@@ -168,7 +168,7 @@ def viewed_argument(f: OpFacts) -> int:
     return 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(name: str) -> Overload:
     """The overload called ``name`` (``namespace.op.overload``); KeyError when there is none."""
     parts = name.split(".")

@@ -212,3 +212,7 @@ class _Reader:
             return ast.literal_eval(token)
         except (ValueError, SyntaxError) as error:
             raise ValueError(f"can't read {token!r} in {self.line!r}") from error
+
+
+# A graph prints as its text; set here because text knows nodes and not the reverse.
+Graph.__str__ = print_graph  # type: ignore[assignment]

@@ -22,6 +22,15 @@ def twin(value: torch.Tensor) -> torch.Tensor:
     ).copy_(value)
 
 
+def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``value`` in memory laid out as the client expects."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(
+        value.shape, stride, dtype=value.dtype, device=value.device
+    ).copy_(value)
+
+
 def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
     """``base`` through a chain of views (see ``graph.alias.view_step``)."""
     for op, position, args, kwargs, which in chain:

@@ -8,7 +8,9 @@ from functools import cached_property
 
 from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.node import Graph
+from lazygt.graph.text import print_graph
 from lazygt.graph.verify import verify
+from lazygt.runtime.wire import encode_graph
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,9 @@ class Plan:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that name the plan: a hash of its graph's content."""
-        # why: wire imports plan
-        from lazygt.runtime.wire import encode_graph
-
         return hashlib.sha256(encode_graph(self.graph)).digest()[:16]
 
     def __str__(self) -> str:
-        # why: text needs graphs only, and a plan is printed rarely
-        from lazygt.graph.text import print_graph
-
         frees = [" ".join(f"%{i}" for i in values) for values in self.frees]
         notes = [
             "; ".join(

@@ -66,7 +66,7 @@ class Worker:
         self._waiting: list[list[Buffer]] = []
         self._free_frames: list[int] = []
         self._next_dynamic = DYNAMIC_IDS
-        self._generator_state = torch.get_rng_state() if inline else None
+        self._generator_state = torch.default_generator.get_state() if inline else None
 
     # -- messages ------------------------------------------------------------------------
 
@@ -204,13 +204,13 @@ class Worker:
         """Run; in the client's own process its generator is put back afterwards."""
         if self._generator_state is None or not draws(executor.plan):
             return executor.run(inputs, params)
-        theirs = torch.get_rng_state()
-        torch.set_rng_state(self._generator_state)
+        theirs = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._generator_state)
         try:
             return executor.run(inputs, params)
         finally:
-            self._generator_state = torch.get_rng_state()
-            torch.set_rng_state(theirs)
+            self._generator_state = torch.default_generator.get_state()
+            torch.default_generator.set_state(theirs)
 
     def _describe(self, outcome: Outcome, done: Done, seq: int) -> None:
         """Tell the client what a data-dependent node returned; tensors stay here."""

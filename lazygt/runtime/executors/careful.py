@@ -137,9 +137,6 @@ class Careful:
 
     def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
         """Compare results with what the client inferred; lay out anew what only differs there."""
-        # why: eager imports this module
-        from lazygt.runtime.executors.eager import restride
-
         wrong = []
         for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
             if meta is None or value is None or position in OPAQUE_RESULTS.get(node.op, ()):
@@ -147,7 +144,7 @@ class Careful:
             self._same_kind(node, value, meta)
             if not _same_layout(value, meta):
                 wrong.append(position)
-                made[position] = restride(value, meta.stride)
+                made[position] = kernels.restride(value, meta.stride)
         f = op_facts(node)
         if wrong and (f is None or not f.views):
             self.restrided[number] = tuple(p for p in wrong if p < len(node.fresh))

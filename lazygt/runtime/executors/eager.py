@@ -16,7 +16,7 @@ import torch
 from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.runtime.executors.careful import Careful
-from lazygt.runtime.kernels import twin
+from lazygt.runtime.kernels import restride, twin
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import Failure
@@ -218,12 +218,3 @@ class _Generator:
                 parts.append("[" + ", ".join(f"v{n}" for n in fresh[:taken]) + "]")
                 del fresh[:taken]
         return parts[0] if len(parts) == 1 else ", ".join(parts)
-
-
-def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``value`` in memory laid out as the client expects."""
-    if value.stride() == stride:
-        return value
-    return torch.empty_strided(
-        value.shape, stride, dtype=value.dtype, device=value.device
-    ).copy_(value)

@@ -1,0 +1,65 @@
+"""Host numbers: single values that have met no worker data are computed here, at no message.
+
+An optimizer's step counter is one: a 0-dim tensor that torch reads back after every increment.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.tensor import Cell, LazyTensor, wrapper
+
+if TYPE_CHECKING:
+    from lazygt.recorder import Recorder
+
+
+class _NotHost(Exception):
+    """An argument is not a host number."""
+
+
+def is_host(tensors: list[Any]) -> bool:
+    """Whether a list begins with a host number."""
+    first = tensors[0] if tensors else None
+    return type(first) is LazyTensor and first._cell.host is not None
+
+
+def compute(
+    recorder: Recorder, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Single numbers that have met no worker data are computed here, at no message."""
+    known: dict[int, LazyTensor] = {}
+
+    def leaf(a: Any) -> Any:
+        if isinstance(a, LazyTensor):
+            host = a._cell.host
+            if host is None or a._view is not None:
+                raise _NotHost
+            known[id(host)] = a
+            return host
+        if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
+            raise _NotHost
+        return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
+
+    try:
+        host_args = [leaf(a) for a in args]
+        host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
+    except _NotHost:
+        return NotImplemented
+    result = func(*host_args, **host_kwargs)
+
+    def show(r: Any) -> Any:
+        if isinstance(r, torch.Tensor):
+            return known.get(id(r)) if id(r) in known else host_tensor(recorder, r)
+        return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
+
+    return show(result)
+
+
+def host_tensor(recorder: Recorder, value: torch.Tensor) -> LazyTensor:
+    """A handle for a single number kept on the host."""
+    cell = Cell(recorder, 0, 0, TensorMeta.of(value))
+    cell.host = value
+    return wrapper(cell.meta, cell, None)

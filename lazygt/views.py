@@ -1,0 +1,80 @@
+"""Views: handles that show part of a cell, and what a write through one does to the cell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lazygt.graph.alias import WRITE_BACK, view_step
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.ops import OpFacts, viewed_argument
+from lazygt.tensor import Cell, LazyTensor, View, ViewStep, wrapper
+
+if TYPE_CHECKING:
+    from lazygt.recorder import Recorder
+
+
+def replay(recorder: Recorder, view: View, cell: Cell) -> None:
+    """The cell was written or a new stretch began: take the view again."""
+    base = index = cell.index
+    meta: TensorMeta | None = cell.meta
+    for link in view.steps:
+        at = link.position + 1
+        key = (*link.key[:at], index, *link.key[at + 1 :])
+        step = recorder.stretch.step.children.get(key)
+        if step is None:
+            args = (*link.args[: at - 1], Ref(index), *link.args[at:])
+            assert meta is not None
+            results = recorder.inference.results(
+                link.facts, args, link.kwargs, {index: meta}, recorder.stretch.params
+            )
+            assert results is not None, f"{link.facts.name} was inferred before"
+            fresh = results[0]
+            node = Node(link.facts.name, args, link.kwargs, fresh)
+            first = recorder.internal(key, node, link.facts)
+        else:
+            assert step.node is not None
+            fresh = step.node.fresh
+            first = recorder.internal(key, step.node, link.facts)
+        index, meta = first + link.which, fresh[link.which]
+    view.serial, view.base, view.index = recorder.serial, base, index
+
+
+def write(recorder: Recorder, t: LazyTensor, index: int) -> None:
+    """The handle ``t`` was written: its new version is value ``index``."""
+    cell, view = t._cell, t._view
+    if view is None:
+        recorder.own(cell, index)
+        return
+    chain = tuple(
+        view_step(link.facts.name, link.position, link.args, link.kwargs, link.which)
+        for link in view.steps
+    )
+    base = cell.index
+    key = (WRITE_BACK, base, index, tuple((link.key, link.which) for link in view.steps))
+    node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (cell.meta,))
+    recorder.own(cell, recorder.internal(key, node))
+    view.serial, view.base, view.index = recorder.serial, cell.index, index
+
+
+def handles(
+    recorder: Recorder,
+    f: OpFacts,
+    args: tuple[Any, ...],
+    key: tuple[Any, ...],
+    first: int,
+    metas: tuple[TensorMeta | None, ...],
+) -> Any:
+    position = viewed_argument(f)
+    source: LazyTensor = args[position]
+    cell = source._cell
+    steps = source._view.steps if source._view is not None else ()
+    node = recorder.stretch.step.node
+    assert node is not None
+    made = []
+    for which, meta in enumerate(metas):
+        assert meta is not None
+        link = ViewStep(f, key, position, node.args, node.kwargs, which)
+        view = View((*steps, link), recorder.serial, cell.index, first + which)
+        made.append(wrapper(meta, cell, view))
+    return made if f.outputs[0] == "vl" else made[0]
