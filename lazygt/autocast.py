@@ -34,7 +34,8 @@ _HIGH = (
 )  # fmt: skip
 _WIDEST = ("stack", "cat", "index_copy")
 
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_KEY: Any = torch._C.DispatchKey
+_KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
 Cast = Callable[[Any], torch.dtype | None]
 
 

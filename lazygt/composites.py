@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _device_type: Callable[[], str] = lambda: "cpu"  # noqa: E731
 
 

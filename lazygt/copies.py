@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ def deep_copy(recorder: Recorder, t: LazyTensor, memo: dict[int, Any]) -> LazyTe
     if twin is None:
         base = wrapper(cell.meta, cell, None)
         with torch.no_grad():
-            twin = base.clone()._cell
+            twin = cast(LazyTensor, base.clone())._cell
         memo[id(cell)] = twin
     view = t._view
     shown = None if view is None else View(view.steps, 0, 0, 0)

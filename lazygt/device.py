@@ -15,7 +15,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._device
-from torch.utils.backend_registration import _DummyDeviceGuard, _DummyPrivateUse1Hook
+from torch.utils.backend_registration import (
+    _DummyDeviceGuard,
+    _DummyPrivateUse1Hook,
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from lazygt import tensor
 from lazygt.autocast import fall_through, register_autocast
@@ -188,7 +193,8 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 # -- backward ------------------------------------------------------------------------------------
 
 #: torch's own way into the autograd engine
-_engine_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_autograd: Any = torch.autograd
+_engine_run_backward = _autograd._engine_run_backward
 
 
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +202,7 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if not (_open and any(type(t) is LazyTensor for t in outputs)):
         return _engine_run_backward(outputs, *args, **kwargs)
     active = _open[-1].recorder
-    nested = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+    nested = torch._C._current_autograd_node() is not None
     if not nested:
         active.before_backward()
     try:
@@ -384,7 +390,8 @@ def _get_rng_state() -> torch.Tensor:
     client's own CPU generator, which DataLoaders and CPU tensors draw from.
     """
     own = torch.default_generator.get_state()
-    if _open[-1].recorder.lock._is_owned():  # type: ignore[attr-defined]
+    lock: Any = _open[-1].recorder.lock
+    if lock._is_owned():
         return own
     state = torch.lazygt.get_rng_state()  # type: ignore[attr-defined]
     state._client_state = own
@@ -406,7 +413,8 @@ def _set_rng_state(new_state: torch.Tensor) -> None:
 
 def _stays_free(kwargs: dict[str, Any]) -> bool:
     """Whether nothing else says where the tensor is to be."""
-    if _open[-1].recorder.lock._is_owned():  # lazygt itself, or torch working for it
+    lock: Any = _open[-1].recorder.lock
+    if lock._is_owned():  # lazygt itself, or torch working for it
         return False
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False
@@ -436,12 +444,12 @@ class _LoadedStorage(torch.UntypedStorage):
     """
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Where the tensors made of it are to be."""
         return tensor.DEVICE_0
 
 
-def _deserialize(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _deserialize(storage: Any, location: str) -> Any:
     """What torch.load asks each device: whether it takes a storage with such a location."""
     if location != NAME and not location.startswith(f"{NAME}:"):
         return None
@@ -451,7 +459,7 @@ def _deserialize(storage: torch.UntypedStorage, location: str) -> torch.UntypedS
     return storage
 
 
-def _no_tag(storage: torch.UntypedStorage) -> str | None:
+def _no_tag(storage: Any) -> str | None:
     """Nothing is ever saved as lying on lazygt: checkpoints are made of CPU tensors."""
     return None
 
@@ -462,12 +470,12 @@ def _no_tag(storage: torch.UntypedStorage) -> str | None:
 def register() -> None:
     """Tell torch of the device; done once, at import."""
     module = DeviceModule(f"torch.{NAME}")
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    rename_privateuse1_backend(NAME)
+    generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, module)
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+    _autograd._engine_run_backward = _run_backward
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

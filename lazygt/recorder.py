@@ -514,7 +514,7 @@ class Recorder:
         step = self.stretch.step
         if step.full:
             self.anchor = self._rarest_repeated()
-        elif self.anchor != self._here() or (2 * step.depth < self.trie.max_depth and 2 * step.nbytes < self.trie.max_bytes):
+        elif self.anchor != self._here() or not self.trie.half_full(step):
             return
         self.flush("stretch too long")
 

@@ -73,10 +73,10 @@ class LazyTensor(torch.Tensor):
     _cell: Cell
     _view: View | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: Sequence[type],
@@ -109,7 +109,7 @@ class LazyTensor(torch.Tensor):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(self.detach().cpu())
         suffix = f", device='{self.device}'"
         if self.grad_fn is not None:
@@ -128,16 +128,20 @@ class LazyTensor(torch.Tensor):
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """As torch's. What the hook raises is raised when the backward pass has ended."""
-        return super().register_hook(_deferring(self, hook))
+        return super().register_hook(  # type: ignore[no-untyped-call]
+            _deferring(self, hook)
+        )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As torch's. What the hook raises is raised when the backward pass has ended."""
-        return super().register_post_accumulate_grad_hook(_deferring(self, hook))
+        return super().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _deferring(self, hook)
+        )
 
     # -- identity and aliasing -----------------------------------------------------------
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same values without autograd history; what is pending of them is shipped."""
         self._cell.recorder.ship_pending(self, "data")
         return self._cell.recorder.alias(self)

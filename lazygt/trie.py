@@ -96,6 +96,10 @@ class Trie:
         self.steps += 1
         return step
 
+    def half_full(self, step: Step) -> bool:
+        """Whether a stretch that ends here is at least half as long as one may be."""
+        return 2 * step.depth >= self.max_depth or 2 * step.nbytes >= self.max_bytes
+
     def kept(self) -> list[Any]:
         """All plans, least recently used first."""
         return [step.plans[outputs] for (_, outputs), step in self._recent.items()]

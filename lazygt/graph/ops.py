@@ -153,6 +153,7 @@ def writing_facts(func: Overload) -> OpFacts:
 def returned_write(f: OpFacts, position: int) -> int | str:
     """Which written argument the return at ``position`` is: a position or a keyword."""
     ret = f.func._schema.returns[position].alias_info
+    assert ret is not None
     for i, argument in enumerate(f.func._schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write and info.before_set == ret.before_set:

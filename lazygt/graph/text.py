@@ -16,6 +16,7 @@ result says that it is the new version of the value named after ``writes``.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def _arg(arg: Arg) -> str:
 
 
 def _odd(number: float | complex) -> bool:
-    return isinstance(number, complex) or number != number or number in (float("inf"), -float("inf"))
+    return isinstance(number, complex) or not math.isfinite(number)
 
 
 _TOKEN = re.compile(

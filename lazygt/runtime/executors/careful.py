@@ -63,7 +63,7 @@ class Careful:
             if poison is None:
                 try:
                     self._node(number, node, results, values, params, check)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - reported to the client
                     failure = Failure(number, type(error).__name__, str(error))
                     failures.append(failure)
                     poison = Failed(failure)

@@ -59,7 +59,7 @@ class EagerExecutor:
                 self._code, self._lines = generate(self.plan, self.careful)
             try:
                 return Outcome(self._code(inputs, params), [], None, [])
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - run again, and reported, by `_finish`
                 start, values = self._where(error)
             return self._finish(values, params, start)
 
@@ -83,11 +83,12 @@ class EagerExecutor:
     def _where(self, error: Exception) -> tuple[int, dict[int, Value]]:
         """The node that raised in the generated code, and the values at that moment."""
         trace = error.__traceback__
-        assert trace is not None and trace.tb_next is not None
+        assert trace is not None
+        assert trace.tb_next is not None
         frame = trace.tb_next
         start = self._lines[frame.tb_lineno]
         named = frame.tb_frame.f_locals
-        values = {
+        values: dict[int, Value] = {
             int(name[1:]): value
             for name, value in named.items()
             if name[0] == "v" and isinstance(value, torch.Tensor)
