@@ -109,28 +109,17 @@ def _torch_dispatch(
         raise closed_error()
     active = _open[-1].recorder
     try:
+        if active.backward_error is not None and _autograd_node() is not None:
+            return _carrier(active, active.backward_error)
         with active.lock:
             result = active.record(func, args, kwargs)
             if active.anchor is not None or active.stretch.step.full:
                 active.overflow()
             return result
-    except Exception as error:
-        if torch._C._current_autograd_node() is None:
+    except BaseException as error:
+        if _autograd_node() is None:
             raise
         return _carrier(active, error)
-
-
-def _carrier(active: Recorder, error: Exception) -> Any:
-    """How an error leaves a backward op.
-
-    torch 2.13's Python device guard ends the process when a Python exception leaves
-    ``__torch_dispatch__`` on an autograd thread: its ``exchangeStream`` is noexcept, and calls
-    Python while the exception is still pending. So the error goes aside, and what is returned
-    can't be made a tensor of: C++ then raises an error of its own, whose text is this class's
-    name. ``_run_backward`` raises the original.
-    """
-    active.backward_error = error
-    return type(f"{type(error).__name__}: {error}", (), {})()
 
 
 def _dispatch(
@@ -191,22 +180,32 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 
 
 # -- backward ------------------------------------------------------------------------------------
+#
+# torch's device guard for a Python device calls Python in a noexcept destructor. When a Python
+# exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
+# unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
+# and ``_run_backward`` raises it when the engine has returned.
 
-#: torch's own way into the autograd engine
 _autograd: Any = torch.autograd
+_autograd_node = torch._C._current_autograd_node
+#: torch's own way into the autograd engine
 _engine_run_backward = _autograd._engine_run_backward
 
 
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``."""
+    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``.
+
+    It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
+    """
     if not (_open and any(type(t) is LazyTensor for t in outputs)):
         return _engine_run_backward(outputs, *args, **kwargs)
     active = _open[-1].recorder
-    nested = torch._C._current_autograd_node() is not None
+    nested = _autograd_node() is not None
     if not nested:
         active.before_backward()
     try:
-        result = _engine_run_backward(outputs, *args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):
+            result = _engine_run_backward(outputs, *args, **kwargs)
     except RuntimeError:
         active.raise_backward_error()
         raise
@@ -214,6 +213,67 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if not nested and kwargs.get("accumulate_grad"):
         active.after_backward()
     return result
+
+
+def _carrier(active: Recorder, error: BaseException) -> Any:
+    """How an error leaves a backward op: aside.
+
+    What is returned can't be made a tensor of, so that C++ raises an error of its own, whose text
+    is this class's name, and the pass ends.
+    """
+    active.backward_error = error
+    return type(f"{type(error).__name__}: {error}", (), {})()
+
+
+def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
+    """A hook whose exceptions go aside while autograd runs; it returns ``instead()`` then."""
+
+    @functools.wraps(hook, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        active = _open[-1].recorder if _open else None
+        if active is None or _autograd_node() is None:
+            return hook(*args, **kwargs)
+        if active.backward_error is not None:
+            return instead()
+        try:
+            return hook(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - raised again by _run_backward
+            active.backward_error = error
+            return instead()
+
+    return call
+
+
+def _nothing() -> None:
+    return None
+
+
+def _defer_hooks() -> None:
+    """See to every way to register a hook."""
+    mixin: Any = torch.autograd.function._HookMixin
+    register_on_node = mixin._register_hook
+    saved: Any = torch.autograd.graph.saved_tensors_hooks
+    set_up = saved.__init__
+
+    def register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
+        return register_on_node(backward_hooks, _deferring(hook, _nothing))
+
+    @functools.wraps(set_up)
+    def init(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        set_up(self, pack_hook, _deferring(unpack_hook, lambda: recorder().blank((0,), None, None)))
+
+    mixin._register_hook = staticmethod(register_hook)
+    saved.__init__ = init
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(LazyTensor, name, _registering(getattr(torch.Tensor, name)))
+
+
+def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def registering(self: LazyTensor, hook: Callable[..., Any]) -> Any:
+        return register(self, _deferring(hook, _nothing))
+
+    return registering
 
 
 # -- the device module: torch.lazygt ---------------------------------------------------------
@@ -476,6 +536,7 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
     _autograd._engine_run_backward = _run_backward
+    _defer_hooks()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

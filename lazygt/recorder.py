@@ -20,7 +20,7 @@ from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
-from lazygt.graph.ops import OpFacts, facts, returned_write, writing_facts
+from lazygt.graph.ops import MASKABLE, OpFacts, facts, returned_write, writing_facts
 from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
 from lazygt.stretch import Shipper, Stretch, written_tensors
@@ -54,7 +54,7 @@ class Recorder:
         self._known: dict[int, tuple[OpFacts, Callable[..., Any] | None]] = {}
         self._forward: dict[int, int] = {}
         self._backward_mark: Mark | None = None
-        self.backward_error: Exception | None = None
+        self.backward_error: BaseException | None = None
         #: the op before which over-long stretches end, once one has
         self.anchor: tuple[OpFacts | None, Mark | None] | None = None
 
@@ -481,7 +481,7 @@ class Recorder:
         self.backward_error = None
 
     def raise_backward_error(self) -> None:
-        """Raise what a backward op or a hook could not raise on its own thread."""
+        """Raise what a backward op or a hook could not raise in the midst of the pass."""
         error, self.backward_error = self.backward_error, None
         if error is not None:
             raise error from None
@@ -561,12 +561,11 @@ _CPU_INDICES = frozenset(
         "aten._unsafe_index_put.default",
     }
 )
-_INDEXED = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 
 
 def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
     """Whether an index contains a mask, so that the result's size depends on its values."""
-    if f.name not in _INDEXED:
+    if f.name not in MASKABLE:
         return False
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 

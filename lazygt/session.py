@@ -15,7 +15,7 @@ from lazygt import device
 from lazygt.config import Config
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph, Ref
+from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand
 from lazygt.recorder import Recorder, Stretch
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
@@ -321,10 +321,14 @@ class _Description:
         graph: Graph = build_graph(steps, (), lines, ())
         node = graph.nodes[number]
         values = graph.values
-        shown = [
-            str(values[arg.index]) if isinstance(arg, Ref) else repr(arg)
-            for arg in node.args
-        ]
+        def show(arg: Arg) -> str:
+            if isinstance(arg, Ref):
+                return str(values[arg.index])
+            if isinstance(arg, tuple):
+                return f"[{', '.join(map(show, arg))}]"
+            return "a number" if isinstance(arg, Param) else str(arg)
+
+        shown = [show(arg) for arg in node.args]
         return node.op, tuple(shown), graph.line(number)
 
 
@@ -360,6 +364,10 @@ def _open_link(config: Config) -> tuple[Link, str]:
         frozen_after=config.frozen_after,
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
+        environment={
+            "LAZYGT_MAX_PLANS": str(config.max_plans),
+            "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+        },
     )
     return ProcessLink(spec), kind
 

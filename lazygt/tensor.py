@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,20 +123,6 @@ class LazyTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
-    # -- hooks ---------------------------------------------------------------------------
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        """As torch's. What the hook raises is raised when the backward pass has ended."""
-        return super().register_hook(  # type: ignore[no-untyped-call]
-            _deferring(self, hook)
-        )
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """As torch's. What the hook raises is raised when the backward pass has ended."""
-        return super().register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            _deferring(self, hook)
-        )
-
     # -- identity and aliasing -----------------------------------------------------------
 
     @property
@@ -199,22 +184,6 @@ class LazyTensor(torch.Tensor):
     def share_memory_(self) -> LazyTensor:
         """A no-op, as for CUDA tensors."""
         return self
-
-
-def _deferring(t: LazyTensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A hook whose exception goes aside: on an autograd thread it would end the process
-    (see ``device._carrier``)."""
-    recorder = t._cell.recorder
-
-    @functools.wraps(hook)
-    def call(grad: Any) -> Any:
-        try:
-            return hook(grad)
-        except Exception as error:  # noqa: BLE001 - raised again by device._run_backward
-            recorder.backward_error = recorder.backward_error or error
-            return None
-
-    return call
 
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -54,6 +54,9 @@ OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
     "aten.cudnn_batch_norm.default": (3,),
 }
 
+#: Their results' sizes depend on values only when an index is a mask.
+MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
+
 #: A Python number in these shapes the result, so it is part of the program, not of its data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
@@ -105,7 +108,7 @@ class OpFacts:
         self.random = (
             torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
         )
-        self.dynamic = (
+        self.dynamic = self.name not in MASKABLE and (
             torch.Tag.dynamic_output_shape in func.tags
             or torch.Tag.data_dependent_output in func.tags
             or "p" in self.outputs

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError
 from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
@@ -40,8 +41,10 @@ class Worker:
         device: where to compute: ``cpu``, ``cuda`` ...
         upload: the client's arena, mapped here; large uploads are used where they lie.
         fetch: this worker's own arena, for large values on their way to the client.
-        max_plans: executors kept; an older one is asked for again (a NEED message).
-        shm_threshold: bytes from which a fetched value goes through the arena.
+        max_plans: executors kept; an older one is asked for again (a NEED message). None: as
+            LAZYGT_MAX_PLANS says.
+        shm_threshold: bytes from which a fetched value goes through the arena. None: as
+            LAZYGT_SHM_THRESHOLD says.
         inline: the generator is the client's own, so it is lent to a run and put back.
     """
 
@@ -52,8 +55,8 @@ class Worker:
         world_size: int = 1,
         upload: Arena | None = None,
         fetch: Arena | None = None,
-        max_plans: int = 512,
-        shm_threshold: int = 256 << 10,
+        max_plans: int | None = None,
+        shm_threshold: int | None = None,
         inline: bool = False,
     ) -> None:
         self.device = torch.device(device)
@@ -62,7 +65,8 @@ class Worker:
         self._upload, self._fetch = upload, fetch
         self._executors: OrderedDict[bytes, EagerExecutor] = OrderedDict()
         self._known: dict[bytes, _Known] = {}
-        self._max_plans, self._shm_threshold = max_plans, shm_threshold
+        config = Config.load(max_plans=max_plans, shm_threshold=shm_threshold)
+        self._max_plans, self._shm_threshold = config.max_plans, config.shm_threshold
         self._waiting: list[list[Buffer]] = []
         self._free_frames: list[int] = []
         self._next_dynamic = DYNAMIC_IDS
