@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +109,7 @@ def _torch_dispatch(
         raise closed_error()
     active = _open[-1].recorder
     try:
-        if active.backward_error is not None and _autograd_node() is not None:
+        if active.backward_error is not None and _called_by_engine():
             return _carrier(active, active.backward_error)
         with active.lock:
             result = active.record(func, args, kwargs)
@@ -117,7 +117,7 @@ def _torch_dispatch(
                 active.overflow()
             return result
     except BaseException as error:
-        if _autograd_node() is None:
+        if not _called_by_engine():
             raise
         return _carrier(active, error)
 
@@ -215,6 +215,16 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _called_by_engine() -> bool:
+    """Whether the autograd engine itself runs this op, with no Python of the user's between."""
+    if _autograd_node() is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is None or frame.f_code is _engine_run_backward.__code__
+
+
 def _carrier(active: Recorder, error: BaseException) -> Any:
     """How an error leaves a backward op: aside.
 
@@ -238,10 +248,15 @@ def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable
         try:
             return hook(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by _run_backward
-            active.backward_error = error
+            _put_aside(active, error)
             return instead()
 
     return call
+
+
+def _put_aside(active: Recorder, error: BaseException) -> None:
+    if active.backward_error is None:  # else this one only follows from that
+        active.backward_error = error
 
 
 def _nothing() -> None:
