@@ -338,8 +338,28 @@ def _simple_rnn(
     return out, torch.stack(states, 0)
 
 
+def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,
+             pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    """torch's own writes through a view that it resizes."""
+    upper = torch.arange(0, (n + 1) // 2, dtype=dtype or torch.get_default_dtype(), device=device)
+    lower = torch.arange(-(n // 2), 0, dtype=upper.dtype, device=device)
+    return torch.cat([upper, lower]).mul_(1.0 / (n * d))
+
+
+def _kaiser_window(size: int, periodic: bool = True, beta: float = 12.0, *, dtype: Any = None,
+                   layout: Any = None, device: Any = None,
+                   pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    """torch has a kernel for it on its own devices only: made here, and uploaded."""
+    window = torch.kaiser_window(size, periodic, beta, dtype=dtype, device="cpu")
+    return window.to(device)
+
+
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
+    "fft_fftfreq": _fftfreq,
+    "kaiser_window": _kaiser_window,
+    "kaiser_window.periodic": _kaiser_window,
+    "kaiser_window.beta": _kaiser_window,
     "dropout_": _dropout_,
     "scaled_dot_product_attention": _attention,
     "lstm_cell": _lstm_cell,

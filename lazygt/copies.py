@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.tensor import LazyTensor, View, wrapper
+from lazygt.tensor import Cell, LazyTensor, View, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -28,8 +29,37 @@ def deep_copy(recorder: Recorder, t: LazyTensor, memo: dict[int, Any]) -> LazyTe
 
 
 def host_copy(recorder: Recorder, t: LazyTensor) -> torch.Tensor:
-    """A CPU tensor with the values, shape and strides of ``t``, for saving."""
-    value = recorder.fetch(t, "save")
-    if value.stride() != t.stride() and TensorMeta.of(t).extent == t.numel():
-        value = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(value)
-    return value
+    """A CPU tensor with the values, shape and strides of ``t``, for saving.
+
+    Handles that share a cell get tensors that share a storage, so they are tied in the file too.
+    """
+    cell, meta = t._cell, TensorMeta.of(t)
+    if t._view is not None and (meta.conj or meta.neg or meta.dtype != cell.meta.dtype):
+        return recorder.fetch(t, "save")
+    storage = _saved_storage(cell)
+    if storage is None:
+        whole = recorder.fetch(wrapper(cell.meta, cell, None), "save")
+        if whole.stride() != cell.meta.stride:
+            laid_out = torch.empty_strided(
+                cell.meta.shape, cell.meta.stride, dtype=whole.dtype, device="cpu"
+            )
+            whole = laid_out.copy_(whole)
+        storage = whole.untyped_storage()
+        cell.saved = weakref.ref(storage), _version(cell)
+    flat = torch.empty(0, dtype=meta.dtype, device="cpu")
+    return flat.set_(storage, meta.offset, meta.shape, meta.stride)
+
+
+def _saved_storage(cell: Cell) -> torch.UntypedStorage | None:
+    """The storage that another handle of the cell was saved with, in the same ``torch.save``."""
+    found, version = getattr(cell, "saved", (None, None))
+    if found is None or version is None or version != _version(cell):
+        return None
+    return cast("torch.UntypedStorage | None", found())
+
+
+def _version(cell: Cell) -> Any:
+    """Something that differs when the cell has been written since; None when it can't be told."""
+    if cell.host is not None:
+        return id(cell.host), cell.host._version
+    return cell.remote.id if cell.remote is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ class Cell:
     written). A cell that is none of these lost its value when a flush was interrupted.
     """
 
-    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "recorder", "remote", "serial")
+    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "recorder", "remote", "saved",
+                 "serial")  # fmt: skip
+    #: set by ``copies.host_copy`` only
+    saved: tuple[weakref.ref[torch.UntypedStorage], Any]
 
     def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
         self.recorder = recorder
