@@ -99,7 +99,7 @@ class TensorMeta:
     def __str__(self) -> str:
         """``f32[64, 784]``, with strides and offset only where they are not the usual ones."""
         text = f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
-        if not self.is_contiguous():
+        if self.stride != contiguous_stride(self.shape):
             text += f"@({', '.join(map(str, self.stride))})"
         if self.offset:
             text += f"+{self.offset}"

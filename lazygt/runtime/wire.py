@@ -99,7 +99,7 @@ def _torch_name(text: str) -> Any:
 
 
 def _meta_fields(meta: TensorMeta) -> tuple[Any, ...]:
-    stride = None if meta.is_contiguous() and meta.numel else meta.stride
+    stride = None if meta.stride == contiguous_stride(meta.shape) else meta.stride
     flags = ((meta.conj and 1) or 0) | ((meta.neg and 2) or 0)
     return short_dtype(meta.dtype), meta.shape, stride, meta.offset, flags
 
