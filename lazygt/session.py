@@ -272,6 +272,10 @@ class Session:
         """Process ids of the workers, by rank."""
         return list(self._link.pids)
 
+    def entries(self) -> list[PlanEntry]:
+        """The plans that are kept, with what was shipped and run of each, oldest first."""
+        return self._client.entries()
+
     def plans(self) -> list[Plan]:
         """The plans that are kept, oldest first."""
         return [entry.plan for entry, _ in self._trie.kept()]

@@ -42,7 +42,7 @@ class RemoteValue:
 class PlanEntry:
     """A plan with what the workers are known to remember of its last run."""
 
-    __slots__ = ("frees", "inputs", "params", "plan", "runs", "sent")
+    __slots__ = ("frees", "inputs", "params", "plan", "runs", "sent", "ships", "size")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -50,6 +50,8 @@ class PlanEntry:
         self.params: tuple[Any, ...] | None = None
         self.sent = False
         self.runs = 0
+        #: how often it was shipped, and the bytes of one such message
+        self.ships = self.size = 0
 
 
 @dataclass(slots=True)
@@ -242,15 +244,25 @@ class Client:
         """The entry of a plan: the one there is for the same content, or a new one."""
         return self._known.setdefault(plan.digest, PlanEntry(plan))
 
+    def entries(self) -> list[PlanEntry]:
+        """The plans that are known, oldest first."""
+        return list(self._known.values())
+
     def _send_plan(self, entry: PlanEntry, why: str) -> None:
         if entry.sent:
             return
         plan = entry.plan
         forget = [digest for digest in self._forget if digest != plan.digest]
         self._forget = []
-        self._send_all("plan", wire.encode_plan(plan.digest, plan.graph, True, forget), why)
-        self.counts.plans_sent += 1
+        frames = wire.encode_plan(plan.digest, plan.graph, True, forget)
+        self._send_all("plan", frames, why)
+        self._shipped(entry, frames, self.link.world_size)
         entry.sent = True
+
+    def _shipped(self, entry: PlanEntry, frames: Sequence[Buffer], times: int) -> None:
+        self.counts.plans_sent += 1
+        entry.ships += times
+        entry.size = sum(len(frame) for frame in frames)
 
     def _send_all(self, kind: str, frames: Sequence[Buffer], why: str) -> None:
         for rank in range(self.link.world_size):
@@ -300,7 +312,7 @@ class Client:
             raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
         frames = wire.encode_plan(digest, entry.plan.graph, False)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
-        self.counts.plans_sent += 1
+        self._shipped(entry, frames, 1)
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         flight = self._flights[done.seq]
