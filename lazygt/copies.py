@@ -45,21 +45,14 @@ def host_copy(recorder: Recorder, t: LazyTensor) -> torch.Tensor:
             )
             whole = laid_out.copy_(whole)
         storage = whole.untyped_storage()
-        cell.saved = weakref.ref(storage), _version(cell)
+        cell.saved = weakref.ref(storage), cell.remote
     flat = torch.empty(0, dtype=meta.dtype, device="cpu")
     return flat.set_(storage, meta.offset, meta.shape, meta.stride)
 
 
 def _saved_storage(cell: Cell) -> torch.UntypedStorage | None:
     """The storage that another handle of the cell was saved with, in the same ``torch.save``."""
-    found, version = getattr(cell, "saved", (None, None))
-    if found is None or version is None or version != _version(cell):
+    found, remote = getattr(cell, "saved", (None, None))
+    if found is None or remote is None or remote is not cell.remote:
         return None
     return cast("torch.UntypedStorage | None", found())
-
-
-def _version(cell: Cell) -> Any:
-    """Something that differs when the cell has been written since; None when it can't be told."""
-    if cell.host is not None:
-        return id(cell.host), cell.host._version
-    return cell.remote.id if cell.remote is not None else None

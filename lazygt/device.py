@@ -187,6 +187,7 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
 # and ``_run_backward`` raises it when the engine has returned.
 
 _autograd: Any = torch.autograd
+_builtins: Any = torch.jit._builtins
 _autograd_node = torch._C._current_autograd_node
 #: torch's own way into the autograd engine
 _engine_run_backward = _autograd._engine_run_backward
@@ -420,7 +421,10 @@ def _patch_factories() -> None:
 
 
 def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    _originals[owner, name] = getattr(owner, name)
+    original = _originals[owner, name] = getattr(owner, name)
+    known_as = _builtins._find_builtin(original)
+    if known_as is not None:  # else torch.jit.script would try to compile the factory's Python
+        _builtins._register_builtin(function, known_as)
     setattr(owner, name, function)
 
 
@@ -430,6 +434,7 @@ def _unpatch_factories() -> None:
     _originals.clear()
 
 
+@functools.cache
 def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
     converts = function.__name__ in ("as_tensor", "asarray")
 
@@ -446,6 +451,7 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
     return factory
 
 
+@functools.cache
 def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.normal`` is a factory only when it is given a size."""
     factory = _defaulting(function)

@@ -7,6 +7,7 @@ torch's own exception on the user's line.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -43,8 +44,8 @@ class Recorder:
         self.inference = Inference()
         self.generator = SessionGenerator(self, worker_device)
         self.lock = threading.RLock()
-        self.serial = 1
-        self.stretch = Stretch(1, trie.root)
+        self.serial = next(_SERIALS)
+        self.stretch = Stretch(self.serial, trie.root)
         self.closed = False
         #: ops of the stretches before this one
         self.shipped_ops = 0
@@ -492,7 +493,7 @@ class Recorder:
 
     def next_stretch(self) -> None:
         """Begin anew at the root."""
-        self.serial += 1
+        self.serial = next(_SERIALS)
         self.shipped_ops += len(self.stretch.marks)
         self.stretch = Stretch(self.serial, self.trie.root)
         self.first_miss = None
@@ -543,6 +544,10 @@ class Recorder:
         """See ``copies.host_copy``."""
         return copies.host_copy(self, t)
 
+
+#: Shared by all sessions, so that no other session's cell looks like one of this stretch; 0 is
+#: the serial of a cell that belongs to none.
+_SERIALS = itertools.count(1)
 
 _BATCH_NORMS = {
     "aten.native_batch_norm.default": 5,
