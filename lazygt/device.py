@@ -154,6 +154,12 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = N
     return recorder().blank(size, stride, dtype)
 
 
+def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+                 pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    """Zeros with memory: the ones without work only where all of torch's dispatcher is on."""
+    return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
+
+
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
     return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
 
@@ -566,6 +572,7 @@ def register() -> None:
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
         "_copy_from": _copy_from,
+        "_efficientzerotensor": _zero_tensor,
         "_copy_from_and_resize": _copy_from_and_resize,
     }
     for name, kernel in kernels.items():

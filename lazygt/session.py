@@ -169,9 +169,7 @@ class Session:
         """The id that the fetched cell will have. Ids of outputs follow each other."""
         if fetch is None:
             return ()
-        if fetch.remote is not None and not (
-            fetch.serial == stretch.serial and fetch.index >= 0
-        ):
+        if fetch.remote is not None and not (fetch.serial == stretch.serial and fetch.index >= 0):
             return (fetch.remote.id,)
         assert entry is not None
         position = self._positions[fetch.index]
@@ -325,6 +323,7 @@ class _Description:
         graph: Graph = build_graph(steps, (), lines, ())
         node = graph.nodes[number]
         values = graph.values
+
         def show(arg: Arg) -> str:
             if isinstance(arg, Ref):
                 return str(values[arg.index])
@@ -336,9 +335,7 @@ class _Description:
         return node.op, tuple(shown), graph.line(number)
 
 
-def _lines(
-    steps: list[Step], marks: list[Mark | None], backward: Mark | None
-) -> tuple[str, ...]:
+def _lines(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -> tuple[str, ...]:
     """The user's file:line of each op; a backward op has its forward op's."""
     lines = []
     ops = [step for step in steps if step.node is not None]

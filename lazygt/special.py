@@ -63,12 +63,16 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _to_other_device(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``zeros_like(x, device="cpu")``: only the shape of ``x`` matters, so nothing is fetched."""
+    """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented
-    metas = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
-    return func(*metas, **kwargs)
+    name = func._schema.name.split("::")[1]
+    if name.endswith("_like") or name.startswith("new_"):  # only the shape matters
+        there = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
+    else:
+        there = [recorder.fetch(a, "to cpu") if isinstance(a, LazyTensor) else a for a in args]
+    return func(*there, **kwargs)
 
 
 def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,10 +108,20 @@ def _inplace_view(
 ) -> Any:
     """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
     target = args[0]
-    packet = getattr(aten, func._schema.name.split("::")[1].rstrip("_"))
-    view = recorder.record(getattr(packet, func._overloadname), args, kwargs)
+    view = recorder.record(_out_of_place(func), args, kwargs)
     rebind(target, TensorMeta.of(view), view._cell, view._view)
     return target
+
+
+def _out_of_place(func: Any) -> Any:
+    """The view op that an in-place view op is named after, with the same arguments."""
+    packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
+    wanted = [str(argument.type) for argument in func._schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if [str(argument.type) for argument in found._schema.arguments] == wanted:
+            return found
+    raise NotImplementedError(f"{func} has no out-of-place form")
 
 
 def _as_strided(

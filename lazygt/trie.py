@@ -64,7 +64,8 @@ class Step:
         self.forward = -1
         if node is not None:
             self.nbytes += sum(m.nbytes for m in node.fresh if m is not None)
-            if not node.writes and len(node.fresh) == 1 and not node.dynamic:
+            single = facts is not None and facts.outputs == ("f",)
+            if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
     def path(self) -> list[Step]:

@@ -43,9 +43,7 @@ class TensorMeta:
 
     def __post_init__(self) -> None:
         usual = self.stride == contiguous_stride(self.shape)
-        object.__setattr__(
-            self, "plain", usual and not (self.offset or self.conj or self.neg)
-        )
+        object.__setattr__(self, "plain", usual and not (self.offset or self.conj or self.neg))
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:

@@ -47,8 +47,14 @@ DISJOINT = frozenset(
     }
 )
 
-#: Results whose size only the kernel knows: workspaces that no other op looks into.
+#: Results whose size only the kernel knows, or that torch's meta kernels get wrong: workspaces
+#: that only the op's own backward looks into.
 OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
+    "aten.native_batch_norm.default": (1, 2),
+    "aten._native_batch_norm_legit.default": (1, 2),
+    "aten._native_batch_norm_legit.no_stats": (1, 2),
+    "aten._embedding_bag.default": (1, 2, 3),
+    "aten._embedding_bag_forward_only.default": (1, 2, 3),
     "aten.mkldnn_rnn_layer.default": (3,),
     "aten._cudnn_rnn.default": (3, 4),
     "aten.cudnn_batch_norm.default": (3,),
@@ -105,9 +111,7 @@ class OpFacts:
         self.outputs = tuple(_return_kind(r) for r in schema.returns)
         self.views = any("v" in kind for kind in self.outputs)
         self.inplace_view = torch.Tag.inplace_view in func.tags
-        self.random = (
-            torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
-        )
+        self.random = torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
         self.dynamic = self.name not in MASKABLE and (
             torch.Tag.dynamic_output_shape in func.tags
             or torch.Tag.data_dependent_output in func.tags

@@ -88,9 +88,7 @@ class Client:
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
     """
 
-    def __init__(
-        self, link: Link, max_ahead: int, shm_threshold: int, log: InstructionLog
-    ) -> None:
+    def __init__(self, link: Link, max_ahead: int, shm_threshold: int, log: InstructionLog) -> None:
         self.link, self.log = link, log
         self.counts = Counts()
         self._line = WaitLine()

@@ -26,9 +26,9 @@ def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """``value`` in memory laid out as the client expects."""
     if value.stride() == stride:
         return value
-    return torch.empty_strided(
-        value.shape, stride, dtype=value.dtype, device=value.device
-    ).copy_(value)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lazygt.errors import LazyGTError
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class InlineLink:
     def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
         """The next reply; None when there is none."""
         if not self._replies:
+            if timeout is None:
+                raise LazyGTError("the inline worker owes no answer; please report this")
             return None
         return 0, [memoryview(frame) for frame in self._replies.popleft()]
 

@@ -122,9 +122,7 @@ def _meta_from(fields: Any) -> TensorMeta:
 
 def encode_graph(graph: Graph) -> bytes:
     """A graph without its source lines."""
-    nodes = [
-        (n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic) for n in graph.nodes
-    ]
+    nodes = [(n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic) for n in graph.nodes]
     return pack((VERSION, graph.inputs, graph.params, nodes, graph.outputs))
 
 
@@ -291,9 +289,7 @@ def decode_run(fields: Any) -> Run:
 def decode_done(fields: Any) -> Done:
     """A Done from a DONE header."""
     _, seq, failures, releases, fetched, returned, written = fields
-    made: list[Fetched | Failure] = [
-        Failure(*f) if len(f) == 4 else Fetched(*f) for f in fetched
-    ]
+    made: list[Fetched | Failure] = [Failure(*f) if len(f) == 4 else Fetched(*f) for f in fetched]
     return Done(seq, [Failure(*f) for f in failures], list(releases), made, returned, written)
 
 
@@ -353,9 +349,7 @@ class Prediction:
     def _learn(self, ids: list[int], base: int) -> None:
         step = base - self.base
         if len(ids) == len(self.ids):
-            self.moving = [
-                a == b + step and step != 0 for a, b in zip(ids, self.ids, strict=True)
-            ]
+            self.moving = [a == b + step and step != 0 for a, b in zip(ids, self.ids, strict=True)]
         else:
             self.moving = [False] * len(ids)
         self.ids, self.base = ids, base

@@ -143,7 +143,10 @@ class Worker:
             self._execute(run, done)
         replies: list[Buffer] = []
         for key in run.fetches:
-            done.fetched.append(self._send(self.store.get(key), replies))
+            try:
+                done.fetched.append(self._send(self.store.get(key), replies))
+            except Exception as error:  # noqa: BLE001 - reported to the client
+                done.fetched.append(Failure(-1, type(error).__name__, str(error), run.seq))
         return wire.encode_done(done, replies)
 
     def _receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
@@ -221,6 +224,10 @@ class Worker:
 
         def tell(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
+                if item.layout != torch.strided:
+                    raise NotImplementedError(
+                        f"the result is a {item.layout} tensor; lazygt has dense strided ones only"
+                    )
                 key = self._next_dynamic
                 self._next_dynamic += 1
                 value = _rooted(item)
@@ -234,12 +241,17 @@ class Worker:
             failure = outcome.returned.failure
             done.returned = ["failed", failure.kind, failure.detail, failure.node]
             return
-        done.returned = [tell(item) for item in outcome.returned]
-        done.written = [tell(item) for item in outcome.written]
+        try:
+            done.returned = [tell(item) for item in outcome.returned]
+            done.written = [tell(item) for item in outcome.written]
+        except NotImplementedError as error:
+            done.returned = ["failed", type(error).__name__, str(error), -1]
 
     def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, Failed):
             return value.failure
+        if value._is_zerotensor():
+            value = torch.zeros_like(value)
         host = value.detach().cpu().resolve_conj().resolve_neg()
         meta = TensorMeta.of(host)
         if meta.offset or meta.extent != meta.numel:

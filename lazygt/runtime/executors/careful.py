@@ -57,9 +57,7 @@ class Careful:
         self.returned, self.written = None, []
         for number in range(start, len(self.plan.graph.nodes)):
             node, results = self.plan.graph.nodes[number], self._results[number]
-            poison = next(
-                (v for ref in node.refs() if type(v := values.get(ref)) is Failed), None
-            )
+            poison = next((v for ref in node.refs() if type(v := values.get(ref)) is Failed), None)
             if poison is None:
                 try:
                     self._node(number, node, results, values, params, check)
