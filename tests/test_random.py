@@ -1,0 +1,175 @@
+"""Random numbers: those of eager torch, bit for bit, whatever the flush points."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lazygt
+
+pytestmark = pytest.mark.timeout(120)
+
+DRAWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(7),
+    "rand_f64": lambda: torch.rand(7, dtype=torch.float64),
+    "randn": lambda: torch.randn(33),
+    "randn_odd": lambda: torch.randn(3, 5),
+    "randn_strided": lambda: torch.randn(40).view(5, 8).t().contiguous(),
+    "randint": lambda: torch.randint(3, 100, (9,)),
+    "randperm": lambda: torch.randperm(20),
+    "rand_like": lambda: torch.rand_like(torch.zeros(4)),
+    "randn_like": lambda: torch.randn_like(torch.zeros(20)),
+    "randint_like": lambda: torch.randint_like(torch.zeros(4), 9),
+    "bernoulli_": lambda: torch.empty(9).bernoulli_(0.3),
+    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.4)),
+    "normal_": lambda: torch.empty(18).normal_(1, 2),
+    "normal_view": lambda: torch.zeros(4, 4).fill_diagonal_(1)[1:3].normal_(),
+    "normal": lambda: torch.normal(torch.zeros(5), torch.ones(5)),
+    "uniform_": lambda: torch.empty(9).uniform_(-1, 1),
+    "exponential_": lambda: torch.empty(9).exponential_(),
+    "geometric_": lambda: torch.empty(9).geometric_(0.5),
+    "cauchy_": lambda: torch.empty(9).cauchy_(),
+    "log_normal_": lambda: torch.empty(9).log_normal_(),
+    "random_": lambda: torch.empty(9).random_(0, 50),
+    "multinomial": lambda: torch.multinomial(torch.ones(6), 4),
+    "multinomial_with_replacement": lambda: torch.multinomial(torch.ones(6), 9, True),
+    "poisson": lambda: torch.poisson(torch.full((6,), 3.0)),
+    "binomial": lambda: torch.binomial(torch.full((6,), 9.0), torch.full((6,), 0.4)),
+    "dropout": lambda: F.dropout(torch.ones(20), 0.4),
+    "dropout_": lambda: F.dropout(torch.ones(20), 0.4, inplace=True),
+    "dropout1d": lambda: F.dropout1d(torch.ones(2, 3, 4)),
+    "dropout2d": lambda: F.dropout2d(torch.ones(2, 3, 4, 2)),
+    "dropout3d": lambda: F.dropout3d(torch.ones(2, 3, 4, 2, 2)),
+    "alpha_dropout": lambda: F.alpha_dropout(torch.ones(20), 0.4, training=True),
+    "feature_alpha_dropout": lambda: F.feature_alpha_dropout(torch.ones(2, 3, 4), training=True),
+    "rrelu": lambda: F.rrelu(-torch.ones(9), training=True),
+    "gumbel_softmax": lambda: F.gumbel_softmax(torch.zeros(5)),
+    "init": lambda: nn.Linear(5, 7).weight.detach(),
+    "conv_init": lambda: nn.Conv2d(2, 3, 3).weight.detach(),
+    "embedding_init": lambda: nn.Embedding(5, 7).weight.detach(),
+    "trunc_normal_": lambda: nn.init.trunc_normal_(torch.empty(30)),
+    "orthogonal_": lambda: nn.init.orthogonal_(torch.empty(4, 4)),
+    "kaiming_normal_": lambda: nn.init.kaiming_normal_(torch.empty(4, 4)),
+}
+
+
+@pytest.fixture
+def s() -> Iterator[lazygt.Session]:
+    with lazygt.session(executor="inline") as session:
+        yield session
+
+
+def _run(names: list[str], after: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+    drawn = []
+    for name in names:
+        drawn.append(DRAWS[name]())
+        after()
+    return [t.cpu() for t in drawn]
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor], names: list[str]) -> None:
+    wrong = [
+        name
+        for name, a, b in zip(names, found, expected, strict=True)
+        if a.dtype != b.dtype or not torch.equal(a, b)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_op_alone(name: str) -> None:
+    names = [name, "rand"]  # the second shows that the state is the same afterwards
+    torch.manual_seed(11)
+    expected = _run(names)
+    with lazygt.session(executor="inline"):
+        torch.manual_seed(11)
+        _same(_run(names), expected, names)
+
+
+@pytest.mark.parametrize("every", [1, 3, 1000])
+@pytest.mark.parametrize("settings", [{"executor": "inline"}, {"workers": 1}], ids=["inline", "w"])
+def test_all_in_a_row_whatever_the_flush_points(settings: dict, every: int) -> None:
+    names = list(DRAWS) * 2
+    torch.manual_seed(3)
+    expected = _run(names)
+    with lazygt.session(**settings) as s:
+        torch.manual_seed(3)
+        count = iter(range(10_000))
+        found = _run(names, lambda: s.flush() if next(count) % every == 0 else None)
+    _same(found, expected, names)
+
+
+def test_a_session_borrows_the_generator_and_gives_it_back() -> None:
+    torch.manual_seed(7)
+    expected = [torch.rand(3), torch.rand(3), torch.rand(3)]
+    torch.manual_seed(7)
+    first = torch.rand(3)
+    with lazygt.session(executor="inline"):
+        second = torch.rand(3).cpu()
+    _same([first, second, torch.rand(3)], expected, ["before", "inside", "after"])
+
+
+def test_every_worker_draws_the_same() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(5)
+    with lazygt.session(workers=2):
+        torch.manual_seed(7)
+        assert torch.equal(torch.rand(5).cpu(), expected)
+
+
+def _with_states() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    out = [torch.rand(2)]
+    state = torch.get_rng_state()
+    out.append(torch.rand(3))
+    torch.set_rng_state(state)
+    out.append(torch.rand(3))
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        out.append(torch.rand(2))
+    out.append(torch.rand(2))
+    torch.random.set_rng_state(state)
+    out.append(torch.randn(2))
+    return [t.cpu() for t in out]
+
+
+def test_states_are_read_and_set_without_a_sync_point() -> None:
+    expected = _with_states()
+    with lazygt.session(executor="inline") as s:
+        torch.get_rng_state()
+        assert s.stats()["flushes"] == {}
+        _same(_with_states(), expected, [str(i) for i in range(6)])
+
+
+def test_a_state_is_saved_with_a_checkpoint(tmp_path) -> None:
+    torch.manual_seed(4)
+    torch.rand(5)
+    torch.save(torch.get_rng_state(), tmp_path / "eager.pt")
+    expected = torch.rand(5)
+    with lazygt.session(executor="inline"):
+        torch.manual_seed(4)
+        torch.rand(5)
+        torch.save(torch.get_rng_state(), tmp_path / "lazy.pt")
+    for name in ("eager.pt", "lazy.pt"):
+        with lazygt.session(executor="inline"):
+            torch.set_rng_state(torch.load(tmp_path / name))
+            assert torch.equal(torch.rand(5).cpu(), expected)
+    torch.set_rng_state(torch.load(tmp_path / "lazy.pt"))
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_cpu_tensors_inside_a_session_leave_the_session_alone(s: lazygt.Session) -> None:
+    torch.manual_seed(5)
+    torch.rand(100, device="cpu")
+    inside = torch.rand(3).cpu()
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3).cpu(), inside)
+
+
+def test_the_seed_is_no_part_of_the_plan(s: lazygt.Session) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        torch.rand(3).tolist()
+    assert s.stats()["plans_built"] == 1
