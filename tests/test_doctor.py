@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import lazygt
 from lazygt import doctor
 
 
@@ -80,3 +81,9 @@ def test_a_session_that_does_not_open_is_a_failure() -> None:
 
     check = doctor.report(broken)[-1]
     assert (check.name, check.status, check.detail) == ("session", "fail", "OSError: no socket")
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_a_real_session_works(executor: str) -> None:
+    check = doctor.session(lambda: lazygt.session(workers=1, executor=executor))
+    assert check.status == "ok", check
