@@ -214,8 +214,8 @@ def _lstm(
         h, c = hx[0].select(0, index), hx[1].select(0, index)
         own = weights[index]
         if fused:
-            return _onednn_lstm(steps.contiguous(), own, h, c, reverse, has_biases, num_layers, train,
-                                bidirectional)  # fmt: skip
+            return _onednn_lstm(steps.contiguous(), own, h, c, reverse, has_biases, num_layers,
+                                train, bidirectional)  # fmt: skip
         return _lstm_layer(steps, own, h, c, reverse, has_biases, projected)
 
     def finals(states: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:

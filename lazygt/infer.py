@@ -84,6 +84,8 @@ class Inference:
                 returned = f.func(*margs, **mkwargs)
         except NotImplementedError:
             return None
+        if f.name in _ONE_DTYPE:
+            _check_one_dtype(f, made)
         written = [margs[i] for i in f.writes if i < len(margs)]
         written += [mkwargs[name] for name in f.writes_named if name in mkwargs]
         written_metas = tuple(TensorMeta.of(t) for t in _flat(written) if t is not None)
@@ -93,6 +95,20 @@ class Inference:
             if kind[0] in "fv":
                 fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
         return tuple(_rooted(f, fresh)), written_metas
+
+
+#: Ops whose meta kernels let pass what their other kernels refuse: tensors of several dtypes.
+_ONE_DTYPE = frozenset(
+    f"aten.{name}.default"
+    for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "convolution")
+)
+
+
+def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
+    dtypes = list(dict.fromkeys(t.dtype for t in tensors))
+    if len(dtypes) > 1:
+        names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
 
 
 def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:

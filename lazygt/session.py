@@ -77,7 +77,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and not self.recorder.closed:
                 self.synchronize()
                 self.recorder.generator.give_back()
         finally:

@@ -1,0 +1,243 @@
+"""Errors: at the call where torch raises there; else at the next sync point, with the line."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lazygt
+
+pytestmark = pytest.mark.timeout(120)
+SETTINGS: list[Any] = [{"executor": "inline"}, {"workers": 1}]
+#: a dead worker is to be noticed within a second; the rest is the test machine's
+SOON = 2.0
+
+
+@pytest.fixture(params=SETTINGS, ids=["inline", "worker"])
+def s(request: pytest.FixtureRequest) -> Iterator[lazygt.Session]:
+    with lazygt.session(**request.param) as session:
+        yield session
+
+
+def line() -> int:
+    """The caller's line."""
+    return sys._getframe(1).f_lineno
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "matmul": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
+    "add": lambda: torch.ones(2) + torch.ones(3),
+    "add_": lambda: torch.ones(2).add_(torch.ones(3)),
+    "view": lambda: torch.ones(6).view(4, 2),
+    "cat": lambda: torch.cat([torch.ones(2, 2), torch.ones(3, 3)], 1),
+    "index_dim": lambda: torch.ones(3)[0, 0],
+    "select": lambda: torch.ones(3)[7],
+    "dim": lambda: torch.ones(3).sum(4),
+    "dtype": lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64),
+    "embedding": lambda: F.embedding(torch.ones(2), torch.ones(3, 3)),
+    "conv": lambda: F.conv2d(torch.ones(1, 3, 8, 8), torch.ones(2, 4, 3, 3)),
+    "inplace_leaf": lambda: torch.ones(2, requires_grad=True).add_(1),
+    "backward_vector": lambda: (torch.ones(2, requires_grad=True) * 2).backward(),
+    "cast": lambda: torch.ones(2, dtype=torch.int64).add_(0.5),
+    "negative": lambda: torch.empty(-1),
+    "argument": lambda: torch.ones(2).sum(nonsense=1),
+    "item": lambda: torch.ones(2).item(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_raises_what_torch_raises_at_the_call(name: str) -> None:
+    with pytest.raises(Exception) as expected:
+        WRONG[name]()
+    with lazygt.session(executor="inline") as s:
+        with pytest.raises(expected.type) as found:
+            WRONG[name]()
+        assert found.type is expected.type
+        assert (torch.ones(2) * 2).tolist() == [2, 2]
+        assert s.stats()["fetches"] == 1
+
+
+def test_a_failure_names_op_inputs_and_line(s: lazygt.Session) -> None:
+    x, index = torch.arange(5.0), torch.tensor([1, 9])
+    here = line() + 1
+    bad = x[index]
+    worse = bad * 2
+    with pytest.raises(lazygt.ExecutionError) as caught:
+        s.synchronize()
+    error = caught.value
+    assert error.op == "aten.index.Tensor"
+    assert error.inputs[0] == "f32[5]"
+    assert "i64[2]" in error.inputs[1]
+    assert error.where == f"{__file__}:{here}"
+    assert error.kind == "IndexError"
+    assert "out of bounds" in error.detail
+    assert f"{__file__}:{here}" in str(error)
+    for dependent in (bad, worse):
+        with pytest.raises(lazygt.ExecutionError, match=f":{here}"):
+            dependent.tolist()
+
+
+def test_what_does_not_depend_on_it_survives(s: lazygt.Session) -> None:
+    kept = torch.ones(3) * 3
+    bad = torch.arange(5.0)[torch.tensor([9, 9])]
+    after = torch.ones(3) * 4
+    with pytest.raises(lazygt.ExecutionError):
+        bad.tolist()
+    assert kept.tolist() == [3, 3, 3]
+    assert after.tolist() == [4, 4, 4]
+    s.synchronize()
+    kept.add_(1)
+    assert kept.tolist() == [4, 4, 4]
+
+
+def test_each_failure_is_raised_once_unless_it_is_read(s: lazygt.Session) -> None:
+    bad = torch.arange(5.0)[torch.tensor([9, 9])]
+    with pytest.raises(lazygt.ExecutionError):
+        s.synchronize()
+    s.synchronize()
+    with pytest.raises(lazygt.ExecutionError):
+        bad.sum().item()
+
+
+def test_a_failed_backward_op_names_the_forward_line(s: lazygt.Session) -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad[torch.tensor([7, 7, 7])]
+
+    x = torch.ones(3, requires_grad=True)
+    here = line() + 1
+    y = x.sin()
+    y = Bad.apply(y)
+    y.sum().backward()
+    with pytest.raises(lazygt.ExecutionError) as caught:
+        x.grad.tolist()
+    user = Bad.backward.__code__.co_firstlineno + 2
+    assert caught.value.where == f"{__file__}:{user}"
+    rows = [row for plan in s.plans() for row in str(plan).splitlines()]
+    (cos,) = [row for row in rows if "aten.cos.default" in row]
+    assert f"{__file__}:{here}" in cos
+
+
+def test_out_of_memory(s: lazygt.Session) -> None:
+    kept = torch.ones(2) + 1
+    here = line() + 1
+    big = torch.ones(1 << 45)
+    with pytest.raises(lazygt.ExecutionError) as caught:
+        big.sum().item()
+    assert "alloc" in caught.value.detail or "memory" in caught.value.detail
+    assert caught.value.where == f"{__file__}:{here}"
+    assert kept.tolist() == [2, 2]
+
+
+# -- workers that die or stop --------------------------------------------------------------------
+
+
+WAITS: dict[str, Callable[[lazygt.Session, torch.Tensor], Any]] = {
+    "fetch": lambda s, x: x.tolist(),
+    "flush": lambda s, x: [(s.flush(), x.add_(1)) for _ in range(10)],
+    "synchronize": lambda s, x: s.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_killed_worker(name: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with lazygt.session(workers=2) as s:
+        x = torch.ones(3) + 1
+        s.synchronize()
+        pid = s.worker_pids[0]
+        os.kill(pid, signal.SIGKILL)
+        x.add_(1)
+        start = time.monotonic()
+        with pytest.raises(lazygt.WorkerDied) as caught:
+            WAITS[name](s, x)
+        assert time.monotonic() - start < SOON
+        assert (caught.value.rank, caught.value.pid) == (0, pid)
+        assert "SIGKILL" in caught.value.status
+        with pytest.raises(lazygt.WorkerDied):
+            s.synchronize()
+        s.close()
+    assert not any(psutil.pid_exists(pid) for pid in s.worker_pids)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_killed_while_the_client_waits() -> None:
+    with lazygt.session(workers=1) as s:
+        s.synchronize()
+        x = torch.ones(600, 600) / 600
+        for _ in range(2000):
+            x = x @ x
+        s.flush()
+        timer = threading.Timer(0.2, os.kill, (s.worker_pids[0], signal.SIGKILL))
+        timer.start()
+        with pytest.raises(lazygt.WorkerDied):
+            x.tolist()
+        timer.join()
+        s.close()
+
+
+def test_a_frozen_worker() -> None:
+    with lazygt.session(workers=1, frozen_after=0.5) as s:
+        x = torch.ones(3) + 1
+        s.synchronize()
+        os.kill(s.worker_pids[0], signal.SIGSTOP)
+        x.add_(1)
+        with pytest.raises(lazygt.WorkerFrozen) as caught:
+            x.tolist()
+        assert (caught.value.rank, caught.value.deadline) == (0, 0.5)
+        s.close()
+    assert not psutil.pid_exists(s.worker_pids[0])
+
+
+def _fetch_for_ever(x: torch.Tensor) -> None:
+    while True:
+        (x + torch.rand(1)).sum().item()
+
+
+def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
+    with lazygt.session(workers=1) as s:
+        s.synchronize()
+        kept = torch.arange(3.0) + 1
+        slow = torch.ones(400, 400) / 400
+        for _ in range(300):
+            slow = slow @ slow
+        s.flush()
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            _fetch_for_ever(slow)
+        timer.join()
+        assert kept.tolist() == [1, 2, 3]
+        for number in range(5):
+            assert (kept + number).tolist() == [1 + number, 2 + number, 3 + number]
+        s.synchronize()
+
+
+def test_an_exception_in_the_block_closes_the_session() -> None:
+    with pytest.raises(ZeroDivisionError), lazygt.session(workers=1) as s:
+        torch.ones(3) / (1 // 0)
+    assert not psutil.pid_exists(s.worker_pids[0])
+    assert torch.zeros(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["inline", "worker"])
+def test_an_unread_failure_is_raised_at_the_end(settings: dict[str, Any]) -> None:
+    with pytest.raises(lazygt.ExecutionError), lazygt.session(**settings):
+        torch.arange(5.0)[torch.tensor([9, 9])]
+        kept = torch.arange(5.0)[torch.tensor([8, 8])]
+    assert kept.shape == (2,)
