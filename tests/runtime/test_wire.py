@@ -1,0 +1,118 @@
+"""The wire: what is sent arrives, and what is not of the schema is refused as such."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lazygt
+from lazygt.errors import ProtocolError
+from lazygt.graph import Graph, Node, Ref
+from lazygt.graph.meta import contiguous_stride, intern
+from lazygt.runtime import wire
+from lazygt.runtime.wire import Prediction
+from lazygt.runtime.worker import Worker
+
+META = intern((4,), contiguous_stride((4,)), torch.float32)
+GRAPH = Graph((META,), (), (Node("aten.exp.default", (Ref(0),), (), (META,)),), (1,))
+
+
+def digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:16]
+
+
+def messages() -> list[list[bytes]]:
+    """A plan, and a run of it."""
+    encoded = wire.encode_graph(GRAPH)
+    name = digest(encoded)
+    run = wire.Run(1, name, 10, (0, (7,)), None, (), [wire.Put(7, META)], (), (10,))
+    plan = [bytes(frame) for frame in wire.encode_plan(name, GRAPH, True)]
+    return [plan, [bytes(frame) for frame in wire.encode_run(run, [bytes(16)])]]
+
+
+def test_a_worker_runs_what_it_is_sent() -> None:
+    worker = Worker()
+    plan, run = messages()
+    assert worker.handle(list(plan)) == []
+    [reply] = worker.handle(list(run))
+    done = wire.decode_done(wire.unpack(reply[0]))
+    assert done.seq == 1
+    assert not done.failures
+    assert torch.frombuffer(bytearray(reply[1]), dtype=torch.float32).tolist() == [1.0] * 4
+
+
+@given(st.binary(max_size=200), st.binary(max_size=50))
+def test_noise_is_refused(header: bytes, buffer: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Worker().handle([header, buffer])
+
+
+@given(st.integers(0, 1), st.data())
+def test_a_damaged_message_is_refused_or_harmless(which: int, data: st.DataObject) -> None:
+    """A flipped byte raises ProtocolError, or changed nothing that the schema can see."""
+    worker = Worker()
+    plan, run = messages()
+    if which == 1:
+        worker.handle(list(plan))
+    message = [bytearray(frame) for frame in (plan, run)[which]]
+    frame = message[data.draw(st.integers(0, len(message) - 1))]
+    place = data.draw(st.integers(0, len(frame) - 1))
+    frame[place] ^= data.draw(st.integers(1, 255))
+    try:
+        worker.handle([bytes(part) for part in message])
+    except ProtocolError:
+        assert len(worker.store) <= 1
+
+
+@pytest.mark.parametrize(
+    ("graph", "match"),
+    [
+        (Graph((META,), (), (Node("aten.no_such_op.default", (Ref(0),), (), (META,)),), (1,)),
+         "unknown op"),
+        (Graph((META,), (), (Node("os.system.default", (Ref(0),), (), (META,)),), (1,)),
+         "unknown op"),
+        (Graph((META,), (), (Node("aten.exp.default", (Ref(5),), (), (META,)),), (1,)),
+         "not defined before"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_breaks_the_rules_is_refused(graph: Graph, match: str) -> None:
+    encoded = wire.encode_graph(graph)
+    with pytest.raises(ProtocolError, match=match):
+        Worker().handle(wire.encode_plan(digest(encoded), graph, True))
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "VERSION", 99)
+    encoded = wire.encode_graph(GRAPH)
+    monkeypatch.undo()
+    with pytest.raises(ProtocolError, match="version 99"):
+        wire.decode_graph(encoded)
+
+
+def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:
+    with lazygt.session(executor="inline") as s:
+        for _ in range(2):
+            assert torch.ones(3).exp().sum().item() > 8
+        s._link._worker._executors.clear()
+        assert torch.ones(3).exp().sum().item() > 8
+        stats = s.stats()
+    assert stats["plans_sent"] == stats["plans_built"] + 1
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 9)), max_size=8))
+def test_both_sides_predict_the_same_ids(runs: list[tuple[list[int], int]]) -> None:
+    ours, theirs, base = Prediction(), Prediction(), 0
+    for ids, step in runs:
+        base += step
+        assert theirs.decode(wire.unpack(wire.pack(ours.encode(ids, base))), base) == ids
+        assert ours.moving == theirs.moving
+
+
+def test_a_steady_loop_sends_no_ids() -> None:
+    prediction = Prediction()
+    updates = [prediction.encode([3, 10 + 5 * k, 11 + 5 * k], 15 + 5 * k) for k in range(5)]
+    assert updates[2:] == [None, None, None]

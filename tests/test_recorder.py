@@ -1,0 +1,142 @@
+"""What recording promises: one plan, shipped once; nothing stale; nothing sent for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lazygt
+from lazygt.session import Session
+
+pytestmark = pytest.mark.timeout(120)
+
+HEADER = 400
+SCALAR = 9
+
+
+def trained(s: Session, steps: int, lr: float = 0.01) -> dict[str, object]:
+    """An AdamW run with a cosine schedule, gradient clipping and a step count on the host."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    opt = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
+    x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
+    at_third = 0
+    for step in range(steps):
+        loss = nn.functional.cross_entropy(model(x) * (1 + step / steps), y)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        schedule.step()
+        if step == 2:
+            at_third = s.stats()["plans_built"]
+    return {**s.stats(), "at_third": at_third}
+
+
+def test_a_thousand_steps_are_four_plans() -> None:
+    with lazygt.session(executor="inline") as s:
+        stats = trained(s, 1_000)
+    assert stats["plans_built"] <= 4
+    assert stats["plans_built"] == stats["at_third"], "a miss after the third step"
+    assert stats["plan_hits"] >= 996
+    assert stats["free_messages"] == stats["scalar_uploads"] == 0
+
+
+def test_a_steady_step_is_one_small_message() -> None:
+    with lazygt.session(executor="inline") as s:
+        trained(s, 5)
+        before = s.stats()
+        params = len(s.last_plan.graph.params)
+        inferred = before["ops_inferred"]
+        trained(s, 5)
+        after = s.stats()
+    assert after["last_run_message"] <= HEADER + SCALAR * params
+    assert after["ops_inferred"] == inferred, "the same ops were inferred again"
+
+
+def test_numbers_are_data() -> None:
+    with lazygt.session(executor="inline") as s:
+        x = torch.ones(3)
+
+        def total(factor: float) -> float:
+            return (x * factor + factor).sum().item()
+
+        assert [total(2.0), total(3.5), total(-1.0)] == [12.0, 21.0, -6.0]
+        plans = s.stats()["plans_built"]
+        assert [total(7.0), total(0.5)] == [42.0, 3.0]
+        assert s.stats()["plans_built"] == plans
+
+
+def test_the_type_of_a_number_is_not_data() -> None:
+    with lazygt.session(executor="inline"):
+        x = torch.ones(2, dtype=torch.int64)
+        assert (x * 2).dtype == torch.int64
+        assert (x * 2.0).dtype == torch.float32
+        assert (x * True).dtype == torch.int64
+
+
+def test_a_changed_branch_shape_or_closure_is_never_stale() -> None:
+    with lazygt.session(executor="inline"):
+        for width, flag, power in [(2, True, 2), (2, False, 2), (3, True, 2), (3, True, 3)]:
+            x = torch.full((width,), 3.0)
+            y = (x.exp() if flag else x.log()).pow(power)
+            with torch.device("cpu"):
+                z = torch.full((width,), 3.0)
+                expected = (z.exp() if flag else z.log()).pow(power)
+            assert torch.equal(y.cpu(), expected)
+
+
+def test_what_dies_before_the_flush_is_never_an_output() -> None:
+    with lazygt.session(executor="inline") as s:
+        x = torch.ones(3)
+        y = (x + 1) * 2
+        s.flush()
+        assert s.last_plan is not None
+        assert len(s.last_plan.graph.outputs) == 2
+        assert y.tolist() == [4.0] * 3
+
+
+def test_what_dies_later_rides_in_the_next_run() -> None:
+    with lazygt.session(executor="inline") as s:
+        x = torch.ones(3) + 1
+        s.synchronize()
+        held = len(s._link._worker.store)
+        del x
+        assert s.stats()["messages_sent"] == 2
+        torch.ones(3).sum().item()
+        assert len(s._link._worker.store) <= held
+
+
+@pytest.mark.parametrize("body", [7, 30])
+def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None:
+    with lazygt.session(executor="inline", max_graph_nodes=100) as s:
+        x = torch.ones(4)
+        for k in range(200):
+            for _ in range(body):
+                x = x + 1.0
+            x = x * 0.5
+            if k == 100:
+                built = s.stats()["plans_built"]
+        assert s.stats()["plans_built"] == built
+        assert s.stats()["flushes"]["stretch too long"] > 10
+
+
+def test_caches_are_bounded() -> None:
+    with lazygt.session(executor="inline", max_plans=4) as s:
+        for width in range(1, 40):
+            assert torch.ones(width).sum().item() == width
+        assert len(s.plans()) <= 4
+        assert s._trie.steps < 40
+        assert len(s._link._worker._executors) <= 5
+
+
+def test_a_miss_names_the_first_op_that_differed() -> None:
+    with lazygt.session(executor="inline") as s:
+        torch.ones(3).exp().sum().item()
+        torch.ones(3).log().sum().item()
+        miss = s.stats()["plan_misses"][-1]
+    assert miss["op"] == "aten.log.default"
+    assert "aten.exp.default" in miss["reason"]
+    assert "test_recorder.py" in miss["line"]
