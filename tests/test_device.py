@@ -201,9 +201,7 @@ def test_deepcopy_refuses_what_torch_refuses(s: lazygt.Session) -> None:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_loads_without_lazygt(
-    s: lazygt.Session, tmp_path: Path, zipped: bool
-) -> None:
+def test_a_checkpoint_loads_without_lazygt(s: lazygt.Session, tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "a.pt"
     weights = nn.Linear(3, 2).state_dict()
     torch.save(weights, path, _use_new_zipfile_serialization=zipped)
@@ -221,9 +219,7 @@ def test_a_checkpoint_loads_without_lazygt(
 
 @pytest.mark.parametrize("where", ["lazygt", "lazygt:0", torch.device("lazygt"), {"cpu": "lazygt"}])
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_load_to_lazygt(
-    s: lazygt.Session, tmp_path: Path, where: Any, weights_only: bool
-) -> None:
+def test_load_to_lazygt(s: lazygt.Session, tmp_path: Path, where: Any, weights_only: bool) -> None:
     weights = nn.BatchNorm1d(3).state_dict()
     torch.save(weights, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", map_location=where, weights_only=weights_only)
