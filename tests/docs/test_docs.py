@@ -1,0 +1,56 @@
+"""Every example and command in the documents runs, and prints what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "docs/concepts.md", "docs/tuning.md"]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    text = (ROOT / name).read_text()
+    return [body for kind, body in BLOCK.findall(text) if kind == language]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_examples_run(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text("\n".join(blocks(name, "python")))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(blocks(name, "text"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(name: str) -> None:
+    commands = "".join(blocks(name, "console"))
+    targets = re.findall(r"^make ([\w-]+)", commands, re.MULTILINE)
+    assert targets
+    for target in targets:
+        done = subprocess.run(
+            ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    for name in [*DOCUMENTS, "docs/ROADMAP.md", "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / name).read_text()):
+            assert (ROOT / name).parent.joinpath(link).exists(), f"{name}: {link}"
