@@ -1,21 +1,25 @@
 """Upload and fetch of one tensor, in GB/s, against a plain copy in this process.
 
-The peer is `copy_` between two buffers that exist already: the least any transfer can cost.
-`--fresh` makes it copy into new memory, which is what a fetch hands to its caller.
+The peer is `copy_` between two buffers that exist already: the least any transfer can cost; and
+`clone`, which copies into new memory, as a fetch does for its caller. Uploads go out one after the
+other, as in a loop over batches, and end with one wait; every fetch waits for its own answer.
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 import lazygt
 from benchmarks.harness import Report, interleave, parser, pin, ratio
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+
+
+BURST = 32 * MIB
 
 
 def seconds(case: Callable[[], object]) -> float:
@@ -33,21 +37,39 @@ def speed(size: int, took: float) -> str:
 
 
 def cases(size: int, synchronize: Callable[[], object]) -> dict[str, Callable[[], float]]:
-    """One upload, one fetch and one copy of `size` bytes; each waits until the data has arrived."""
-    source = torch.rand(size // 4, device="cpu")
-    target = torch.empty_like(source)
-    held: list[Tensor] = [source.to("lazygt")]
+    """Seconds for an upload, a fetch and a copy of `size` bytes, over a burst of them.
 
-    def upload() -> None:
-        held[0] = source.to("lazygt")
+    A burst walks over different tensors, as batches are, so that no side copies within a cache.
+    """
+    times = max(BURST // size, 1)
+    sources = [torch.rand(size // 4, device="cpu") for _ in range(times)]
+    targets = [torch.empty_like(source) for source in sources]
+    held = [source.to("lazygt") for source in sources]
+
+    def uploads() -> float:
+        start = time.perf_counter()
+        for index, source in enumerate(sources):
+            held[index] = source.to("lazygt")
         synchronize()
+        return (time.perf_counter() - start) / times
+
+    def copies() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
 
     return {
-        "upload": lambda: seconds(upload),
-        "fetch": lambda: seconds(lambda: held[0].cpu()),
-        "copy": lambda: seconds(lambda: target.copy_(source)),
-        "fresh copy": lambda: seconds(source.clone),
+        "upload": uploads,
+        "fetch": lambda: seconds(lambda: [tensor.cpu() for tensor in held]) / times,
+        "copy": lambda: seconds(copies) / times,
+        "fresh copy": lambda: seconds(lambda: [source.clone() for source in sources]) / times,
     }
+
+
+def round_trip() -> float:
+    """Seconds to fetch four floats that a worker holds already."""
+    small = torch.ones(4, device="lazygt")
+    small.cpu()
+    return statistics.median(seconds(small.cpu) for _ in range(200))
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -71,6 +93,8 @@ def measure(args: argparse.Namespace) -> Report:
                 speed(size, found["fetch"].median),
                 f"{1 / ratio(found['fetch'], copy):.2f}x",
             )
+        trip = round_trip()
+    report.remarks.append(f"fetching 4 floats takes {trip * 1e6:.0f} us: what small tensors pay")
     report.remarks.append("x: speed as a share of copy_ into a buffer that exists; aim: 0.4x")
     return report
 

@@ -72,7 +72,7 @@ class Report:
         table = Table(*self.columns, title=self.title)
         for row in self.rows:
             table.add_row(*row)
-        console = Console()
+        console = Console() if sys.stdout.isatty() else Console(width=140)
         console.print(table)
         for remark in self.remarks:
             console.print(remark, highlight=False)
