@@ -1,0 +1,171 @@
+"""Sessions under fire: workers and clients killed, stopped and interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import lazygt
+
+ROOT = Path(__file__).parents[2]
+DEATH_SECONDS = 1.0
+ORPHAN_SECONDS = 2.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def slow_work(s: lazygt.Session) -> torch.Tensor:
+    """Recorded work that keeps a worker busy for many seconds."""
+    x = torch.ones(600, 600)
+    for _ in range(2_000):
+        x = (x @ x).mul(1e-3)
+    s.flush()
+    return x
+
+
+@pytest.mark.parametrize("wait", ["fetch", "synchronize", "record on"])
+def test_a_killed_worker_is_named_at_once(wait: str) -> None:
+    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1) as s:
+        assert torch.ones(3).sum().item() == 3
+        x = slow_work(s)
+        pid = s.worker_pids[0]
+        killed: list[float] = []
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        timer = threading.Timer(0.2, kill)
+        timer.start()
+        try:
+            if wait == "fetch":
+                x.sum().item()
+            elif wait == "synchronize":
+                s.synchronize()
+            else:
+                while True:
+                    torch.ones(3).add(1)
+                    s.flush()
+        except lazygt.WorkerDied:
+            assert time.monotonic() - killed[0] < DEATH_SECONDS
+            raise
+        finally:
+            timer.join()
+    assert caught.value.rank == 0
+    assert caught.value.pid == pid
+    assert "SIGKILL" in str(caught.value)
+
+
+def test_a_stopped_worker_is_frozen_at_the_deadline() -> None:
+    with pytest.raises(lazygt.WorkerFrozen), lazygt.session(workers=1, frozen_after=1.5) as s:
+        assert torch.ones(3).sum().item() == 3
+        os.kill(s.worker_pids[0], signal.SIGSTOP)
+        torch.ones(3).sum().item()
+
+
+def test_a_busy_worker_is_not_frozen() -> None:
+    with lazygt.session(workers=1, threads=1, frozen_after=1.0) as s:
+        began = time.monotonic()
+        x = torch.ones(600, 600)
+        while time.monotonic() - began < 0.3:
+            for _ in range(400):
+                x = (x @ x).mul(1e-3)
+            s.flush()
+        assert x.shape == (600, 600)
+        assert torch.isfinite(x.sum()).item() in (True, False)
+
+
+CLIENT = """
+import os, sys, torch, lazygt
+torch.set_num_threads(1)
+s = lazygt.session(workers=2, threads=1).__enter__()
+x = torch.ones(400, 400)
+x.sum().item()
+print(*s.worker_pids, flush=True)
+{end}
+"""
+ENDS = {
+    "killed": "\nwhile True:\n    x = (x @ x).mul(1e-3); s.flush()",
+    "exception": "raise KeyError('mine')",
+    "exit": "sys.exit(3)",
+    "os._exit": "os._exit(4)",
+    "falls off the end": "",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_workers_never_outlive_their_client(end: str) -> None:
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT.format(end=ENDS[end])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert client.stdout is not None
+    pids = [int(pid) for pid in client.stdout.readline().split()]
+    assert len(pids) == 2
+    workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    if end == "killed":
+        client.kill()
+    client.wait(30)
+    client.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=ORPHAN_SECONDS)
+    assert not alive
+
+
+def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        assert torch.ones(3).sum().item() == 3
+        x = torch.ones(600, 600)
+        for _ in range(300):
+            x = (x @ x).mul(1e-3)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                x = (x @ x).mul(1e-3)
+                x.sum().item()
+        timer.join()
+        for n in range(1, 5):
+            assert torch.full((n,), 2.0).sum().item() == 2.0 * n
+        s.synchronize()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_sessions_leave_nothing_behind() -> None:
+    def use() -> None:
+        with lazygt.session(workers=1, threads=1):
+            big = torch.arange(1 << 17, dtype=torch.float32, device="cpu")
+            assert torch.equal(big.to("lazygt").cpu(), big)
+
+    use()
+    before, children = descriptors(), len(psutil.Process().children())
+    for _ in range(5):
+        use()
+    assert descriptors() <= before + 2
+    assert len(psutil.Process().children()) == children
+
+
+def test_a_forked_child_harms_nobody() -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        x = torch.ones(3) * 2
+        s.synchronize()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.ones(2).device.type == "cpu" else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert x.sum().item() == 6
