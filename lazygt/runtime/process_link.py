@@ -99,6 +99,7 @@ class ProcessLink:
         )
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
+        self._refused: set[int] = set()
         self._turn = 0
         self._closed = False
 
@@ -158,7 +159,8 @@ class ProcessLink:
         with self._receiving:
             ranks = range(self.world_size)
             stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
-            orderly = {rank for rank in ranks if self._watch.is_started(rank)} - stuck
+            started = {rank for rank in ranks if self._watch.is_started(rank)}
+            orderly = started - stuck - self._refused  # who refused us does not listen any more
             self._crew.end(orderly, stuck)
             self._finalizer()
 
@@ -192,6 +194,7 @@ class ProcessLink:
         self._watch.handle(supervise.Heard(rank), now)
         if kind == channel.DATA:
             return frames
+        self._refused.add(rank)
         text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
         raise ProtocolError(f"worker {rank} dropped this session: {text}")
 
