@@ -18,6 +18,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+#: The cores at the start: after `pin` this process would see its own one only.
+CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def stamp() -> list[str]:
     command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}"
     return [
         f"`{command.strip()}` at commit {commit()}, {datetime.date.today().isoformat()}, "
-        f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, "
+        f"{cpu_model()}, {len(CORES)} of {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, "
         f"Python {platform.python_version()}."
     ]
@@ -138,10 +140,9 @@ def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
 
 def pin(worker_pids: Iterable[int]) -> None:
     """This process on the first core, worker k on the next ones."""
-    cores = sorted(os.sched_getaffinity(0))
-    pin_process(os.getpid(), cores[0])
+    pin_process(os.getpid(), CORES[0])
     for index, pid in enumerate(worker_pids):
-        pin_process(pid, cores[(index + 1) % len(cores)])
+        pin_process(pid, CORES[(index + 1) % len(CORES)])
 
 
 def pin_process(pid: int, core: int) -> None:

@@ -56,6 +56,16 @@ def test_markdown_names_commit_and_machine() -> None:
     assert "| one | two |\n|---|---|\n| 1 | 2 |\n" in text
 
 
+def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[tuple[int, int]] = []
+    monkeypatch.setattr(harness, "CORES", (3, 5))
+    monkeypatch.setattr(harness, "pin_process", lambda pid, core: placed.append((pid, core)))
+    # What a pinned process sees: without care its worker would land on the client's core.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    harness.pin([77])
+    assert placed == [(os.getpid(), 3), (77, 5)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
