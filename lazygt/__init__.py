@@ -1,7 +1,7 @@
 """lazygt: deferred execution for PyTorch.
 
-    with lazygt.session() as s:
-        ...ordinary torch code...
+with lazygt.session() as s:
+    ...ordinary torch code...
 """
 
 from __future__ import annotations

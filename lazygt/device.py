@@ -6,12 +6,11 @@ use raises NoSession.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType, ModuleType
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.utils._device
@@ -22,29 +21,14 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt import tensor
+from lazygt import backward, factories, tensor
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
-from lazygt.config import Config
-from lazygt.errors import NoSession
-from lazygt.recorder import Recorder, closed_error
+from lazygt.opened import NAME, OpenSession, current_session, recorder
+from lazygt.opened import stack as _open
+from lazygt.recorder import closed_error
 from lazygt.tensor import LazyTensor
 
-NAME = "lazygt"
-
-
-class OpenSession(Protocol):
-    """What the device needs of a session."""
-
-    config: Config
-    recorder: Recorder
-    device_type: str
-
-    def synchronize(self) -> None:
-        """Ship what is recorded and wait for it."""
-
-
-_open: list[OpenSession] = []
 _libraries: list[torch.library.Library] = []
 #: torch keeps bare pointers to them, so they must not be collected
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
@@ -53,16 +37,11 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 # -- sessions ------------------------------------------------------------------------------
 
 
-def current_session() -> OpenSession | None:
-    """The innermost open session, or None."""
-    return _open[-1] if _open else None
-
-
 def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     _open.append(session)
     if session.config.default_device:
-        _patch_factories()
+        factories.patch()
 
 
 def close_session(session: OpenSession) -> None:
@@ -70,26 +49,13 @@ def close_session(session: OpenSession) -> None:
     if session in _open:
         _open.remove(session)
     if not any(s.config.default_device for s in _open):
-        _unpatch_factories()
-
-
-def recorder() -> Recorder:
-    """The recorder of the open session.
-
-    Raises:
-        NoSession: with what to do about it.
-    """
-    if not _open:
-        raise NoSession(
-            "device 'lazygt' needs an open session: do this inside `with lazygt.session():`"
-        )
-    return _open[-1].recorder
+        factories.unpatch()
 
 
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
     _open.clear()
-    _unpatch_factories()
+    factories.unpatch()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -109,17 +75,17 @@ def _torch_dispatch(
         raise closed_error()
     active = _open[-1].recorder
     try:
-        if active.backward_error is not None and _called_by_engine():
-            return _carrier(active, active.backward_error)
+        if active.backward_error is not None and backward.called_by_engine():
+            return backward.carrier(active, active.backward_error)
         with active.lock:
             result = active.record(func, args, kwargs)
             if active.anchor is not None or active.stretch.step.full:
                 active.overflow()
             return result
     except BaseException as error:
-        if not _called_by_engine():
+        if not backward.called_by_engine():
             raise
-        return _carrier(active, error)
+        return backward.carrier(active, error)
 
 
 def _dispatch(
@@ -183,119 +149,6 @@ def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
     return _copy_from(source, target)
-
-
-# -- backward ------------------------------------------------------------------------------------
-#
-# torch's device guard for a Python device calls Python in a noexcept destructor. When a Python
-# exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
-# unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
-# and ``_run_backward`` raises it when the engine has returned.
-
-_autograd: Any = torch.autograd
-_builtins: Any = torch.jit._builtins
-_autograd_node = torch._C._current_autograd_node
-#: torch's own way into the autograd engine
-_engine_run_backward = _autograd._engine_run_backward
-
-
-def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``.
-
-    It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
-    """
-    if not (_open and any(type(t) is LazyTensor for t in outputs)):
-        return _engine_run_backward(outputs, *args, **kwargs)
-    active = _open[-1].recorder
-    nested = _autograd_node() is not None
-    if not nested:
-        active.before_backward()
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            result = _engine_run_backward(outputs, *args, **kwargs)
-    except RuntimeError:
-        active.raise_backward_error()
-        raise
-    active.raise_backward_error()
-    if not nested and kwargs.get("accumulate_grad"):
-        active.after_backward()
-    return result
-
-
-def _called_by_engine() -> bool:
-    """Whether the autograd engine itself runs this op, with no Python of the user's between."""
-    if _autograd_node() is None:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is None or frame.f_code is _engine_run_backward.__code__
-
-
-def _carrier(active: Recorder, error: BaseException) -> Any:
-    """How an error leaves a backward op: aside.
-
-    What is returned can't be made a tensor of, so that C++ raises an error of its own, whose text
-    is this class's name, and the pass ends.
-    """
-    active.backward_error = error
-    return type(f"{type(error).__name__}: {error}", (), {})()
-
-
-def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
-    """A hook whose exceptions go aside while autograd runs; it returns ``instead()`` then."""
-
-    @functools.wraps(hook, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        active = _open[-1].recorder if _open else None
-        if active is None or _autograd_node() is None:
-            return hook(*args, **kwargs)
-        if active.backward_error is not None:
-            return instead()
-        try:
-            return hook(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - raised again by _run_backward
-            _put_aside(active, error)
-            return instead()
-
-    return call
-
-
-def _put_aside(active: Recorder, error: BaseException) -> None:
-    if active.backward_error is None:  # else this one only follows from that
-        active.backward_error = error
-
-
-def _nothing() -> None:
-    return None
-
-
-def _defer_hooks() -> None:
-    """See to every way to register a hook."""
-    mixin: Any = torch.autograd.function._HookMixin
-    register_on_node = mixin._register_hook
-    saved: Any = torch.autograd.graph.saved_tensors_hooks
-    set_up = saved.__init__
-
-    def register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
-        return register_on_node(backward_hooks, _deferring(hook, _nothing))
-
-    @functools.wraps(set_up)
-    def init(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-        set_up(self, pack_hook, _deferring(unpack_hook, lambda: recorder().blank((0,), None, None)))
-
-    mixin._register_hook = staticmethod(register_hook)
-    saved.__init__ = init
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        setattr(LazyTensor, name, _registering(getattr(torch.Tensor, name)))
-
-
-def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(register)
-    def registering(self: LazyTensor, hook: Callable[..., Any]) -> Any:
-        return register(self, _deferring(hook, _nothing))
-
-    return registering
 
 
 # -- the device module: torch.lazygt ---------------------------------------------------------
@@ -385,141 +238,6 @@ class DeviceModule(ModuleType):
             return None
 
 
-# -- factories: the default device inside a session -------------------------------------------
-
-#: (owner, name) -> torch's own function
-_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
-#: Constructors of what lazygt has none of: they go on making CPU tensors.
-_NOT_STRIDED = frozenset(
-    {
-        "empty_quantized",
-        "sparse_coo_tensor",
-        "sparse_compressed_tensor",
-        "sparse_csr_tensor",
-        "sparse_csc_tensor",
-        "sparse_bsr_tensor",
-        "sparse_bsc_tensor",
-    }
-)
-#: Made from torch's list once, before anything is patched (torch caches that list as well).
-_constructors: list[Callable[..., Any]] = []
-
-
-def _patch_factories() -> None:
-    """Have torch's factories default to ``lazygt``.
-
-    ``torch.set_default_device`` does the same with a TorchFunctionMode, through which every
-    call of every torch function goes: 1.5 to 3 us an op, measured, where recording one takes 5.
-    """
-    if _originals:
-        return
-    if not _constructors:
-        _constructors.extend(torch.utils._device._device_constructors())
-    for function in _constructors:
-        name = function.__name__.removeprefix("fft_")
-        for owner in (torch, torch.fft):
-            if getattr(owner, name, None) is function and name not in _NOT_STRIDED:
-                _patch(owner, name, _defaulting(function))
-    _patch(torch, "normal", _defaulting_normal(torch.normal))
-    for owner in (torch, torch.random):
-        _patch(owner, "get_rng_state", _get_rng_state)
-        _patch(owner, "set_rng_state", _set_rng_state)
-
-
-def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    original = _originals[owner, name] = getattr(owner, name)
-    known_as = _builtins._find_builtin(original)
-    if known_as is not None:  # else torch.jit.script would try to compile the factory's Python
-        _builtins._register_builtin(function, known_as)
-    setattr(owner, name, function)
-
-
-def _unpatch_factories() -> None:
-    for (owner, name), function in _originals.items():
-        setattr(owner, name, function)
-    _originals.clear()
-
-
-@functools.cache
-def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
-    converts = function.__name__ in ("as_tensor", "asarray")
-
-    @functools.wraps(function)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if (
-            kwargs.get("device") is None
-            and _stays_free(kwargs)
-            and not (converts and args and isinstance(args[0], torch.Tensor))
-        ):
-            kwargs["device"] = tensor.DEVICE_0
-        return function(*args, **kwargs)
-
-    return factory
-
-
-@functools.cache
-def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.normal`` is a factory only when it is given a size."""
-    factory = _defaulting(function)
-
-    @functools.wraps(function)
-    def normal(*args: Any, **kwargs: Any) -> Any:
-        sized = len(args) == 3 or "size" in kwargs
-        return (factory if sized else function)(*args, **kwargs)
-
-    return normal
-
-
-def _get_rng_state() -> torch.Tensor:
-    """``torch.get_rng_state`` inside a session: the state of the workers' generator.
-
-    A lazy tensor, so that torch.utils.checkpoint costs no sync point. It carries the state of the
-    client's own CPU generator, which DataLoaders and CPU tensors draw from.
-    """
-    own = torch.default_generator.get_state()
-    lock: Any = _open[-1].recorder.lock
-    if lock._is_owned():
-        return own
-    state = torch.lazygt.get_rng_state()  # type: ignore[attr-defined]
-    state._client_state = own
-    return state  # type: ignore[no-any-return]
-
-
-def _set_rng_state(new_state: torch.Tensor) -> None:
-    """``torch.set_rng_state`` inside a session: sets both generators."""
-    own = getattr(new_state, "_client_state", new_state)
-    if isinstance(own, LazyTensor):
-        own = own.cpu()
-    torch.default_generator.set_state(own)
-    session = _open[-1]
-    if session.recorder.lock._is_owned():  # type: ignore[attr-defined]
-        return
-    if isinstance(new_state, LazyTensor) or session.device_type == "cpu":
-        torch.lazygt.set_rng_state(new_state)  # type: ignore[attr-defined]
-
-
-def _stays_free(kwargs: dict[str, Any]) -> bool:
-    """Whether nothing else says where the tensor is to be."""
-    lock: Any = _open[-1].recorder.lock
-    if lock._is_owned():  # lazygt itself, or torch working for it
-        return False
-    if torch._C._len_torch_function_stack() and _inner_device_context():
-        return False
-    generator = kwargs.get("generator")
-    if generator is not None and generator.device.type != NAME:
-        return False
-    out = kwargs.get("out")
-    return out is None
-
-
-def _inner_device_context() -> bool:
-    """Whether the user has set a device of his own (``with torch.device("cpu")``)."""
-    return any(
-        isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
-        for i in range(torch._C._len_torch_function_stack())
-    )
-
-
 # -- torch.load(map_location="lazygt") ----------------------------------------------------------
 
 
@@ -562,8 +280,7 @@ def register() -> None:
     torch._register_device_module(NAME, module)
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    _autograd._engine_run_backward = _run_backward
-    _defer_hooks()
+    backward.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

@@ -36,9 +36,7 @@ _PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, tor
 class Recorder:
     """Records ops into the current stretch, and says when it has to be shipped."""
 
-    def __init__(
-        self, shipper: Shipper, trie: Trie, worker_device: str
-    ) -> None:
+    def __init__(self, shipper: Shipper, trie: Trie, worker_device: str) -> None:
         self.shipper = shipper
         self.trie = trie
         self.inference = Inference()
@@ -147,9 +145,7 @@ class Recorder:
             return dynamic.ask(self, stretch, f, args, kwargs or {})
         return self._results(stretch, step, f, args, kwargs or {}, found)
 
-    def _learn(
-        self, func: torch._ops.OpOverload
-    ) -> tuple[OpFacts, Callable[..., Any] | None]:
+    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Callable[..., Any] | None]:
         # why: special's handlers are written against this module
         from lazygt.special import handler_of
 
@@ -302,8 +298,7 @@ class Recorder:
     ) -> Any:
         """The op's return value out of fresh handles and the tensors it wrote."""
         made: list[Any] = [
-            self.show(first + i, meta) if meta is not None else None
-            for i, meta in enumerate(metas)
+            self.show(first + i, meta) if meta is not None else None for i, meta in enumerate(metas)
         ]
         out: list[Any] = []
         lists = sum(1 for kind in f.outputs if kind == "fl")
@@ -373,17 +368,13 @@ class Recorder:
         step = Step(stretch.step, key, node, facts=f)
         step.forward = self._link_backward(len(stretch.marks))
         step.itself = (
-            f.outputs == ("w",)
-            and f.writes == (0,)
-            and node.written == (_meta_of(args[0]),)
+            f.outputs == ("w",) and f.writes == (0,) and node.written == (_meta_of(args[0]),)
         )
         if f.views:
             step.make = None
         return self.trie.add(step)
 
-    def _note_miss(
-        self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None
-    ) -> None:
+    def _note_miss(self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None) -> None:
         self.misses += 1
         if self.first_miss is None:
             self.first_miss = stretch.step, key, f, mark or user_mark(1)

@@ -19,10 +19,29 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"graph"}),),
     (frozenset({"passes"}), frozenset({"transfer"})),
     (frozenset({"runtime"}),),
-    (frozenset(
-            {"autocast", "composites", "copies", "device", "dynamic", "generator", "hostnumbers",
-             "infer", "recorder", "special", "stretch", "tensor", "trie", "views"}
-        ),),
+    (
+        frozenset(
+            {
+                "autocast",
+                "backward",
+                "factories",
+                "opened",
+                "composites",
+                "copies",
+                "device",
+                "dynamic",
+                "generator",
+                "hostnumbers",
+                "infer",
+                "recorder",
+                "special",
+                "stretch",
+                "tensor",
+                "trie",
+                "views",
+            }
+        ),
+    ),
     (frozenset({"session", "function", "sharding"}),),
     (frozenset({"cli", "doctor", "lazygt", "__main__"}),),
 )
