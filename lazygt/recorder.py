@@ -141,6 +141,8 @@ class Recorder:
             stretch.owners.append(weakref.ref(cell))
             cell.serial, cell.index, cell.remote = serial, index, None
             return target
+        if f.one_view:
+            return views.handle(self, step, args, found)
         if step.node is not None and step.node.dynamic:
             return dynamic.ask(self, stretch, f, args, kwargs or {})
         return self._results(stretch, step, f, args, kwargs or {}, found)

@@ -14,6 +14,7 @@ from typing import Any
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Ref, map_arg
 from lazygt.graph.ops import OpFacts
+from lazygt.tensor import ViewStep
 
 
 class Step:
@@ -22,6 +23,7 @@ class Step:
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
+        link: for an op that returns one view: what its handles keep of it.
         full: the stretch is so long here that it has to be flushed.
         node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
         input: the meta of the input that enters here; None for an op.
@@ -38,6 +40,7 @@ class Step:
         "input",
         "itself",
         "key",
+        "link",
         "make",
         "nbytes",
         "node",
@@ -60,6 +63,7 @@ class Step:
         self.nbytes: int = 0 if parent is None else parent.nbytes
         self.full = False
         self.itself = False
+        self.link: ViewStep | None = None
         self.make: TensorMeta | None = None
         self.forward = -1
         if node is not None:

@@ -12,6 +12,7 @@ from lazygt.tensor import Cell, LazyTensor, View, ViewStep, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
+    from lazygt.trie import Step
 
 
 def replay(recorder: Recorder, view: View, cell: Cell) -> None:
@@ -55,6 +56,27 @@ def write(recorder: Recorder, t: LazyTensor, index: int) -> None:
     node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (cell.meta,))
     recorder.own(cell, recorder.internal(key, node))
     view.serial, view.base, view.index = recorder.serial, cell.index, index
+
+
+def handle(
+    recorder: Recorder, step: Step, args: tuple[Any, ...], key: tuple[Any, ...]
+) -> LazyTensor:
+    """The handle that an op with one view as its result returns."""
+    link, node, facts = step.link, step.node, step.facts
+    assert node is not None
+    assert facts is not None
+    if link is None:
+        link = step.link = ViewStep(facts, key, viewed_argument(facts), node.args, node.kwargs, 0)
+    stretch = recorder.stretch
+    index = stretch.count
+    stretch.count = index + 1
+    stretch.owners.append(None)
+    source: LazyTensor = args[link.position]
+    cell, shown = source._cell, source._view
+    steps = (link,) if shown is None else (*shown.steps, link)
+    meta = node.fresh[0]
+    assert meta is not None
+    return wrapper(meta, cell, View(steps, recorder.serial, cell.index, index))
 
 
 def handles(

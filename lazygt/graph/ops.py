@@ -85,6 +85,7 @@ class OpFacts:
         "hoist_named",
         "inplace_view",
         "name",
+        "one_view",
         "outputs",
         "pointwise",
         "random",
@@ -110,6 +111,7 @@ class OpFacts:
         #: one letter a return: f(resh), w(ritten argument), v(iew); p(ython value); l = list
         self.outputs = tuple(_return_kind(r) for r in schema.returns)
         self.views = any("v" in kind for kind in self.outputs)
+        self.one_view = self.outputs == ("v",)
         self.inplace_view = torch.Tag.inplace_view in func.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
         self.dynamic = self.name not in MASKABLE and (

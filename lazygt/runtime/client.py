@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lazygt.errors import ExecutionError, ProtocolError
+from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.runtime import wire
 from lazygt.runtime.link import Link
@@ -92,6 +92,7 @@ class Client:
         self.link, self.log = link, log
         self.counts = Counts()
         self._line = WaitLine()
+        self._death: WorkerDied | None = None
         self._max_ahead, self._shm_threshold = max_ahead, shm_threshold
         self._seq = 0
         self._next_id = 1
@@ -219,17 +220,31 @@ class Client:
         return flight.done, flight.buffers
 
     def synchronize(self) -> None:
-        """Wait until every rank has answered every run."""
+        """Wait until every rank has answered every run.
+
+        Raises:
+            WorkerDied: a worker is gone, whether or not this was raised before.
+            WorkerFrozen: a worker does not answer.
+        """
+        if self._death is not None:
+            raise self._death
         while self._flights:
             self._take_next()
 
     def pump(self) -> None:
         """Take the answers that are there already."""
         while True:
-            message = self.link.receive(0)
+            message = self._receive(0)
             if message is None:
                 return
             self._take(message)
+
+    def _receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+        try:
+            return self.link.receive(timeout)
+        except WorkerDied as error:
+            self._death = error
+            raise
 
     def forget(self, entries: Sequence[PlanEntry]) -> None:
         """Plans that will never be used again: workers drop them with the next plan."""
@@ -268,7 +283,11 @@ class Client:
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
         size = sum(len(frame) for frame in frames)
-        self.link.send(rank, frames)
+        try:
+            self.link.send(rank, frames)
+        except WorkerDied as error:
+            self._death = error
+            raise
         self.counts.messages_sent += 1
         self.counts.bytes_sent += size
         self.log.write("send", kind, rank, self._seq, size, why)
@@ -279,7 +298,7 @@ class Client:
         """Wait for one answer and take it."""
         try:
             while True:
-                message = self.link.receive(self._line.patience)
+                message = self._receive(self._line.patience)
                 if message is not None:
                     self._take(message)
                     return

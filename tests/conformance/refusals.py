@@ -12,7 +12,7 @@ FORWARD = {
     "new_empty": UNWRITTEN,
     "new_empty_strided": UNWRITTEN,
     "resize_": "refused with a reason: it would expose memory that no op has written",
-    "as_strided.partial_views": "it looks at the memory around its input, which does not move along",
+    "as_strided.partial_views": "it looks at memory around its input, which does not move along",
     "sparse.sampled_addmm": SPARSE,
     "sparse.mm.reduce": SPARSE,
     "to_sparse": SPARSE,

@@ -133,6 +133,10 @@ def _environment(threads: int) -> dict[str, str]:
         # Threads that spin at a barrier collapse as soon as another process wants the core.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
+        # Results of each step take the memory of the last step's; given back to the kernel in
+        # between, as malloc does from 128 KiB on, every page would have to be faulted in again.
+        "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
     if str(_PACKAGE_ROOT) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         # Run from a checkout: the worker must find the same lazygt as the client.
