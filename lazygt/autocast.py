@@ -36,7 +36,6 @@ _WIDEST = ("stack", "cat", "index_copy")
 
 _KEY: Any = torch._C.DispatchKey
 _KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
-Cast = Callable[[Any], torch.dtype | None]
 
 
 def register_autocast() -> torch.library.Library:

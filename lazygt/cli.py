@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lazygt import doctor as checks
-from lazygt.device import current_session
+from lazygt.opened import current_session
 from lazygt.session import Session
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

@@ -182,9 +182,6 @@ def _gru_step(
     return (h - new).mul_(update).add_(new)
 
 
-Layer = Callable[[torch.Tensor, Any, list[Any]], tuple[torch.Tensor, Any]]
-
-
 def _lstm(
     x: torch.Tensor,
     hx: list[torch.Tensor],

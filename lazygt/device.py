@@ -24,7 +24,7 @@ from torch.utils.backend_registration import (
 from lazygt import backward, factories, tensor
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
-from lazygt.opened import NAME, OpenSession, current_session, recorder
+from lazygt.opened import NAME, OpenSession, recorder
 from lazygt.opened import stack as _open
 from lazygt.recorder import closed_error
 from lazygt.tensor import LazyTensor
@@ -305,6 +305,3 @@ def register() -> None:
     torch.serialization.register_package(9, _no_tag, _deserialize)
     # set here, not defined there: it saves a Python call an op
     LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
-
-
-__all__ = ["LazyTensor", "close_session", "current_session", "open_session", "register"]

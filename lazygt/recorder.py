@@ -47,7 +47,6 @@ class Recorder:
         self.closed = False
         #: ops of the stretches before this one
         self.shipped_ops = 0
-        self.misses = 0
         #: (step, key, facts) of the first miss of the stretch, for stats and ``why``
         self.first_miss: tuple[Step, Any, OpFacts | None, Mark | None] | None = None
         self._known: dict[int, tuple[OpFacts, Callable[..., Any] | None]] = {}
@@ -377,7 +376,6 @@ class Recorder:
         return self.trie.add(step)
 
     def _note_miss(self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None) -> None:
-        self.misses += 1
         if self.first_miss is None:
             self.first_miss = stretch.step, key, f, mark or user_mark(1)
 
@@ -586,6 +584,3 @@ def _other_session() -> NoSession:
         "this lazygt tensor belongs to another session than the one that is open; move it with "
         ".cpu() there and .to('lazygt') here"
     )
-
-
-__all__ = ["Recorder", "Shipper", "Stretch", "closed_error"]

@@ -13,7 +13,7 @@ import torch
 
 from lazygt import device
 from lazygt.config import Config
-from lazygt.errors import LazyGTError, NoSession
+from lazygt.errors import NoSession
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand
@@ -60,7 +60,7 @@ class Session:
         self._owner = os.getpid()
         self._flushes: Counter[str] = Counter()
         self._misses: deque[dict[str, Any]] = deque(maxlen=_KEPT_MISSES)
-        self._built = self._hits = self._missed = 0
+        self._built = self._hits = 0
         self._closing = threading.Lock()
         self.last_plan: Plan | None = None
 
@@ -196,7 +196,6 @@ class Session:
         lines = _lines(steps, stretch.marks, self.recorder.backward_mark)
         kinds = tuple(type(value).__name__ for value in stretch.params)
         graph = build_graph(steps, outputs, lines, kinds)
-        self._missed += 1
         self._misses.append(self._why_missed(outputs, reason))
         entry = self._client.entry_for(Plan.build(graph))
         if not entry.sent:
@@ -379,10 +378,7 @@ def current() -> Session:
     Raises:
         NoSession: when there is none.
     """
-    session = device.current_session()
+    session = current_session()
     if not isinstance(session, Session):
         raise NoSession("no lazygt session is open; use `with lazygt.session():`")
     return session
-
-
-__all__ = ["LazyGTError", "Session", "current"]

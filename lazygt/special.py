@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts
-from lazygt.tensor import Cell, LazyTensor, View, rebind, wrapper
+from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -190,7 +190,7 @@ def recorder_storage_cell(recorder: Recorder, storage: Any, flat: torch.Tensor) 
     return cell
 
 
-def _manual_view(
+def _same_shape_view(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``x.view(same shape)`` is an alias, and needs no step."""
@@ -198,16 +198,6 @@ def _manual_view(
     if tuple(t.shape) == tuple(args[1]):
         return recorder.alias(t)
     return NotImplemented
-
-
-def _not_numpy(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    raise RuntimeError(f"{func} needs the memory of a lazygt tensor; fetch it with .cpu() first")
-
-
-def view_over(cell: Cell, shape: tuple[int, ...]) -> LazyTensor:
-    """A handle with the whole of a cell."""
-    meta = intern(shape, cell.meta.stride, cell.meta.dtype)
-    return wrapper(meta, cell, None)
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -218,13 +208,10 @@ _HANDLERS: dict[Any, Handler] = {
     aten.detach_.default: _same,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
-    aten.view.default: _manual_view,
+    aten.view.default: _same_shape_view,
     aten.as_strided.default: _as_strided,
     aten.resize_.default: _resize,
-    aten.resize_as_.default: NotImplemented,
     aten.set_.source_Tensor: _set_source,
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
 }
-del _HANDLERS[aten.resize_as_.default]
-__all__ = ["View", "handler_of", "is_whole"]

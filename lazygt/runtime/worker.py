@@ -68,7 +68,6 @@ class Worker:
         config = Config.load(max_plans=max_plans, shm_threshold=shm_threshold)
         self._max_plans, self._shm_threshold = config.max_plans, config.shm_threshold
         self._waiting: list[list[Buffer]] = []
-        self._free_frames: list[int] = []
         self._next_dynamic = DYNAMIC_IDS
         self._generator_state = torch.default_generator.get_state() if inline else None
 
