@@ -17,12 +17,14 @@ from lazygt.errors import NoSession
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand
-from lazygt.recorder import Recorder, Stretch
+from lazygt.opened import current_session
+from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
 from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.worker import Worker
+from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
 from lazygt.trie import Step, Trie, build_graph
 
