@@ -206,13 +206,21 @@ class DeviceModule(ModuleType):
         self.manual_seed(seed)
 
     def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
-        """The generator's state as a lazy tensor of bytes (no sync point)."""
+        """The generator's state as a lazy tensor of bytes (no sync point).
+
+        Without a session there is none: an empty state, for code that keeps and restores the
+        state of every device around something on the CPU.
+        """
+        if not _open:
+            return torch.empty(0, dtype=torch.uint8)
         active = recorder()
         with active.lock:
             return active.generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
         """Set the generator's state (a recorded op)."""
+        if not _open and not state.numel():
+            return
         active = recorder()
         with active.lock:
             active.generator.set_state(state)
