@@ -20,6 +20,7 @@ from lazygt.graph.source import Mark, expand
 from lazygt.opened import current_session
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
+from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
@@ -111,7 +112,7 @@ class Session:
             WorkerDied, WorkerFrozen: a worker is gone or does not answer.
         """
         self._check_open()
-        with self.recorder.lock:
+        with self.recorder.lock, HOLD:
             self.recorder.flush("synchronize()")
             self._client.synchronize()
             self._client.raise_failure()
@@ -137,6 +138,10 @@ class Session:
         Returns:
             The fetched CPU tensor, the Reply to a data-dependent op, or None.
         """
+        with HOLD:
+            return self._ship(stretch, reason, fetch, ask)
+
+    def _ship(self, stretch: Stretch, reason: str, fetch: Cell | None, ask: bool) -> Any:
         recorder = self.recorder
         cells, outputs = stretch.alive()
         if not stretch.marks and fetch is None and self._client.idle:

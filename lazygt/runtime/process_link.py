@@ -25,6 +25,7 @@ from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime import channel, supervise
 from lazygt.runtime.channel import Address, Client, Frame, Keys, SessionDirectory, new_token
 from lazygt.runtime.group import backend_for
+from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.launchers.base import WORKER_FACTORY, Boot, GroupSpec, Launcher, Process
 from lazygt.runtime.launchers.local import LocalLauncher, share_of_cores, visible_gpu
 from lazygt.runtime.shm import Arena, create_memory
@@ -317,7 +318,7 @@ class _Crew:
 
     def poll(self, seconds: float) -> tuple[bool, list[int]]:
         """Wait for anything at all; whether there was, and the ranks whose process has ended."""
-        ready = [fd for fd, _ in self._poller.poll(math.ceil(seconds * 1000))]
+        ready = [fd for fd, _ in HOLD.wait(self._poller, math.ceil(seconds * 1000))]
         if self._wake in ready:
             os.eventfd_read(self._wake)
         return bool(ready), [self._pidfds[fd] for fd in ready if fd in self._pidfds]
