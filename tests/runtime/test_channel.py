@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import errno
 import fcntl
 import os
 import socket
@@ -189,7 +188,94 @@ def refusal(dealer):
 def is_dropped(stranger):
     """Hang up our half and wait until the server has hung up, too; else a timeout is raised."""
     try:
-        finish(stranger)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(4096):
+            continue
+    except OSError as error:
+        # It closed with our bytes unread (a reset), or so long ago that we are not connected.
+        return error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
+    return True
+
+
+def test_the_owner_is_welcomed_and_served(bench):
+    echo(owner_of(bench), b"hello")
+
+
+def test_what_is_sent_before_the_server_exists_waits_for_it():
+    with ExitStack() as stack:
+        directory = SessionDirectory()
+        stack.callback(directory.close)
+        address = listen_local(directory.path / "s")
+        context = zmq.Context()
+        stack.callback(context.destroy, 0)
+        early = Client(context, address.endpoint, TOKEN)
+        early.send(DATA, [b"early"])
+        bench = Bench(stack, address, None, 1 << 20)
+        assert next_message(early) == (WELCOME, [])
+        assert next_message(early) == (DATA, [b"early"])
+        assert bench.handled == [b"early"]
+
+
+GARBAGE = {
+    "nothing": (b"", "cut short"),
+    "noise": (b"\xff" * 100, "cut short"),
+    "long": (b"\x00" * 500_000, "contradicts"),
+    "lengths that lie": (struct.pack("<cHI", b"D", 1, 1 << 31), "contradicts"),
+    "too many frames": (struct.pack("<cH", b"D", 65535), "cut short"),
+    "no hello": (pack(DATA, [b"run this"]), "must be a hello"),
+    "a hello too short": (pack(HELLO, [VERSION]), "must be a hello"),
+    "a wrong version": (pack(HELLO, [b"lazygt\x63\x00", TOKEN]), "protocol version 1"),
+    "a wrong token": (pack(HELLO, [VERSION, b"u" * 32]), "token"),
+    "an empty token": (pack(HELLO, [VERSION, b""]), "token"),
+    "a second owner": (pack(HELLO, [VERSION, TOKEN]), "already has an owner"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_stranger_gets_one_error_and_is_ignored(bench, name):
+    message, reason = GARBAGE[name]
+    owner, stranger = owner_of(bench), bench.dealer()
+    stranger.send(message)
+    assert reason in refusal(stranger)
+    stranger.send(pack(HELLO, [VERSION, TOKEN]))
+    stranger.send(pack(DATA, [b"stranger"]))
+    echo(owner, b"still here")
+    assert not stranger.poll(0)
+    assert b"stranger" not in bench.handled
+
+
+def test_a_message_of_several_zmq_frames_is_refused(bench):
+    owner, stranger = owner_of(bench), bench.dealer()
+    stranger.send_multipart([pack(HELLO, [VERSION, TOKEN]), b"and more"])
+    assert "one frame, not 2" in refusal(stranger)
+    echo(owner, b"still here")
+
+
+RAW = {
+    "noise": os.urandom(4096),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a greeting cut short": b"\xff" + bytes(8) + b"\x7f\x03",
+    "an unknown mechanism": b"\xff"
+    + bytes(8)
+    + b"\x7f\x03\x00"
+    + b"EVIL".ljust(20, b"\0")
+    + bytes(32),
+    "a huge length": b"\xff"
+    + bytes(8)
+    + b"\x7f\x03\x00"
+    + b"NULL".ljust(20, b"\0")
+    + bytes(32)
+    + b"\x02"
+    + struct.pack(">Q", 1 << 62),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_peer_that_does_not_speak_zmq_harms_nobody(bench, name):
+    owner, stranger = owner_of(bench), bench.raw()
+    stranger.sendall(RAW[name])
+    echo(owner, b"still here")
+    assert is_dropped(stranger)
     echo(owner, b"and still")
 
 
