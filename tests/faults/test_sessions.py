@@ -120,7 +120,8 @@ def test_workers_never_outlive_their_client(end: str) -> None:
     client.wait(30)
     client.stdout.close()
     _, alive = psutil.wait_procs(workers, timeout=ORPHAN_SECONDS)
-    assert not alive
+    # one that init has not reaped yet has ended all the same
+    assert not [w for w in alive if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
