@@ -1,19 +1,22 @@
 """What an op's results will look like, found by running it on meta tensors, once a signature.
 
 A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
-own errors for arguments that do not fit.
+own errors for arguments that do not fit. A few of them ask which device they stand for; those
+run on fake tensors, which are meta tensors that claim to be on the workers' device.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
-from lazygt.graph.ops import OpFacts
+from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
 
 Metas = tuple[TensorMeta | None, ...]
 Results = tuple[Metas, tuple[TensorMeta, ...]]
@@ -24,7 +27,8 @@ _LIMIT = 50_000
 class Inference:
     """A bounded memory of inferred results."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._seen: OrderedDict[Any, Results | None] = OrderedDict()
         self.runs = 0
 
@@ -65,25 +69,27 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
+        by_device = f.name in BY_DEVICE
+        device = torch.device(self._device_type if by_device else "meta")
         made: list[torch.Tensor] = []
 
         def leaf(arg: Arg) -> Any:
             if type(arg) is Ref:
-                made.append(metas[arg.index].empty("meta"))
+                made.append(metas[arg.index].empty(device))
                 return made[-1]
             if type(arg) is Param:
                 return params[arg.index]
             if type(arg) is tuple:
                 return [leaf(item) for item in arg]
-            return torch.device("meta") if arg is DEVICE else arg
+            return device if arg is DEVICE else arg
 
-        margs = [leaf(arg) for arg in args]
-        mkwargs = {name: leaf(arg) for name, arg in kwargs}
-        try:
-            with torch.no_grad():
+        with undispatched(), torch.no_grad(), FakeTensorMode() if by_device else nullcontext():
+            margs = [leaf(arg) for arg in args]
+            mkwargs = {name: leaf(arg) for name, arg in kwargs}
+            try:
                 returned = f.func(*margs, **mkwargs)
-        except NotImplementedError:
-            return None
+            except NotImplementedError:
+                return None
         if f.name in _ONE_DTYPE:
             _check_one_dtype(f, made)
         written = [margs[i] for i in f.writes if i < len(margs)]
@@ -94,6 +100,8 @@ class Inference:
         for kind, item in zip(f.outputs, items, strict=True):
             if kind[0] in "fv":
                 fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
+        if f.name in _NORMS and self._device_type == "cpu":
+            _mixed_statistics(made, fresh)
         return tuple(_rooted(f, fresh)), written_metas
 
 
@@ -109,6 +117,23 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
     if len(dtypes) > 1:
         names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
+
+
+#: Their results 1 and 2 are the mean and the inverse deviation.
+_NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)
+
+
+def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None]) -> None:
+    """On a CPU, half-precision input under float32 weights has float32 statistics.
+
+    torch's own fake kernels say they have the input's dtype, whatever the weights'.
+    """
+    if len({t.dtype for t in tensors}) == 1:
+        return
+    for i in (1, 2):
+        m = fresh[i]
+        if m is not None:
+            fresh[i] = TensorMeta(m.shape, m.stride, torch.float32)
 
 
 def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:

@@ -39,7 +39,7 @@ class Recorder:
     def __init__(self, shipper: Shipper, trie: Trie, worker_device: str) -> None:
         self.shipper = shipper
         self.trie = trie
-        self.inference = Inference()
+        self.inference = Inference(worker_device)
         self.generator = SessionGenerator(self, worker_device)
         self.lock = threading.RLock()
         self.serial = next(_SERIALS)

@@ -11,7 +11,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg
-from lazygt.graph.ops import OpFacts
+from lazygt.graph.ops import OpFacts, undispatched
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -191,9 +191,6 @@ class LazyTensor(torch.Tensor):
 
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-#: The dispatcher's state outside any op.
-_INCLUDED = torch._C._dispatch_tls_local_include_set()
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 #: The device by the name it has before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
@@ -218,6 +215,6 @@ def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
 def rebind(t: LazyTensor, meta: TensorMeta, cell: Cell, view: View | None) -> None:
     """Make the handle ``t`` show another shape, cell or view (``t_``, ``set_``, ``out=``)."""
     # set_data is implemented at the autograd keys, which are off while an op is dispatched
-    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED):
+    with undispatched():
         _set_data(t, wrapper(meta, cell, view))
     t._cell, t._view = cell, view

@@ -13,6 +13,20 @@ import torch
 
 Overload = torch._ops.OpOverload
 
+#: The dispatcher's state outside any op.
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
+def undispatched() -> Any:
+    """A guard under which ops run as they do outside any other op.
+
+    While torch dispatches an op to Python, everything above Python is off: autograd, and also
+    what resolves conjugate and negative bits.
+    """
+    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+
+
 #: Written although the schema does not say so: positions of the tensors, and of the flag that
 #: turns the writing on.
 UNDECLARED_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -47,12 +61,27 @@ DISJOINT = frozenset(
     }
 )
 
+#: Dtypes, shapes or strides of their results depend on the kind of device: on what the workers
+#: have, so meta tensors can't tell.
+BY_DEVICE = frozenset(
+    {
+        "aten._batch_norm_with_update.default",
+        "aten._fft_c2c.default",
+        "aten._fft_c2r.default",
+        "aten._fft_r2c.default",
+        "aten._linalg_svd.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten.linalg_eig.default",
+        "aten.native_batch_norm.default",
+        "aten.native_layer_norm.default",
+    }
+)
+
 #: Results whose size only the kernel knows, or that torch's meta kernels get wrong: workspaces
 #: that only the op's own backward looks into.
 OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
-    "aten.native_batch_norm.default": (1, 2),
-    "aten._native_batch_norm_legit.default": (1, 2),
-    "aten._native_batch_norm_legit.no_stats": (1, 2),
     "aten._embedding_bag.default": (1, 2, 3),
     "aten._embedding_bag_forward_only.default": (1, 2, 3),
     "aten.mkldnn_rnn_layer.default": (3,),

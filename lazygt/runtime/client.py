@@ -408,7 +408,7 @@ class Client:
             assert arena is not None
             flat = tensor_over(arena, item.offset, nbytes, self._read.append)
         elif nbytes:
-            flat = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8)
+            flat = wire.received(buffers[0])
         else:
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         typed = flat.view(meta.dtype)

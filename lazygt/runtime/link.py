@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.ops import undispatched
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ class InlineLink:
         return None
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
-        """Run the message here and now."""
-        self._replies.extend(self._worker.handle(list(frames)))
+        """Run the message here and now, whatever op of the client's is being dispatched."""
+        with undispatched():
+            self._replies.extend(self._worker.handle(list(frames)))
 
     def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
         """The next reply; None when there is none."""

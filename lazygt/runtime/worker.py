@@ -160,7 +160,7 @@ class Worker:
             data = next(buffers, None)
             if data is None or len(data) != nbytes:
                 raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
-            flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+            flat = wire.received(data)
         value = _shaped(flat, meta)
         if self.device.type != "cpu" and put.offset is not None:
             # .to() has read the arena when it returns, so its room is free again at once
