@@ -1,13 +1,16 @@
 """The models that the benchmarks train, and one training step for each."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Step = Callable[[], Tensor]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -54,37 +57,102 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
 
 
-def mlp_step(device: str, optimizer: str = "sgd", batch: int = 64) -> Step:
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``wrap`` is for everybody but torch.compile."""
+    return function
+
+
+def mlp(width: int = 512) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    parameters = model.parameters()
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=3e-4)
+
+
+def mlp_step(
+    device: str, optimizer: str = "sgd", batch: int = 64, width: int = 512, wrap: Wrap = as_it_is
+) -> Step:
     """784-512-512-10, cross-entropy; the data stays on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = nn.Sequential(
-            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-        )
+        model = mlp(width)
         images, labels = torch.randn(batch, 784), torch.randint(10, (batch,))
-    make = {
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
-        "adam": lambda: torch.optim.Adam(model.parameters(), lr=1e-3),
-    }[optimizer]()
-    return lambda: update(make, F.cross_entropy(model(images), labels))
+    made = optimizer_of(model, optimizer)
+    forward, advance = wrap(lambda x, y: F.cross_entropy(model(x), y)), wrap(made.step)
+    return lambda: update(made, forward(images, labels), advance)
 
 
-def gpt_step(device: str, size: GPTSize) -> Step:
+def varying_step(device: str, wrap: Wrap = as_it_is) -> Step:
+    """The MLP with SGD on another number of images, from 8 to 64, at every step."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = GPT(size)
-        tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        model = mlp()
+        images, labels = torch.randn(64, 784), torch.randint(10, (64,))
+    made, sizes = optimizer_of(model, "sgd"), random.Random(0)
+    forward, advance = wrap(lambda x, y: F.cross_entropy(model(x), y)), wrap(made.step)
 
     def step() -> Tensor:
-        logits = model(tokens[:, :-1])
-        return update(optimizer, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+        size = sizes.randint(8, 64)
+        return update(made, forward(images[:size], labels[:size]), advance)
 
     return step
 
 
-def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+def gpt_step(device: str, size: GPTSize, wrap: Wrap = as_it_is) -> Step:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(size)
+        tokens = torch.randint(size.vocabulary, (size.batch, size.length + 1))
+    made = optimizer_of(model, "adamw")
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    forward, advance = wrap(loss_of), wrap(made.step)
+    return lambda: update(made, forward(tokens), advance)
+
+
+def chain_step(device: str, ops: int = 1_000, wrap: Wrap = as_it_is) -> Step:
+    """A chain of multiplications and additions on four floats."""
+    a, b = torch.full((4,), 0.999, device=device), torch.full((4,), 0.001, device=device)
+    x = torch.ones(4, device=device)
+
+    def chain(result: Tensor) -> Tensor:
+        for _ in range(ops // 2):
+            result = result * a + b
+        return result
+
+    wrapped = wrap(chain)
+    return lambda: wrapped(x)
+
+
+def pointwise_step(device: str, elements: int = 8 << 20, wrap: Wrap = as_it_is) -> Step:
+    """Twelve pointwise ops on one large tensor."""
+    x = torch.linspace(-2, 2, elements, device=device)
+
+    def pointwise(x: Tensor) -> Tensor:
+        x = torch.tanh(x * 1.5 + 0.25)
+        x = torch.sigmoid(x * x + 0.5)
+        x = torch.relu(x * 2.0 + -0.75)
+        return torch.exp(x * 0.5 + 0.125)
+
+    wrapped = wrap(pointwise)
+    return lambda: wrapped(x)
+
+
+def update(
+    optimizer: torch.optim.Optimizer, loss: Tensor, advance: Callable[[], object] | None = None
+) -> Tensor:
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
+    (advance or optimizer.step)()
     return loss.detach()

@@ -43,6 +43,8 @@ class Config:
     shm_threshold: int = _setting(256 << 10, "bytes from which tensors use shared memory", int)
     frozen_after: float = _setting(30.0, "seconds without a sign of life: WorkerFrozen", float)
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
+    keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
+    check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
     @staticmethod

@@ -18,6 +18,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand
 from lazygt.opened import current_session
+from lazygt.passes import PIPELINE, run_passes
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
 from lazygt.runtime.interrupts import HOLD
@@ -34,6 +35,9 @@ _BUILTIN_ERRORS = {
     error.__name__: error
     for error in (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 }
+
+
+Stages = tuple[tuple[str, Graph], ...]
 
 
 class Reply(NamedTuple):
@@ -64,6 +68,8 @@ class Session:
         self._flushes: Counter[str] = Counter()
         self._misses: deque[dict[str, Any]] = deque(maxlen=_KEPT_MISSES)
         self._built = self._hits = 0
+        self._origins: tuple[int, ...] = ()
+        self._stages: dict[bytes, Stages] = {}
         self._closing = threading.Lock()
         self.last_plan: Plan | None = None
 
@@ -159,7 +165,7 @@ class Session:
             if entered is not None and entered.serial == stretch.serial and entered.index < 0:
                 entered.serial = 0
         del held
-        describe = _Description(step, marks, recorder.backward_mark)
+        describe = _Description(step, marks, recorder.backward_mark, self._origins)
         seq, values = self._client.run(entry, inputs, params, wanted, describe, reason)
         if entry is not None:
             self._rebind(entry, step, outputs, cells, values)
@@ -189,25 +195,34 @@ class Session:
         entry: PlanEntry
         if found is not None:
             self._hits += 1
-            entry, numbers = found
+            entry, numbers, self._origins = found
         else:
-            entry, numbers = self._build(stretch, outputs, reason), outputs
-            dropped = self._trie.keep(step, outputs, (entry, outputs))
-            self._client.forget([old for old, _ in dropped])
+            entry, self._origins = self._build(stretch, outputs, reason)
+            numbers = outputs
+            dropped = self._trie.keep(step, outputs, (entry, outputs, self._origins))
+            self._client.forget([old for old, _, _ in dropped])
         self._positions = {index: k for k, index in enumerate(numbers)}
         self.last_plan = entry.plan
         return entry
 
-    def _build(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> PlanEntry:
+    def _build(
+        self, stretch: Stretch, outputs: tuple[int, ...], reason: str
+    ) -> tuple[PlanEntry, tuple[int, ...]]:
+        """The plan of a stretch, and the recorded op behind each of its steps."""
         steps = stretch.step.path()
         lines = _lines(steps, stretch.marks, self.recorder.backward_mark)
         kinds = tuple(type(value).__name__ for value in stretch.params)
-        graph = build_graph(steps, outputs, lines, kinds)
+        recorded = build_graph(steps, outputs, lines, kinds)
+        stages = [("recorded", recorded)]
+        graph = run_passes(recorded, PIPELINE, self.config.check_passes, stages)
         self._misses.append(self._why_missed(outputs, reason))
-        entry = self._client.entry_for(Plan.build(graph))
+        plan = Plan.build(graph)
+        entry = self._client.entry_for(plan)
+        if self.config.keep_stages:
+            self._stages[plan.digest] = tuple(stages)
         if not entry.sent:
             self._built += 1
-        return entry
+        return entry, plan.steps.graph.origins
 
     def _why_missed(self, outputs: tuple[int, ...], reason: str) -> dict[str, Any]:
         first = self.recorder.first_miss
@@ -253,7 +268,7 @@ class Session:
         if done.returned and done.returned[0] == "failed":
             _, kind, detail, number = done.returned
             self._client.drop_failure(seq, number)
-            if number != len(describe.marks) - 1:
+            if not describe.is_last(number):
                 self._client.raise_known(seq, number)
             raise _BUILTIN_ERRORS.get(kind, RuntimeError)(detail)
         self._client.raise_failure()
@@ -282,7 +297,17 @@ class Session:
 
     def plans(self) -> list[Plan]:
         """The plans that are kept, oldest first."""
-        return [entry.plan for entry, _ in self._trie.kept()]
+        return [entry.plan for entry, _, _ in self._trie.kept()]
+
+    def stages(self, plan: Plan) -> Stages:
+        """A plan's graph as recorded and after each pass: (name, graph) in order.
+
+        Raises:
+            ValueError: when the session was not opened with ``keep_stages=True``.
+        """
+        if not self.config.keep_stages:
+            raise ValueError("stages() needs lazygt.session(keep_stages=True)")
+        return self._stages[plan.digest]
 
     def stats(self) -> Mapping[str, Any]:
         """Counts since the session opened; reading them costs no sync point."""
@@ -318,12 +343,21 @@ class Session:
 
 
 class _Description:
-    """Says which op a node of a run is, and who wrote it; expanded only for an error."""
+    """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
-    def __init__(self, step: Step, marks: list[Mark | None], backward: Mark | None) -> None:
+    def __init__(
+        self, step: Step, marks: list[Mark | None], backward: Mark | None, origins: tuple[int, ...]
+    ) -> None:
         self.step, self.marks, self.backward = step, marks, backward
+        #: step of the plan -> recorded op; empty: the same numbers
+        self.origins = origins
+
+    def is_last(self, number: int) -> bool:
+        """Whether a step of the plan is the op that was recorded last."""
+        return (self.origins[number] if self.origins else number) == len(self.marks) - 1
 
     def __call__(self, number: int) -> tuple[str, tuple[str, ...], str]:
+        number = self.origins[number] if self.origins else number
         steps = self.step.path()
         lines = _lines(steps, self.marks, self.backward)
         graph: Graph = build_graph(steps, (), lines, ())

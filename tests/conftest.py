@@ -7,6 +7,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
+# Every graph that any test records is verified after every pass.
+os.environ["LAZYGT_CHECK_PASSES"] = "1"
 
 from collections.abc import Iterator
 

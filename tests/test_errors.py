@@ -237,9 +237,18 @@ def test_an_exception_in_the_block_closes_the_session() -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["inline", "worker"])
 def test_an_unread_failure_is_raised_at_the_end(settings: dict[str, Any]) -> None:
-    def leave_it_unread() -> None:
+    def leave_it_unread() -> torch.Tensor:
         with lazygt.session(**settings):
-            torch.arange(5.0)[torch.tensor([9, 9])]
+            return torch.arange(5.0)[torch.tensor([9, 9])]
 
     with pytest.raises(lazygt.ExecutionError):
         leave_it_unread()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["inline", "worker"])
+def test_what_nobody_can_read_is_not_computed_and_cannot_fail(settings: dict[str, Any]) -> None:
+    with lazygt.session(**settings) as s:
+        torch.arange(5.0)[torch.tensor([9, 9])]
+        s.flush()
+        assert s.last_plan is not None
+        assert not s.last_plan.graph.nodes

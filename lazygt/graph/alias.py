@@ -76,6 +76,27 @@ def op_facts(node: Node) -> OpFacts | None:
     return None if node.op.startswith("lazygt.") else facts(overload(node.op))
 
 
+#: lazygt's own ops that read or set the generator.
+_STATEFUL = frozenset({"lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"})
+
+
+def has_effect(node: Node) -> bool:
+    """Whether a node does more than compute its results, so that its place in the order counts.
+
+    That is so for ops that draw random numbers, for ops that return nothing (assertions), and
+    for a data-dependent op, whose answer the client waits for.
+    """
+    if node.body is not None:
+        return False
+    return node.dynamic or not node.results or draws(node)
+
+
+def draws(node: Node) -> bool:
+    """Whether a node reads or sets the generator."""
+    f = op_facts(node)
+    return node.op in _STATEFUL if f is None else f.random
+
+
 class _Analysis:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -196,7 +217,7 @@ class _Analysis:
         copied, seen = [], set()
         for position, value in enumerate(self.graph.outputs):
             home = self.memory[value]
-            borrowed = home < len(self.graph.inputs) and home not in self.owned and home != value
+            borrowed = home < len(self.graph.inputs) and home not in self.owned
             if borrowed or home in seen:
                 copied.append(position)
             seen.add(home)

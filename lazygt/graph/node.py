@@ -22,6 +22,16 @@ class Ref:
     index: int
 
 
+_REFS: list[Ref] = []
+
+
+def ref(index: int) -> Ref:
+    """``Ref(index)``, made once: passes renumber every argument of every node."""
+    while index >= len(_REFS):
+        _REFS.append(Ref(len(_REFS)))
+    return _REFS[index]
+
+
 @dataclass(frozen=True, slots=True)
 class Param:
     """A Python number that is known only at run time, by its position in the run message."""
@@ -43,6 +53,9 @@ class _Device:
 
 DEVICE = _Device()
 
+#: A node with several members inside: ``Node.body``.
+FUSED = "lazygt.fused"
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -57,6 +70,9 @@ class Node:
             the fresh ones.
         written: metas of the new versions, one a write.
         dynamic: shapes (or whether there is a tensor at all) depend on values.
+        body: the members of a fused node (op FUSED), as a graph of their own. ``args`` are the
+            values of the body's inputs, then the numbers of its params; the body's outputs are
+            the node's results. ``writes`` are the values whose memory a member writes.
     """
 
     op: str
@@ -66,6 +82,7 @@ class Node:
     writes: tuple[int, ...] = ()
     written: tuple[TensorMeta, ...] = ()
     dynamic: bool = False
+    body: Graph | None = None
 
     @property
     def results(self) -> tuple[TensorMeta | None, ...]:
@@ -83,7 +100,9 @@ class Node:
 class Graph:
     """Inputs, nodes and outputs of one stretch between two sync points.
 
-    ``lines`` names the user's ``file:line`` of each node; it does not take part in equality.
+    Two side tables, which take no part in equality: ``lines`` names the user's ``file:line`` of
+    each node; ``origins`` the recorded op that each node comes from, by number, once passes have
+    moved nodes about (empty: they stand as recorded).
     """
 
     inputs: tuple[TensorMeta, ...]
@@ -91,6 +110,7 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
     lines: tuple[str, ...] = field(default=(), compare=False)
+    origins: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def values(self) -> tuple[TensorMeta | None, ...]:
@@ -111,6 +131,10 @@ class Graph:
     def line(self, number: int) -> str:
         """The user's line of node ``number``, or ``"?"``."""
         return self.lines[number] if number < len(self.lines) else "?"
+
+    def origin(self, number: int) -> int:
+        """The recorded op that node ``number`` comes from."""
+        return self.origins[number] if self.origins else number
 
 
 def iter_refs(arg: Arg) -> Iterator[int]:

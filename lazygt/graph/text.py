@@ -9,8 +9,9 @@
       return %3
     }
 
-Values are ``%n``, run-time numbers ``$n``, the worker's device ``device``. ``->`` before a
-result says that it is the new version of the value named after ``writes``.
+Values are ``%n``, run-time numbers ``$n``, the worker's device ``device``. The last results of a
+node that ``writes`` values are their new versions. A fused node shows its members in braces,
+with numbers of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +40,13 @@ def print_graph(graph: Graph, name: str = "graph", notes: Sequence[str] = ()) ->
         remark = graph.line(number) if graph.lines else ""
         if number < len(notes) and notes[number]:
             remark = f"{remark}  [{notes[number]}]" if remark else f"[{notes[number]}]"
-        lines.append(f"  {print_node(node, results)}" + (f"  # {remark}" if remark else ""))
-    lines.append("  return " + ", ".join(f"%{value}" for value in graph.outputs))
+        text = print_node(node, results)
+        if node.body is not None:
+            text = print_graph(node.body, name=text).replace("\n", "\n  ")
+        lines.append(f"  {text}" + (f"  # {remark}" if remark else ""))
+    lines.append(("  return " + ", ".join(f"%{value}" for value in graph.outputs)).rstrip())
     lines.append("}")
-    return "\n".join(lines).replace("return \n", "return\n")
+    return "\n".join(lines)
 
 
 def print_node(node: Node, results: range) -> str:
@@ -94,27 +99,52 @@ def parse_graph(text: str) -> Graph:
     Raises:
         ValueError: naming the line that can't be read.
     """
-    inputs: list[TensorMeta] = []
-    params: list[str] = []
-    nodes: list[Node] = []
-    lines: list[str] = []
-    outputs: tuple[int, ...] = ()
-    for raw in text.strip().splitlines()[1:-1]:
-        line = raw.strip()
-        if line.startswith("return"):
-            outputs = tuple(int(value) for value in re.findall(r"%(\d+)", line))
+    rows = iter(text.strip().splitlines()[1:])
+    return _parse_rows(rows)
+
+
+def _parse_rows(rows: Iterator[str]) -> Graph:
+    """The graph whose rows come next, up to the row that only closes it."""
+    found = _Rows()
+    for raw in rows:
+        body, _, remark = raw.strip().partition("  # ")
+        if body.startswith("}"):
+            break
+        if body.startswith("return"):
+            found.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
-        body, _, remark = line.partition("  # ")
         left, _, right = body.partition(" = ")
         if right == "input":
-            inputs.append(parse_meta(left.split(": ", 1)[1]))
+            found.inputs.append(parse_meta(left.split(": ", 1)[1]))
         elif right == "param":
-            params.append(left.split(": ", 1)[1])
+            found.params.append(left.split(": ", 1)[1])
+        elif right.endswith(" {"):
+            node = _parse_node(left, right.removesuffix(" {"), body)
+            inner = _parse_rows(rows)
+            found.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
         else:
-            nodes.append(_parse_node(left, right, line))
-            lines.append(remark.partition("  [")[0] if not remark.startswith("[") else "")
-    shown = tuple(lines) if any(lines) else ()
-    return Graph(tuple(inputs), tuple(params), tuple(nodes), outputs, shown)
+            line = "" if remark.startswith("[") else remark.partition("  [")[0]
+            found.add(_parse_node(left, right, body), line)
+    return found.graph()
+
+
+class _Rows:
+    """What has been read of a graph."""
+
+    def __init__(self) -> None:
+        self.inputs: list[TensorMeta] = []
+        self.params: list[str] = []
+        self.nodes: list[Node] = []
+        self.lines: list[str] = []
+        self.outputs: tuple[int, ...] = ()
+
+    def add(self, node: Node, line: str) -> None:
+        self.nodes.append(node)
+        self.lines.append(line)
+
+    def graph(self) -> Graph:
+        shown = tuple(self.lines) if any(self.lines) else ()
+        return Graph(tuple(self.inputs), tuple(self.params), tuple(self.nodes), self.outputs, shown)
 
 
 def parse_meta(text: str) -> TensorMeta:

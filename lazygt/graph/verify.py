@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lazygt.errors import GraphError
-from lazygt.graph.node import Arg, Graph, Node, Param
+from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref
 
 
 def verify(graph: Graph) -> None:
@@ -26,10 +26,27 @@ def verify(graph: Graph) -> None:
                 raise _broken(number, node, f"uses ${param} of {len(graph.params)} parameters")
         if node.dynamic and number != len(graph.nodes) - 1:
             raise _broken(number, node, "has data-dependent results but is not the last node")
+        if node.op == FUSED or node.body is not None:
+            _verify_body(number, node)
     total = len(graph.values)
     for value in graph.outputs:
         if not 0 <= value < total:
             raise GraphError(f"output %{value} is not a value of the graph")
+
+
+def _verify_body(number: int, node: Node) -> None:
+    if node.op != FUSED or node.body is None:
+        raise _broken(number, node, "is fused without members, or has members without being fused")
+    refs = list(node.refs())
+    if node.args != (*map(Ref, refs), *map(Param, _params(node.args))) or node.kwargs:
+        raise _broken(number, node, "takes something that is neither value nor parameter")
+    if len(refs) != len(node.body.inputs) or len(_params(node.args)) != len(node.body.params):
+        raise _broken(number, node, "does not take what its members need")
+    if len(node.body.outputs) != len(node.results):
+        raise _broken(number, node, "does not give what its members make")
+    if any(target not in refs for target in node.writes):
+        raise _broken(number, node, "writes a value that it does not take")
+    verify(node.body)
 
 
 def _params(arg: Arg) -> list[int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 from lazygt.graph.alias import Writes, analyse, last_uses
+from lazygt.graph.inline import inline
 from lazygt.graph.node import Graph
 from lazygt.graph.text import print_graph
 from lazygt.graph.verify import verify
@@ -14,7 +16,7 @@ from lazygt.runtime.wire import encode_graph
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """A graph with everything about its execution decided.
 
     Attributes:
@@ -28,6 +30,32 @@ class Plan:
     frees: tuple[tuple[int, ...], ...]
 
     @staticmethod
+    def of(graph: Graph) -> Schedule:
+        """The schedule of a graph."""
+        return Schedule(graph, analyse(graph), _frees(graph))
+
+    def notes(self) -> list[str]:
+        """For each node: how it writes, and what dies after it."""
+        frees = [" ".join(f"%{value}" for value in values) for values in self.frees]
+        return [
+            "; ".join(part for part in (", ".join(modes), f"free {freed}" if freed else "") if part)
+            for modes, freed in zip(self.writes.modes, frees, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the passes made of a graph, ready to run.
+
+    Attributes:
+        graph: as the passes left it, with fused nodes.
+        steps: the nodes one by one, fused ones opened.
+    """
+
+    graph: Graph
+    steps: Schedule
+
+    @staticmethod
     def build(graph: Graph) -> Plan:
         """The plan of a graph.
 
@@ -35,7 +63,22 @@ class Plan:
             GraphError: when the graph breaks its own rules.
         """
         verify(graph)
-        return Plan(graph, analyse(graph), _frees(graph))
+        return Plan(graph, Schedule.of(inline(graph)))
+
+    def with_fused(self, kept: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
+        """The schedule in which only the fused nodes of these numbers are opened no further.
+
+        Returns:
+            It, and for each of its nodes the number of its first step in ``steps``.
+        """
+        firsts: list[int] = []
+        count = 0
+        for number, node in enumerate(self.graph.nodes):
+            members = 1 if node.body is None else len(node.body.nodes)
+            whole = node.body is None or number in kept
+            firsts.extend([count] if whole else range(count, count + members))
+            count += members
+        return Schedule.of(inline(self.graph, kept)), tuple(firsts)
 
     @property
     def asks(self) -> bool:
@@ -48,19 +91,8 @@ class Plan:
         return hashlib.sha256(encode_graph(self.graph)).digest()[:16]
 
     def __str__(self) -> str:
-        frees = [" ".join(f"%{i}" for i in values) for values in self.frees]
-        notes = [
-            "; ".join(
-                part
-                for part in (
-                    ", ".join(modes),
-                    f"free {freed}" if freed else "",
-                )
-                if part
-            )
-            for modes, freed in zip(self.writes.modes, frees, strict=True)
-        ]
-        return print_graph(self.graph, name=f"plan {self.digest.hex()[:12]}", notes=notes)
+        shown = Schedule.of(self.graph)
+        return print_graph(self.graph, f"plan {self.digest.hex()[:12]}", shown.notes())
 
 
 def _frees(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -19,7 +20,7 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, s
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 
 #: Both sides compare it in their hello.
-VERSION = 1
+VERSION = 2
 
 PLAN, RUN, DONE, NEED = 1, 2, 3, 4
 
@@ -53,6 +54,16 @@ def unpack(data: Buffer) -> Any:
 
 
 def _to_ext(value: Any) -> Any:
+    if type(value) is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
+        return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
+    try:
+        return _cached_ext(value)
+    except TypeError as error:
+        raise TypeError(f"{type(value).__name__} can't travel: {value!r}") from error
+
+
+@lru_cache(maxsize=16384)
+def _cached_ext(value: Any) -> Any:
     if isinstance(value, Ref):
         return msgpack.ExtType(_REF, msgpack.packb(value.index))
     if isinstance(value, Param):
@@ -61,11 +72,9 @@ def _to_ext(value: Any) -> Any:
         return msgpack.ExtType(_TORCH, str(value).encode())
     if value is DEVICE:
         return msgpack.ExtType(_DEVICE, b"")
-    if isinstance(value, complex):
-        return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
     if isinstance(value, TensorMeta):
         return msgpack.ExtType(_META, msgpack.packb(_meta_fields(value)))
-    raise TypeError(f"{type(value).__name__} can't travel: {value!r}")
+    raise TypeError("it has no extension type")
 
 
 def _from_ext(code: int, data: bytes) -> Any:
@@ -122,8 +131,16 @@ def _meta_from(fields: Any) -> TensorMeta:
 
 def encode_graph(graph: Graph) -> bytes:
     """A graph without its source lines."""
-    nodes = [(n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic) for n in graph.nodes]
-    return pack((VERSION, graph.inputs, graph.params, nodes, graph.outputs))
+    return pack((VERSION, *_graph_fields(graph)))
+
+
+def _graph_fields(graph: Graph) -> tuple[Any, ...]:
+    nodes = [
+        (n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic,
+         None if n.body is None else _graph_fields(n.body))
+        for n in graph.nodes
+    ]  # fmt: skip
+    return graph.inputs, graph.params, nodes, graph.outputs
 
 
 def decode_graph(data: Buffer) -> Graph:
@@ -134,24 +151,29 @@ def decode_graph(data: Buffer) -> Graph:
     """
     value = unpack(data)
     try:
-        version, inputs, params, nodes, outputs = value
+        version, *fields = value
         if version != VERSION:
             raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
-        made = tuple(Node(*_checked_node(fields)) for fields in nodes)
-        return Graph(inputs, params, made, outputs)
-    except (TypeError, ValueError) as error:
+        return _graph_from(fields)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a graph: {error}") from error
 
 
-def _checked_node(fields: Any) -> Any:
-    op, args, kwargs, fresh, writes, written, dynamic = fields
+def _graph_from(fields: Any) -> Graph:
+    inputs, params, nodes, outputs = fields
+    return Graph(inputs, params, tuple(_node_from(node) for node in nodes), outputs)
+
+
+def _node_from(fields: Any) -> Node:
+    op, args, kwargs, fresh, writes, written, dynamic, body = fields
     if not (isinstance(op, str) and isinstance(args, tuple) and isinstance(kwargs, tuple)):
-        raise ValueError("a node is (op, args, kwargs, fresh, writes, written, dynamic)")
+        raise ValueError("a node is (op, args, kwargs, fresh, writes, written, dynamic, body)")
     if any(m is not None and not isinstance(m, TensorMeta) for m in (*fresh, *written)):
         raise ValueError(f"the results of {op} are not metas")
     if any(not isinstance(index, int) for index in writes) or not isinstance(dynamic, bool):
         raise ValueError(f"the writes of {op} are not value numbers")
-    return fields
+    inner = None if body is None else _graph_from(body)
+    return Node(op, args, kwargs, fresh, writes, written, dynamic, inner)
 
 
 # -- messages ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError
-from lazygt.graph.alias import op_facts
+from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import kernels, wire
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
@@ -111,7 +111,7 @@ class Worker:
             raise ProtocolError("a plan's content does not match its name")
         try:
             plan = Plan.build(wire.decode_graph(data))
-            for node in plan.graph.nodes:
+            for node in plan.steps.graph.nodes:
                 kernels.check(node.op)
         except GraphError as error:
             raise ProtocolError(str(error)) from error
@@ -198,7 +198,7 @@ class Worker:
         """The values of a run; what it overwrites without owning is copied."""
         inputs = [self.store.get(key) for key in ids]
         freed = set(frees)
-        for position in plan.writes.owned_inputs:
+        for position in plan.steps.writes.owned_inputs:
             value, key = inputs[position], ids[position]
             if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
                 inputs[position] = kernels.twin(value)  # type: ignore[arg-type]
@@ -267,11 +267,7 @@ class Worker:
 
 def draws(plan: Plan) -> bool:
     """Whether a plan reads or writes the generator."""
-    for node in plan.graph.nodes:
-        f = op_facts(node)
-        if f.random if f is not None else "seed" in node.op or "rng" in node.op:
-            return True
-    return False
+    return any(alias.draws(node) for node in plan.steps.graph.nodes)
 
 
 def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

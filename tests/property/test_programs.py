@@ -99,8 +99,10 @@ def interpreted(plan: Plan, inputs: list[torch.Tensor], params: tuple[Any, ...])
 
 def always_copying(plan: Plan) -> Plan:
     """The same plan with a copy at every write and no value dropped."""
-    modes = tuple(tuple("copy" for _ in modes) for modes in plan.writes.modes)
-    return Plan(plan.graph, replace(plan.writes, modes=modes), tuple(() for _ in plan.frees))
+    modes = tuple(tuple("copy" for _ in modes) for modes in plan.steps.writes.modes)
+    steps = plan.steps
+    writes, frees = replace(steps.writes, modes=modes), tuple(() for _ in steps.frees)
+    return Plan(plan.graph, replace(steps, writes=writes, frees=frees))
 
 
 def arguments(graph: Graph) -> tuple[list[torch.Tensor], tuple[Any, ...]]:

@@ -31,7 +31,7 @@ class Careful:
         self.restrided: dict[int, tuple[int, ...]] = {}
         self.returned: Any = None
         self.written: list[Any] = []
-        self._results = [results for _, results in plan.graph.numbered()]
+        self._results = [results for _, results in plan.steps.graph.numbered()]
         self._kernels: dict[str, Callable[..., Any]] = {}
 
     def kernel(self, op: str) -> Callable[..., Any]:
@@ -55,8 +55,8 @@ class Careful:
         """Run from node ``start`` on; results land in ``values``. Returns the failures."""
         failures: list[Failure] = []
         self.returned, self.written = None, []
-        for number in range(start, len(self.plan.graph.nodes)):
-            node, results = self.plan.graph.nodes[number], self._results[number]
+        for number in range(start, len(self.plan.steps.graph.nodes)):
+            node, results = self.plan.steps.graph.nodes[number], self._results[number]
             poison = next((v for ref in node.refs() if type(v := values.get(ref)) is Failed), None)
             if poison is None:
                 try:
@@ -69,7 +69,7 @@ class Careful:
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:
                     self.returned = poison
-            for dead in self.plan.frees[number]:
+            for dead in self.plan.steps.frees[number]:
                 values.pop(dead, None)
         return failures
 
@@ -82,7 +82,9 @@ class Careful:
         params: tuple[Any, ...],
         check: bool,
     ) -> None:
-        modes = self.plan.writes.modes[number] if not node.dynamic else (COPY,) * len(node.writes)
+        modes = (
+            self.plan.steps.writes.modes[number] if not node.dynamic else (COPY,) * len(node.writes)
+        )
         if node.op == WRITE_BACK:
             values[results[0]] = self._write_back(node, modes[0], values)
             return

@@ -74,8 +74,8 @@ class EagerExecutor:
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
         failures = self.careful.run(values, params, start, check)
-        outputs = [values[number] for number in self.plan.graph.outputs]
-        for position in self.plan.writes.copied_outputs:
+        outputs = [values[number] for number in self.plan.steps.graph.outputs]
+        for position in self.plan.steps.writes.copied_outputs:
             value = outputs[position]
             outputs[position] = value if type(value) is Failed else twin(value)  # type: ignore[arg-type]
         return Outcome(outputs, failures, self.careful.returned, self.careful.written)
@@ -112,16 +112,16 @@ class _Generator:
         self.lines = [0, 0]
 
     def build(self) -> tuple[Callable[..., Any], list[int]]:
-        graph = self.plan.graph
+        graph = self.plan.steps.graph
         names = "".join(f"v{number}, " for number in range(len(graph.inputs)))
         self.emit(0, f"{names}= inputs" if names else "pass")
         self.emit(0, "inputs.clear()")
         for number, (node, results) in enumerate(graph.numbered()):
             self.node(number, node, results)
-            if self.plan.frees[number]:
-                dead = ", ".join(f"v{value}" for value in self.plan.frees[number])
+            if self.plan.steps.frees[number]:
+                dead = ", ".join(f"v{value}" for value in self.plan.steps.frees[number])
                 self.emit(number, f"del {dead}")
-        copied = set(self.plan.writes.copied_outputs)
+        copied = set(self.plan.steps.writes.copied_outputs)
         outputs = ", ".join(
             f"twin(v{value})" if position in copied else f"v{value}"
             for position, value in enumerate(graph.outputs)
@@ -137,7 +137,7 @@ class _Generator:
         self.lines.append(number)
 
     def node(self, number: int, node: Node, results: range) -> None:
-        modes = self.plan.writes.modes[number]
+        modes = self.plan.steps.writes.modes[number]
         if node.op == WRITE_BACK:
             self.write_back(number, node, results[0], modes[0])
             return

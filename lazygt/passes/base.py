@@ -1,0 +1,172 @@
+"""What every pass shares: its contract, and the one way to write a graph anew.
+
+A pass never edits a graph. It says which nodes stand where, and which values stand for which,
+all in the numbers of the graph it was given; ``rebuild`` renumbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from lazygt.errors import GraphError
+from lazygt.graph.alias import WRITE_BACK, op_facts
+from lazygt.graph.node import Arg, Graph, Node, Ref, ref
+from lazygt.graph.ops import viewed_argument
+from lazygt.graph.verify import verify
+
+
+class Pass(Protocol):
+    """A name and one method."""
+
+    name: str
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph that computes the same outputs from the same inputs; ``graph`` if it is best."""
+
+
+class Placed(NamedTuple):
+    """A node in its new place.
+
+    Attributes:
+        node: with values numbered as in the old graph.
+        results: the old numbers of its results.
+        source: the old node that it comes from, which gives its line and origin.
+    """
+
+    node: Node
+    results: Sequence[int]
+    source: int
+
+
+def run_passes(
+    graph: Graph,
+    passes: Iterable[Pass],
+    check: bool = False,
+    stages: list[tuple[str, Graph]] | None = None,
+) -> Graph:
+    """The graph after each pass in turn.
+
+    Args:
+        check: verify the graph after every pass.
+        stages: gets (name of the pass, the graph after it) for each.
+
+    Raises:
+        GraphError: with ``check``, naming the pass that broke a rule and those before it.
+    """
+    done: list[str] = []
+    for one in passes:
+        graph = one.run(graph)
+        if check:
+            try:
+                verify(graph)
+            except GraphError as error:
+                before = ", ".join(done) or "no other pass"
+                raise GraphError(f"after pass {one.name} (before it: {before}): {error}") from error
+        done.append(one.name)
+        if stages is not None:
+            stages.append((one.name, graph))
+    return graph
+
+
+def placed(graph: Graph) -> list[Placed]:
+    """Every node where it stands."""
+    return [
+        Placed(node, results, number) for number, (node, results) in enumerate(graph.numbered())
+    ]
+
+
+def rebuild(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int] | None = None) -> Graph:
+    """The graph with these nodes in this order.
+
+    Args:
+        same: value -> the value that stands for it from now on.
+    """
+    numbers = _new_numbers(graph, rows, same or {})
+    nodes = tuple([renumbered(row.node, numbers) for row in rows])
+    outputs = tuple([numbers[value] for value in graph.outputs])
+    lines = tuple([graph.line(row.source) for row in rows]) if graph.lines else ()
+    origins = tuple([graph.origin(row.source) for row in rows])
+    return Graph(graph.inputs, graph.params, nodes, outputs, lines, origins)
+
+
+def _new_numbers(graph: Graph, rows: Sequence[Placed], same: Mapping[int, int]) -> dict[int, int]:
+    numbers = {value: value for value in range(len(graph.inputs))}
+    count = len(numbers)
+    for row in rows:
+        for value in row.results:
+            numbers[value] = count
+            count += 1
+    for value in same:
+        kept = value
+        while kept in same:
+            kept = same[kept]
+        if kept in numbers:  # else both are dead
+            numbers[value] = numbers[kept]
+    return numbers
+
+
+def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    """The node with other numbers for the values; the node itself when they are the same."""
+    changed = False
+    args: list[Arg] = []
+    for arg in node.args:
+        made = _renumbered_arg(arg, numbers)
+        changed = changed or made is not arg
+        args.append(made)
+    kwargs = node.kwargs
+    if kwargs:
+        kwargs = tuple([(name, _renumbered_arg(arg, numbers)) for name, arg in kwargs])
+        changed = changed or kwargs != node.kwargs
+    writes = node.writes
+    if writes:
+        writes = tuple([numbers[value] for value in writes])
+        changed = changed or writes != node.writes
+    if not changed:
+        return node
+    return Node(node.op, tuple(args), kwargs, node.fresh, writes, node.written, node.dynamic,
+                node.body)  # fmt: skip
+
+
+def _renumbered_arg(arg: Arg, numbers: Mapping[int, int]) -> Arg:
+    kind = type(arg)
+    if kind is Ref:
+        index = numbers[arg.index]
+        return arg if index == arg.index else ref(index)
+    if kind is tuple and arg and type(arg[0]) is not int:
+        made = tuple([_renumbered_arg(item, numbers) for item in arg])
+        return arg if all(map(_is, made, arg)) else made
+    return arg
+
+
+def _is(a: Arg, b: Arg) -> bool:
+    return a is b
+
+
+def view_source(node: Node) -> int | None:
+    """The value that a view op's results are views of; None for an op that makes no view."""
+    f = op_facts(node)
+    if f is None or not f.aliases or not node.args or node.writes:
+        return None
+    source = node.args[viewed_argument(f) if f.views else 0]
+    return source.index if type(source) is Ref else None
+
+
+def written_through(graph: Graph) -> set[int]:
+    """Values that some node writes, and all the values that those are views of.
+
+    Replacing one of them would be right, but would turn a write in place into a copy.
+    """
+    sources: dict[int, int] = {}
+    written: set[int] = set()
+    for node, results in graph.numbered():
+        source = view_source(node)
+        if source is not None:
+            sources.update(dict.fromkeys(results, source))
+        targets = node.refs() if node.op == WRITE_BACK else node.writes
+        for target in targets:
+            value: int | None = target
+            while value is not None and value not in written:
+                written.add(value)
+                value = sources.get(value)
+    return written

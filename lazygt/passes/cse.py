@@ -1,0 +1,76 @@
+"""cse: common subexpression elimination. Equal pure nodes become one.
+
+Bit for bit. Never merged: random ops, uninitialised memory, nodes that write or are written. A
+result is not kept alive for a later twin of its node either: whoever computes something twice
+to save memory (activation checkpointing does) keeps what was saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lazygt.graph.alias import has_effect, last_uses
+from lazygt.graph.node import Arg, Graph, Node, Ref
+from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+
+#: A result of so many bytes may live longer for the sake of a later twin.
+_SMALL = 4096
+
+
+class CommonSubexpressions:
+    """Replaces a node by an earlier one with the same op and the same arguments."""
+
+    name = "cse"
+
+    def run(self, graph: Graph) -> Graph:
+        uses = last_uses(graph)
+        written = written_through(graph)
+        first: dict[Any, Placed] = {}
+        same: dict[int, int] = {}
+        rows = []
+        for row in placed(graph):
+            if not _may_merge(row, written):
+                rows.append(row)
+                continue
+            key = _key(row.node, same)
+            earlier = first.setdefault(key, row)
+            if earlier is row or not _alive(earlier, row.source, uses):
+                first[key] = row
+                rows.append(row)
+                continue
+            for value, kept in zip(row.results, earlier.results, strict=True):
+                same[value] = kept
+                uses[kept] = max(uses[kept], uses[value])
+        return rebuild(graph, rows, same) if same else graph
+
+
+def _may_merge(row: Placed, written: set[int]) -> bool:
+    node = row.node
+    return not (
+        has_effect(node) or node.writes or ".empty" in node.op or ".new_empty" in node.op
+    ) and written.isdisjoint(row.results)
+
+
+def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
+    """Whether the earlier node's results are there at node ``number``, or cost next to nothing."""
+    if view_source(earlier.node) is not None:
+        return True
+    return all(
+        uses[value] >= number or meta is None or meta.nbytes <= _SMALL
+        for value, meta in zip(earlier.results, earlier.node.results, strict=True)
+    )
+
+
+def _key(node: Node, same: dict[int, int]) -> Any:
+    kwargs = tuple([(name, _named(arg, same)) for name, arg in node.kwargs])
+    return node.op, tuple([_named(arg, same) for arg in node.args]), kwargs
+
+
+def _named(arg: Arg, same: dict[int, int]) -> Any:
+    """An argument as part of a key: 1, 1.0 and True are different arguments, 0.0 and -0.0 too."""
+    kind = type(arg)
+    if kind is Ref:
+        return Ref, same.get(arg.index, arg.index)
+    if kind is tuple:
+        return tuple([_named(item, same) for item in arg])
+    return kind, repr(arg) if kind in (float, complex) else arg

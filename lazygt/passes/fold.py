@@ -1,0 +1,265 @@
+"""fold: what needs no computing is not computed.
+
+Bit for bit, and therefore shy: ``x + 0`` goes away for whole numbers, but not for floats, where
+it turns -0.0 into 0.0. Python numbers are known only at run time, so what folds are the numbers
+that torch itself put into the program (``ones_like`` at the start of a backward pass).
+
+- a view that shows just what an earlier view in its chain showed: ``t(t(x))``, ``view(view(x))``
+- a view of a view of contiguous memory: one view
+- ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a tensor of one number
+- a cast there and back, and a cast through a dtype that loses nothing; a copy nobody writes
+- arithmetic on constants: a constant
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
+from lazygt.graph.ops import overload
+from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+
+#: A value that stands for the node's result, a node in its stead, or None: leave it.
+Folded = int | Node | None
+Number = bool | int | float
+
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+_FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+_WIDER = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.int8: (torch.int16, torch.int32, torch.int64),
+    torch.uint8: (torch.int16, torch.int32, torch.int64),
+    torch.int16: (torch.int32, torch.int64),
+    torch.int32: (torch.int64,),
+}
+
+
+class Fold:
+    """One walk from the first node to the last; each rule sees its operands already folded."""
+
+    name = "fold"
+
+    def run(self, graph: Graph) -> Graph:
+        return _Fold(graph).run()
+
+
+class _Fold:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.metas = graph.values
+        self.written = written_through(graph)
+        self.same: dict[int, int] = {}
+        #: value -> the node that makes it, with folded operands
+        self.makers: dict[int, Node] = {}
+        #: value -> the one number that all its elements are
+        self.numbers: dict[int, Number] = {}
+
+    def run(self) -> Graph:
+        rows = []
+        changed = False
+        for row in placed(self.graph):
+            folded = self._folded(row)
+            if type(folded) is int:
+                self.same[row.results[0]] = folded
+                changed = True
+                continue
+            node = folded if isinstance(folded, Node) else row.node
+            changed = changed or node is not row.node
+            if len(row.results) == 1:
+                self.makers[row.results[0]] = node
+            rows.append(Placed(node, row.results, row.source))
+        return rebuild(self.graph, rows, self.same) if changed else self.graph
+
+    def _folded(self, row: Placed) -> Folded:
+        node = row.node
+        if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
+            return None
+        result = row.results[0]
+        if result in self.written:
+            return None
+        if view_source(node) is not None and node.op not in _COPIES:
+            return self._view(node, result)
+        self._learn_number(node, result)
+        rule = _RULES.get(node.op)
+        return rule(self, node, result) if rule is not None else None
+
+    def value(self, arg: Arg) -> int | None:
+        """The value that an argument names, after folding; None if it is no tensor."""
+        return self.same.get(arg.index, arg.index) if type(arg) is Ref else None
+
+    def number(self, arg: Arg) -> Number | None:
+        """The number that an argument is, all over; None if that is not known."""
+        if type(arg) in (bool, int, float):
+            return arg  # type: ignore[no-any-return]
+        value = self.value(arg)
+        return None if value is None else self.numbers.get(value)
+
+    def stands_for(self, value: int | None, result: int) -> int | None:
+        """``value``, if it can take the place of ``result``."""
+        if value is None or value in self.written or self.metas[value] != self.metas[result]:
+            return None
+        return value
+
+    # -- views ---------------------------------------------------------------------------
+
+    def _view(self, node: Node, result: int) -> Folded:
+        source = view_source(node)
+        assert source is not None
+        source = self.same.get(source, source)
+        if source in self.numbers and _same_bits(self.metas[source], self.metas[result]):
+            self.numbers[result] = self.numbers[source]
+        above: int | None = source
+        while above is not None:
+            found = self.stands_for(above, result)
+            if found is not None:
+                return found
+            maker = self.makers.get(above)
+            parent = view_source(maker) if maker is not None else None
+            shared = maker is not None and maker.op not in _COPIES
+            above = self.same.get(parent, parent) if parent is not None and shared else None
+        return self._view_of_view(node, source, result)
+
+    def _view_of_view(self, node: Node, source: int, result: int) -> Folded:
+        maker = self.makers.get(source)
+        if maker is None or node.op not in _VIEWS or maker.op not in _VIEWS:
+            return None
+        root = self.value(maker.args[0])
+        meta, made = self.metas[root] if root is not None else None, self.metas[result]
+        if root is None or root in self.written or meta is None or made is None:
+            return None
+        if meta.dtype != made.dtype or not meta.is_contiguous():
+            return None
+        return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
+
+    # -- constants -----------------------------------------------------------------------
+
+    def _learn_number(self, node: Node, result: int) -> None:
+        name = node.op.split(".")[1]
+        meta = self.metas[result]
+        if name in _FILLED:
+            self.numbers[result] = _FILLED[name]
+        elif node.op == "aten.full.default" and type(node.args[1]) in (bool, int, float) and meta:
+            self.numbers[result] = torch.full((), node.args[1], dtype=meta.dtype).item()
+
+    def constant(self, node: Node, result: int) -> Folded:
+        """Arithmetic whose operands are all known: computed here, with torch's own kernel."""
+        meta = self.metas[result]
+        assert meta is not None
+        if not meta.is_contiguous() or meta.offset or meta.dtype.is_complex:
+            return None
+        operands = [self._constant_operand(arg) for arg in node.args]
+        if any(operand is None for operand in operands) or node.kwargs:
+            return None
+        if not any(isinstance(operand, torch.Tensor) for operand in operands):
+            return None
+        found = overload(node.op)(*operands)
+        if found.dtype != meta.dtype:
+            return None
+        number = found.item()
+        self.numbers[result] = number
+        return Node("aten.full.default", (meta.shape, number),
+                    (("dtype", meta.dtype), ("device", DEVICE)), node.fresh)  # fmt: skip
+
+    def _constant_operand(self, arg: Arg) -> Any:
+        if type(arg) in (bool, int, float):
+            return arg
+        value = self.value(arg)
+        number = None if value is None else self.numbers.get(value)
+        meta = None if value is None else self.metas[value]
+        if number is None or meta is None:
+            return None
+        # one element, in as many dimensions: type promotion asks for them
+        return torch.full((1,) * len(meta.shape), number, dtype=meta.dtype, device="cpu")
+
+
+def _same_bits(one: TensorMeta | None, other: TensorMeta | None) -> bool:
+    """Whether a view shows its base's numbers as they are."""
+    if one is None or other is None:
+        return False
+    return (one.dtype, one.conj, one.neg) == (other.dtype, other.conj, other.neg)
+
+
+# -- the rules of single ops ----------------------------------------------------------------
+
+
+def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
+    """Drops an operation with its neutral number, on the right or on either side."""
+
+    def rule(fold: _Fold, node: Node, result: int) -> Folded:
+        meta = fold.metas[result]
+        assert meta is not None
+        alpha = dict(node.kwargs).get("alpha", 1)
+        for kept, other in ((0, 1), (1, 0)) if both else ((0, 1),):
+            number = fold.number(node.args[other])
+            known = number is not None and not isinstance(alpha, Param) and alpha == 1
+            if known and neutral(number, meta):  # type: ignore[arg-type]
+                found = fold.stands_for(fold.value(node.args[kept]), result)
+                if found is not None:
+                    return found
+        return fold.constant(node, result)
+
+    return rule
+
+
+def _adds_nothing(number: Number, meta: TensorMeta) -> bool:
+    whole = not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    return number == 0 and (whole or str(number) == "-0.0")
+
+
+def _takes_nothing(number: Number, meta: TensorMeta) -> bool:
+    return number == 0 and (not meta.dtype.is_complex) and str(number) != "-0.0"
+
+
+def _is_one(number: Number, meta: TensorMeta) -> bool:
+    return number == 1 and not meta.dtype.is_complex
+
+
+def _negation(fold: _Fold, node: Node, result: int) -> Folded:
+    value = fold.value(node.args[0])
+    maker = fold.makers.get(value) if value is not None else None
+    if maker is None or maker.op != node.op:
+        return fold.constant(node, result)
+    return fold.stands_for(fold.value(maker.args[0]), result)
+
+
+def _cast(fold: _Fold, node: Node, result: int) -> Folded:
+    """A cast to what its operand is already, or by way of a dtype that holds it exactly."""
+    if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
+        return None
+    value = fold.value(node.args[0])
+    found = fold.stands_for(value, result)
+    if found is not None or value is None:
+        return found
+    maker = fold.makers.get(value)
+    if maker is None or maker.op != node.op or node.op != "aten._to_copy.default":
+        return None
+    root = fold.value(maker.args[0])
+    if root is None or root in fold.written:
+        return None
+    before, between = fold.metas[root], fold.metas[value]
+    assert before is not None
+    assert between is not None
+    if between.dtype not in _WIDER.get(before.dtype, ()) or before.stride != between.stride:
+        return None
+    return fold.stands_for(root, result) or Node(
+        node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh
+    )
+
+
+Rule = Callable[[_Fold, Node, int], Folded]
+_COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
+_RULES: dict[str, Rule] = {
+    "aten.add.Tensor": _neutral(_adds_nothing, both=True),
+    "aten.sub.Tensor": _neutral(_takes_nothing, both=False),
+    "aten.mul.Tensor": _neutral(_is_one, both=True),
+    "aten.div.Tensor": _neutral(_is_one, both=False),
+    "aten.neg.default": _negation,
+    "aten._to_copy.default": _cast,
+    "aten.clone.default": _cast,
+}
