@@ -68,7 +68,7 @@ def last_uses(graph: Graph) -> list[int]:
 
 def analyse(graph: Graph) -> Writes:
     """Decide for every write whether it needs a copy; linear in the size of the graph."""
-    return _Analysis(graph).run()
+    return Aliases(graph).run()
 
 
 def op_facts(node: Node) -> OpFacts | None:
@@ -97,7 +97,14 @@ def draws(node: Node) -> bool:
     return node.op in _STATEFUL if f is None else f.random
 
 
-class _Analysis:
+class Aliases:
+    """Which values live in which memory, learnt node by node in order.
+
+    Attributes:
+        memory: value -> number of its memory: the value that was first in it.
+        owned: inputs whose memory is the run's own, because a node up to here writes it in place.
+    """
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.uses = last_uses(graph)
@@ -114,10 +121,11 @@ class _Analysis:
     def run(self) -> Writes:
         modes = []
         for number, (node, results) in enumerate(self.graph.numbered()):
-            modes.append(self._node(number, node, results))
+            modes.append(self.visit(number, node, results))
         return Writes(tuple(modes), tuple(sorted(self.owned)), self._outputs())
 
-    def _node(self, number: int, node: Node, results: range) -> tuple[str, ...]:
+    def visit(self, number: int, node: Node, results: range) -> tuple[str, ...]:
+        """Take the next node; returns the modes of its writes."""
         if node.op == WRITE_BACK:
             return (self._write_back(number, node, results[0]),)
         if node.dynamic:
@@ -136,22 +144,23 @@ class _Analysis:
         source = node.args[position]
         if not isinstance(source, Ref):
             return
-        if node.op in DISJOINT and self._dies_here(source.index):
+        if node.op in DISJOINT and self.dies(source.index):
             return
         base, chain = self.derived.get(source.index, (source.index, ()))
         for which, result in enumerate(results[: len(node.fresh)]):
-            self._share(result, source.index)
+            self.share(result, source.index)
             if f.views:
                 step = view_step(node.op, position, node.args, node.kwargs, which)
                 self.derived[result] = base, (*chain, step)
 
-    def _dies_here(self, value: int) -> bool:
-        """Whether a value's memory belongs to this run and has no other reader than this node."""
+    def dies(self, value: int) -> bool:
+        """Whether the memory of a value is the run's own and is not read after its last use."""
         home = self.memory[value]
         ours = home >= len(self.graph.inputs) or home in self.owned
         return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
 
-    def _share(self, value: int, other: int) -> None:
+    def share(self, value: int, other: int) -> None:
+        """From here on ``value`` lives where ``other`` does."""
         home = self.memory[other]
         self.memory[value] = home
         self.members[home].append(value)
@@ -193,7 +202,7 @@ class _Analysis:
 
     def _keep(self, target: int, version: int) -> None:
         """``version`` lives where ``target`` did."""
-        self._share(version, target)
+        self.share(version, target)
         if target in self.derived:
             self.derived[version] = self.derived[target]
         home = self.memory[target]
@@ -204,7 +213,7 @@ class _Analysis:
         base, value = node.args[0].index, node.args[1].index
         if number in self.done:
             mode = DONE
-            self._share(result, base)
+            self.share(result, base)
             self.derived[value] = result, node.args[2]
         elif not self._read_later(base, number):
             mode = IN_PLACE

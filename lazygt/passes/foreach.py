@@ -1,0 +1,178 @@
+"""foreach: one op on many small tensors, one tensor a node for large ones.
+
+Many small tensors (an optimizer's biases, gradients that are clipped) cost a launch each, so runs
+of the same op on them become one horizontal ``_foreach`` op. For large tensors a horizontal op
+saves nothing, and keeps a temporary for every tensor at once: those it is taken apart for, which
+also lets them be fused op after op. Bit for bit on a CPU, where torch runs a horizontal op as the
+single ones; on CUDA its horizontal kernels compute the same formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node, Param, Ref
+from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.forms import EACH, MERGE, SPLIT, Form
+from lazygt.passes.order import dependencies, scheduled
+
+#: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
+SMALL = 16 << 10
+#: Fewer nodes than this are not merged.
+_FEWEST = 4
+
+Metas = Sequence[TensorMeta | None]
+
+
+class Foreach:
+    """Splits horizontal ops on large tensors, then merges single ones on small tensors."""
+
+    name = "foreach"
+
+    def run(self, graph: Graph) -> Graph:
+        return _merged(_split(graph))
+
+
+# -- large tensors: one node each --------------------------------------------------------------
+
+
+def _split(graph: Graph) -> Graph:
+    metas: Metas = graph.values
+    rows = [part for row in placed(graph) for part in _parts(row, metas)]
+    return rebuild(graph, rows) if len(rows) != len(graph.nodes) else graph
+
+
+def _parts(row: Placed, metas: Metas) -> Iterator[Placed]:
+    """The node, or a node for each of its large tensors and one for the small ones."""
+    node = row.node
+    form = SPLIT.get(node.op)
+    if form is None or not _is_plain(node, form):
+        yield row
+        return
+    small = [which for which, arg in enumerate(node.args[0]) if _is_small(metas[arg.index])]
+    if len(small) == len(node.args[0]):
+        yield row
+        return
+    for which in range(len(node.args[0])):
+        if len(small) < 2 or which not in small:
+            yield _part(row, form, which)
+    if len(small) >= 2:
+        yield _rest(row, form, small)
+
+
+def _is_plain(node: Node, form: Form) -> bool:
+    """Whether the node gives one result a tensor, in order, and has no argument beyond the form."""
+    targets = tuple(arg.index for arg in node.args[0])
+    count = len(node.args[0])
+    results = node.writes == targets and not node.fresh if node.writes else len(node.fresh) == count
+    return results and len(set(targets)) == count and len(node.args) <= len(form.takes)
+
+
+def _is_small(meta: TensorMeta | None) -> bool:
+    return meta is None or meta.nbytes <= SMALL
+
+
+def _part(row: Placed, form: Form, which: int) -> Placed:
+    node = row.node
+    args, kwargs = form.narrow(node.args, which)
+    made = Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
+                node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
+    return Placed(made, row.results[which : which + 1], row.source)
+
+
+def _rest(row: Placed, form: Form, kept: list[int]) -> Placed:
+    """The horizontal node for some of its tensors only."""
+
+    def of(items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(items[which] for which in kept) if items else ()
+
+    node = row.node
+    args = tuple(
+        of(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
+        for position, arg in enumerate(node.args)
+    )
+    made = replace(node, args=args, fresh=of(node.fresh), writes=of(node.writes),
+                   written=of(node.written))  # fmt: skip
+    return Placed(made, of(row.results), row.source)
+
+
+# -- small tensors: one node for many ----------------------------------------------------------
+
+
+def _merged(graph: Graph) -> Graph:
+    metas: Metas = graph.values
+    kinds = [_kind(node, metas) for node in graph.nodes]
+    if not _has_run(kinds):
+        return graph
+    before = dependencies(graph)
+    runs: dict[Any, list[int]] = {}
+    for number, (kind, level) in enumerate(zip(kinds, _levels(kinds, before), strict=True)):
+        if kind is not None:
+            runs.setdefault((kind, level), []).append(number)
+    groups = [members for members in runs.values() if len(members) >= _FEWEST]
+    if not groups:
+        return graph
+    rows = placed(graph)
+    return rebuild(graph, [_wide(rows, unit, kinds) for unit in scheduled(before, groups)])
+
+
+def _has_run(kinds: list[Any]) -> bool:
+    counts: dict[Any, int] = {}
+    for kind in kinds:
+        counts[kind] = counts.get(kind, 0) + 1
+    counts.pop(None, None)
+    return max(counts.values(), default=0) >= _FEWEST
+
+
+def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
+    """What nodes that may become one have in common; None for a node that stays as it is."""
+    if len(node.results) != 1 or node.dynamic or not node.args:
+        return None
+    numbers = type(node.args[-1]) is not Ref or any(name == "value" for name, _ in node.kwargs)
+    form = MERGE.get((node.op, numbers)) or MERGE.get((node.op, not numbers))
+    if form is None or len(node.args) + bool(form.keyword) != len(form.takes):
+        return None
+    tensors = [arg.index for arg in node.args if type(arg) is Ref]
+    scalars = form.wide.endswith(".ScalarList")
+    if len(tensors) != len(form.takes) - scalars or not all(_is_small(metas[t]) for t in tensors):
+        return None
+    rest = () if form.keyword else node.kwargs
+    if any(type(arg) is Param for _, arg in rest):
+        return None
+    made = node.results[0]
+    assert made is not None
+    dtypes = tuple(str(metas[t].dtype) for t in tensors)  # type: ignore[union-attr]
+    return form.wide, repr(rest), dtypes, str(made.dtype)
+
+
+def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
+    """How many merging nodes lie on the longest way to each node, itself included.
+
+    Nodes of the same level can't depend on each other, nor can the groups they form.
+    """
+    levels: list[int] = []
+    for kind, others in zip(kinds, before, strict=True):
+        above = max((levels[other] for other in others), default=0)
+        levels.append(above + (kind is not None))
+    return levels
+
+
+def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
+    """One row for the nodes of a unit."""
+    if len(unit) == 1:
+        return rows[unit[0]]
+    nodes = [rows[number].node for number in unit]
+    form = SPLIT[kinds[unit[0]][0]]
+    args, kwargs = form.widen([(node.args, node.kwargs) for node in nodes])
+    made = Node(
+        form.wide,
+        args,
+        kwargs,
+        tuple(meta for node in nodes for meta in node.fresh),
+        tuple(value for node in nodes for value in node.writes),
+        tuple(meta for node in nodes for meta in node.written),
+    )
+    return Placed(made, [rows[number].results[0] for number in unit], unit[0])

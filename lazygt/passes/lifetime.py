@@ -1,0 +1,123 @@
+"""lifetime: a result is written over an operand that nobody reads any more.
+
+Bit for bit: the same kernel writes to other memory. Only pointwise ops, which read each element
+before they write it, and only memory that the run made itself; inputs are donated by the run
+message (see ``graph.alias``), and when values die is the plan's schedule (``runtime.plan``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from lazygt.graph.alias import Aliases, op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.ops import overload
+from lazygt.passes.base import placed, rebuild
+
+
+class Lifetime:
+    """Turns ``b = op(a)`` into ``op_(a)`` or ``op(a, out=a)`` where ``a`` dies."""
+
+    name = "lifetime"
+
+    def run(self, graph: Graph) -> Graph:
+        aliases = Aliases(graph)
+        metas = graph.values
+        rows = placed(graph)
+        changed = False
+        for number, row in enumerate(rows):
+            aliases.visit(number, row.node, row.results)  # type: ignore[arg-type]
+            target = _target(row.node, number, aliases, metas)
+            written = None if target is None else _writing(row.node, target)
+            if target is None or written is None:
+                continue
+            rows[number] = row._replace(node=written)
+            aliases.share(row.results[0], target)
+            changed = True
+        return rebuild(graph, rows) if changed else graph
+
+
+def _target(
+    node: Node, number: int, aliases: Aliases, metas: Sequence[TensorMeta | None]
+) -> int | None:
+    """The operand whose memory the node may overwrite."""
+    if len(node.fresh) != 1 or node.writes or node.dynamic or node.body is not None:
+        return None
+    made = node.fresh[0]
+    if made is None or _overwriting(node.op) is None or made.offset or made.conj or made.neg:
+        return None
+    for arg in node.args:
+        if type(arg) is not Ref or metas[arg.index] != made:
+            continue
+        value = arg.index
+        if aliases.uses[value] == number and _is_whole(value, aliases, metas):
+            alone = all(
+                other == value or aliases.memory[other] != aliases.memory[value]
+                for other in node.refs()
+            )
+            if alone and aliases.dies(value):
+                return value
+    return None
+
+
+def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
+    """Whether a value fills its memory, so that writing there keeps nothing larger alive."""
+    meta, home = metas[value], metas[aliases.memory[value]]
+    return meta is not None and home is not None and meta.extent == meta.numel == home.numel \
+        and meta.dtype == home.dtype  # fmt: skip
+
+
+def _writing(node: Node, target: int) -> Node | None:
+    """The node that writes its result over ``target``."""
+    forms = _overwriting(node.op)
+    made = node.fresh[0]
+    assert forms is not None
+    assert made is not None
+    in_place, out, keyword = forms
+    if in_place and node.args[0] == Ref(target):
+        return replace(node, op=in_place, fresh=(), writes=(target,), written=(made,))
+    if not out:
+        return None
+    kwargs = (*node.kwargs, (keyword, ref(target)))
+    return replace(node, op=out, kwargs=kwargs, fresh=(), writes=(target,), written=(made,))
+
+
+@cache
+def _overwriting(op: str) -> tuple[str, str, str] | None:
+    """The overloads of a pointwise op that write in place and to a given tensor.
+
+    Returns:
+        (in-place overload or "", out overload or "", its keyword), or None for other ops.
+    """
+    f = op_facts(Node(op, ()))
+    if f is None or not f.pointwise or f.random or f.outputs != ("f",) or f.aliases or f.dynamic:
+        return None
+    namespace, name, which = op.split(".")
+    wanted = [(a.name, str(a.type)) for a in f.func._schema.arguments]
+    in_place = f"{namespace}.{name}_.{which}"
+    in_place = in_place if _takes(in_place, wanted) else ""
+    for other in _overloads(namespace, name):
+        last = overload(other)._schema.arguments[-1]
+        if last.kwarg_only and last.alias_info is not None and _takes(other, wanted, last.name):
+            return in_place, other, last.name
+    return (in_place, "", "") if in_place else None
+
+
+def _overloads(namespace: str, name: str) -> Iterable[str]:
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return [f"{namespace}.{name}.{which}" for which in packet.overloads()]
+
+
+def _takes(op: str, wanted: list[tuple[str, str]], out: str = "") -> bool:
+    """Whether there is an overload of this name that takes these arguments (and ``out``)."""
+    try:
+        found = overload(op)
+    except KeyError:
+        return False
+    have = [(a.name, str(a.type)) for a in found._schema.arguments if a.name != out]
+    return have == wanted
