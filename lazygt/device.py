@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils.backend_registration import (
     _DummyDeviceGuard,
     _DummyPrivateUse1Hook,
@@ -309,6 +310,7 @@ def register() -> None:
     _libraries.extend((everything, aten))
     _libraries.append(register_composites(lambda: _open[-1].device_type if _open else "cpu"))
     _libraries.append(register_autocast())
+    _optimizer_types.append(LazyTensor)  # optimizers then record few horizontal ops
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
     # set here, not defined there: it saves a Python call an op
