@@ -5,6 +5,7 @@ from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
+from lazygt.passes.fuse import Fuse
 from lazygt.passes.lifetime import Lifetime
 
 PIPELINE: tuple[Pass, ...] = (
@@ -13,6 +14,7 @@ PIPELINE: tuple[Pass, ...] = (
     DeadCode(),
     Foreach(),
     Lifetime(),
+    Fuse(),
 )
 
 __all__ = ["PIPELINE", "Pass", "run_passes"]

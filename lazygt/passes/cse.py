@@ -1,8 +1,8 @@
 """cse: common subexpression elimination. Equal pure nodes become one.
 
-Bit for bit. Never merged: random ops, uninitialised memory, nodes that write or are written. A
-result is not kept alive for a later twin of its node either: whoever computes something twice
-to save memory (activation checkpointing does) keeps what was saved.
+Bit for bit. Never merged: random ops, uninitialised memory, nodes that write or are written,
+fused nodes. A result is not kept alive for a later twin of its node either: whoever computes
+something twice to save memory (activation checkpointing does) keeps what was saved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from lazygt.graph.alias import has_effect, last_uses
 from lazygt.graph.node import Arg, Graph, Node, Ref
-from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+from lazygt.passes.base import Placed, placed, rebuild, written_through
+from lazygt.passes.fold import is_view
 
 #: A result of so many bytes may live longer for the sake of a later twin.
 _SMALL = 4096
@@ -47,13 +48,17 @@ class CommonSubexpressions:
 def _may_merge(row: Placed, written: set[int]) -> bool:
     node = row.node
     return not (
-        has_effect(node) or node.writes or ".empty" in node.op or ".new_empty" in node.op
+        has_effect(node)
+        or node.writes
+        or node.body is not None  # the op and the arguments don't say what its members do
+        or ".empty" in node.op
+        or ".new_empty" in node.op
     ) and written.isdisjoint(row.results)
 
 
 def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
     """Whether the earlier node's results are there at node ``number``, or cost next to nothing."""
-    if view_source(earlier.node) is not None:
+    if is_view(earlier.node):
         return True
     return all(
         uses[value] >= number or meta is None or meta.nbytes <= _SMALL

@@ -9,6 +9,9 @@ that torch itself put into the program (``ones_like`` at the start of a backward
 - ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a tensor of one number
 - a cast there and back, and a cast through a dtype that loses nothing; a copy nobody writes
 - arithmetic on constants: a constant
+
+A value takes the place of a copy of it only when its memory is neither written nor larger than
+the copy: the copy may stand there to let the larger memory go.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
 from lazygt.graph.ops import overload
@@ -28,6 +32,12 @@ Folded = int | Node | None
 Number = bool | int | float
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+#: Views that their schema does not declare.
+_UNDECLARED_VIEWS = ("aten._unsafe_view.default", "aten._reshape_alias.default",
+                     "aten.lift.default", "aten.lift_fresh.default")  # fmt: skip
+#: Dtypes with a kernel for all arithmetic. That an op has none is for the worker to say.
+_COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+             torch.int16, torch.int8, torch.uint8, torch.bool)  # fmt: skip
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),
@@ -38,6 +48,12 @@ _WIDER = {
     torch.int16: (torch.int32, torch.int64),
     torch.int32: (torch.int64,),
 }
+
+
+def is_view(node: Node) -> bool:
+    """Whether its results surely lie in its operand's memory; others in ``view_source`` may."""
+    f = op_facts(node)
+    return f is not None and not node.writes and (f.views or node.op in _UNDECLARED_VIEWS)
 
 
 class Fold:
@@ -57,6 +73,8 @@ class _Fold:
         self.same: dict[int, int] = {}
         #: value -> the node that makes it, with folded operands
         self.makers: dict[int, Node] = {}
+        #: view -> the first value of its chain
+        self.roots: dict[int, int] = {}
         #: value -> the one number that all its elements are
         self.numbers: dict[int, Number] = {}
 
@@ -70,6 +88,7 @@ class _Fold:
                 changed = True
                 continue
             node = folded if isinstance(folded, Node) else row.node
+            self._learn_root(node, row)
             changed = changed or node is not row.node
             if len(row.results) == 1:
                 self.makers[row.results[0]] = node
@@ -83,7 +102,7 @@ class _Fold:
         result = row.results[0]
         if result in self.written:
             return None
-        if view_source(node) is not None and node.op not in _COPIES:
+        if is_view(node):
             return self._view(node, result)
         self._learn_number(node, result)
         rule = _RULES.get(node.op)
@@ -101,10 +120,24 @@ class _Fold:
         return None if value is None else self.numbers.get(value)
 
     def stands_for(self, value: int | None, result: int) -> int | None:
-        """``value``, if it can take the place of ``result``."""
-        if value is None or value in self.written or self.metas[value] != self.metas[result]:
+        """``value``, if it can take the place of ``result``, which has memory of its own."""
+        if value is None or self.metas[value] != self.metas[result] or not self.may_stay(value):
             return None
         return value
+
+    def may_stay(self, value: int) -> bool:
+        """Whether reading ``value`` later costs neither a copy at a write nor larger memory."""
+        root = self.roots.get(value, value)
+        meta, whole = self.metas[value], self.metas[root]
+        if root in self.written or meta is None or whole is None:
+            return False
+        return whole.nbytes <= meta.nbytes
+
+    def _learn_root(self, node: Node, row: Placed) -> None:
+        source = view_source(node)
+        if source is not None:
+            root = self.same.get(source, source)
+            self.roots.update(dict.fromkeys(row.results, self.roots.get(root, root)))
 
     # -- views ---------------------------------------------------------------------------
 
@@ -116,13 +149,11 @@ class _Fold:
             self.numbers[result] = self.numbers[source]
         above: int | None = source
         while above is not None:
-            found = self.stands_for(above, result)
-            if found is not None:
-                return found
+            if above not in self.written and self.metas[above] == self.metas[result]:
+                return above
             maker = self.makers.get(above)
-            parent = view_source(maker) if maker is not None else None
-            shared = maker is not None and maker.op not in _COPIES
-            above = self.same.get(parent, parent) if parent is not None and shared else None
+            parent = view_source(maker) if maker is not None and is_view(maker) else None
+            above = self.same.get(parent, parent) if parent is not None else None
         return self._view_of_view(node, source, result)
 
     def _view_of_view(self, node: Node, source: int, result: int) -> Folded:
@@ -151,17 +182,16 @@ class _Fold:
         """Arithmetic whose operands are all known: computed here, with torch's own kernel."""
         meta = self.metas[result]
         assert meta is not None
-        if not meta.is_contiguous() or meta.offset or meta.dtype.is_complex:
+        if not meta.is_contiguous() or meta.offset or meta.dtype not in _COMPUTED:
             return None
         operands = [self._constant_operand(arg) for arg in node.args]
-        if any(operand is None for operand in operands) or node.kwargs:
-            return None
-        if not any(isinstance(operand, torch.Tensor) for operand in operands):
+        tensors = any(isinstance(operand, torch.Tensor) for operand in operands)
+        if node.kwargs or not tensors or any(operand is None for operand in operands):
             return None
         found = overload(node.op)(*operands)
-        if found.dtype != meta.dtype:
-            return None
         number = found.item()
+        if found.dtype != meta.dtype or number != number:  # a NaN does not even equal itself
+            return None
         self.numbers[result] = number
         return Node("aten.full.default", (meta.shape, number),
                     (("dtype", meta.dtype), ("device", DEVICE)), node.fresh)  # fmt: skip
@@ -172,7 +202,7 @@ class _Fold:
         value = self.value(arg)
         number = None if value is None else self.numbers.get(value)
         meta = None if value is None else self.metas[value]
-        if number is None or meta is None:
+        if number is None or meta is None or meta.dtype not in _COMPUTED:
             return None
         # one element, in as many dimensions: type promotion asks for them
         return torch.full((1,) * len(meta.shape), number, dtype=meta.dtype, device="cpu")
@@ -208,16 +238,23 @@ def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
 
 
 def _adds_nothing(number: Number, meta: TensorMeta) -> bool:
-    whole = not (meta.dtype.is_floating_point or meta.dtype.is_complex)
-    return number == 0 and (whole or str(number) == "-0.0")
+    return number == 0 and (_whole(meta) or (_real(meta) and str(number) == "-0.0"))
 
 
 def _takes_nothing(number: Number, meta: TensorMeta) -> bool:
-    return number == 0 and (not meta.dtype.is_complex) and str(number) != "-0.0"
+    return number == 0 and _real(meta) and str(number) != "-0.0"
 
 
 def _is_one(number: Number, meta: TensorMeta) -> bool:
-    return number == 1 and not meta.dtype.is_complex
+    return number == 1 and _real(meta)
+
+
+def _real(meta: TensorMeta) -> bool:
+    return not meta.dtype.is_complex
+
+
+def _whole(meta: TensorMeta) -> bool:
+    return _real(meta) and not meta.dtype.is_floating_point
 
 
 def _negation(fold: _Fold, node: Node, result: int) -> Folded:
@@ -240,20 +277,21 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     if maker is None or maker.op != node.op or node.op != "aten._to_copy.default":
         return None
     root = fold.value(maker.args[0])
-    if root is None or root in fold.written:
+    if root is None or not fold.may_stay(root):
         return None
-    before, between = fold.metas[root], fold.metas[value]
-    assert before is not None
-    assert between is not None
-    if between.dtype not in _WIDER.get(before.dtype, ()) or before.stride != between.stride:
+    before, between, after = fold.metas[root], fold.metas[value], fold.metas[result]
+    if before is None or between is None or after is None or before.stride != between.stride:
         return None
-    return fold.stands_for(root, result) or Node(
-        node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh
-    )
+    # a float out of a whole number's range gives what the route happens to give
+    if between.dtype not in _WIDER.get(before.dtype, ()) or (_whole(after) and not _whole(before)):
+        return None
+    found = fold.stands_for(root, result)
+    if found is not None:
+        return found
+    return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
 
 
 Rule = Callable[[_Fold, Node, int], Folded]
-_COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 _RULES: dict[str, Rule] = {
     "aten.add.Tensor": _neutral(_adds_nothing, both=True),
     "aten.sub.Tensor": _neutral(_takes_nothing, both=False),

@@ -107,7 +107,7 @@ def _merged(graph: Graph) -> Graph:
     kinds = [_kind(node, metas) for node in graph.nodes]
     if not _has_run(kinds):
         return graph
-    before = dependencies(graph)
+    before = dependencies(graph).before
     runs: dict[Any, list[int]] = {}
     for number, (kind, level) in enumerate(zip(kinds, _levels(kinds, before), strict=True)):
         if kind is not None:

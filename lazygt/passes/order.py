@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, has_effect
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.base import view_source
 
 
-def dependencies(graph: Graph) -> list[set[int]]:
-    """For each node the numbers of the nodes that have to run before it.
+class Order(NamedTuple):
+    """What constrains the order of a graph's nodes.
 
-    Those that make what it reads; for a write those that read that memory before it, so that a
-    write in place stays one; for a node with an effect the last one with an effect before it.
+    Attributes:
+        before: for each node the numbers of the nodes that have to run before it: those that
+            make what it reads; for a write those that read that memory before it, so that a
+            write in place stays one; for a node with an effect the last such before it.
+        memory: for each value the value that was first in the same memory.
     """
+
+    before: list[set[int]]
+    memory: list[int]
+
+
+def dependencies(graph: Graph) -> Order:
+    """What constrains the order of the nodes; linear in their number."""
     count = len(graph.values)
     maker = [-1] * count
     home = list(range(count))
@@ -38,7 +49,7 @@ def dependencies(graph: Graph) -> list[set[int]]:
         before.discard(-1)
         before.discard(number)
         found.append(before)
-    return found
+    return Order(found, home)
 
 
 def _targets(node: Node) -> Sequence[int]:

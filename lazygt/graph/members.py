@@ -1,0 +1,112 @@
+"""Which nodes may be members of a fused node: what pass and compiler agree on.
+
+A member is a pointwise op or a reduction on dense tensors of ordinary dtypes. A run-time number
+may stand where a tensor of one element would give the same result, which the compiler puts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lazygt.graph.alias import op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Param
+
+Metas = Sequence[TensorMeta | None]
+
+REDUCTIONS = frozenset(
+    {
+        "aten.sum.default",
+        "aten.sum.dim_IntList",
+        "aten.mean.default",
+        "aten.mean.dim",
+        "aten.amax.default",
+        "aten.amin.default",
+        "aten.linalg_vector_norm.default",
+    }
+)
+#: Pointwise although torch does not tag them so.
+_COPIES = frozenset({"aten.copy_.default", "aten._to_copy.default"})
+#: Pointwise by tag, but more than arithmetic: they choose layouts, or make memory.
+_OTHERWISE = frozenset({"clone", "fill", "zeros_like", "ones_like", "full_like"})
+_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64,
+                     torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
+_EXACT = (torch.float32, torch.float64)
+
+#: Where a run-time number may stand: op without its trailing ``_`` -> positions and keywords.
+NUMBERS: dict[str, tuple[int | str, ...]] = {
+    "add.Tensor": (1, "alpha"),
+    "sub.Tensor": (1, "alpha"),
+    "mul.Tensor": (1,),
+    "div.Tensor": (1,),
+    "rsub.Scalar": (1,),
+    "addcmul.default": ("value",),
+    "addcdiv.default": ("value",),
+    "lerp.Scalar": (2,),
+    "pow.Tensor_Scalar": (1,),
+    "gt.Scalar": (1,),
+    "ge.Scalar": (1,),
+    "lt.Scalar": (1,),
+    "le.Scalar": (1,),
+}
+
+
+def is_member(node: Node, metas: Metas) -> bool:
+    """Whether a node may be a member of a fused node; ``metas`` has the meta of every value."""
+    if node.op in REDUCTIONS:
+        return bool(node.fresh) and _ordinary(node, metas) and not numbers_of(node)
+    f = op_facts(node)
+    if f is None or f.random or f.dynamic or (f.aliases and node.op not in _COPIES):
+        return False
+    if not f.pointwise and node.op not in _COPIES:
+        return False
+    name = node.op.split(".")[1].rstrip("_")
+    if "_foreach" in node.op or name in _OTHERWISE or len(node.results) != 1:
+        return False
+    if node.op in _COPIES and any(key != "dtype" and arg is not None for key, arg in node.kwargs):
+        return False
+    return _ordinary(node, metas) and _takes_numbers(node, metas)
+
+
+def _ordinary(node: Node, metas: Metas) -> bool:
+    """Whether all tensors have elements, an ordinary dtype and no lazy bits."""
+    tensors = [metas[value] for value in node.refs()] + list(node.results)
+    return bool(tensors) and all(
+        m is not None and m.numel > 0 and m.dtype in _DTYPES and not (m.conj or m.neg)
+        for m in tensors
+    )
+
+
+def functional(op: str) -> str:
+    """The name and overload of an op without what says that it writes in place: ``add.Tensor``."""
+    _, name, which = op.split(".")
+    name = name.removesuffix("_")
+    return f"{name}.{'Tensor_Scalar' if name == 'pow' and which == 'Scalar' else which}"
+
+
+def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
+    """The run-time numbers among the arguments: (position or keyword, which)."""
+    found: list[tuple[int | str, Param]] = []
+    places: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
+    for place, arg in places:
+        found.extend((place, param) for param in _params(arg))
+    return found
+
+
+def _takes_numbers(node: Node, metas: Metas) -> bool:
+    """Whether each run-time number could be a tensor, with the same arithmetic."""
+    numbers = numbers_of(node)
+    if not numbers:
+        return True
+    allowed = NUMBERS.get(functional(node.op), ())
+    dtypes = {m.dtype for value in node.refs() if (m := metas[value]) is not None}
+    return all(place in allowed for place, _ in numbers) and dtypes <= set(_EXACT) \
+        and len(dtypes) == 1  # fmt: skip
+
+
+def _params(arg: Arg) -> list[Param]:
+    if type(arg) is Param:
+        return [arg]
+    return [param for item in arg for param in _params(item)] if type(arg) is tuple else []

@@ -1,0 +1,275 @@
+"""fuse: groups of pointwise ops and reductions become one node with its members inside.
+
+Bit for bit as long as the members are run one by one. A group that the compiler takes over keeps
+its temporaries in registers, and rounds as the compiler does.
+
+A group grows along its dependences, from the first node to the last. It is closed when a node
+that can't be a member needs it, and stands where its last member stood. Not fused is what would
+gain nothing: see ``worth``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lazygt.graph.members import Metas, is_member
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
+from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.order import Order, dependencies, scheduled
+
+#: Members of a group at most: compile time grows with them.
+MOST_MEMBERS = 64
+#: Seconds: a call of compiled code, the launch of one op, a byte on its way from or to memory.
+CALL, LAUNCH, BYTE = 8e-6, 1.2e-6, 1 / 8e9
+
+
+class Fuse:
+    """Makes ``lazygt.fused`` nodes of the groups that are worth it."""
+
+    name = "fuse"
+
+    def run(self, graph: Graph) -> Graph:
+        order = dependencies(graph)
+        surroundings = Surroundings(graph)
+        found = _Groups(graph, surroundings.metas, order).found()
+        groups = [g for g in found if len(g) > 1 and worth(surroundings, g) > 0]
+        if not groups:
+            return graph
+        units = scheduled(order.before, groups)
+        return rebuild(graph, [_unit(surroundings, unit) for unit in units])
+
+
+class Surroundings:
+    """A graph with what is asked of it again and again.
+
+    Attributes:
+        metas: of every value.
+        rows: the nodes with the numbers of their results.
+        readers: for each value the nodes that read or write it.
+        kept: values that outlive the graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.metas = graph.values
+        self.rows = placed(graph)
+        self.readers: list[list[int]] = [[] for _ in self.metas]
+        for row in self.rows:
+            for value in (*row.node.refs(), *row.node.writes):
+                self.readers[value].append(row.source)
+        self.kept = set(graph.outputs)
+
+    def escaping(self, group: Sequence[int]) -> list[int]:
+        """The results of a group's members that somebody else needs."""
+        members = set(group)
+        return [
+            value
+            for number in group
+            for value in self.rows[number].results
+            if value in self.kept or not members.issuperset(self.readers[value])
+        ]
+
+    def operands(self, group: Sequence[int]) -> list[int]:
+        """The values that a group's members take from elsewhere, in the order of their use."""
+        inner = {value for number in group for value in self.rows[number].results}
+        taken: dict[int, None] = {}
+        for number in group:
+            node = self.rows[number].node
+            taken.update(dict.fromkeys(v for v in (*node.refs(), *node.writes) if v not in inner))
+        return list(taken)
+
+    def nbytes(self, values: Iterable[int]) -> int:
+        """Bytes of these values together."""
+        return sum(meta.nbytes for v in values if (meta := self.metas[v]) is not None)
+
+
+def worth(around: Surroundings, group: Sequence[int]) -> float:
+    """Seconds that compiling a group may save in each run; at most 0: it is not worth it.
+
+    One by one, each member is launched, reads its operands and writes its results. Compiled,
+    there is one call, and what only members see never travels to memory.
+    """
+    moved = sum(
+        around.nbytes(set(around.rows[n].node.refs())) + around.nbytes(around.rows[n].results)
+        for n in group
+    )
+    needed = around.nbytes(around.operands(group)) + around.nbytes(around.escaping(group))
+    return (len(group) - 1) * LAUNCH + (moved - needed) * BYTE - CALL
+
+
+# -- which nodes belong together -----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Group:
+    #: elements that its widest member walks over
+    space: int
+    members: list[int] = field(default_factory=list)
+    #: memory -> the shapes in which members read or write it
+    shown: dict[int, set[TensorMeta | None]] = field(default_factory=dict)
+    #: memory that members write
+    written: set[int] = field(default_factory=set)
+
+    def clashes(self, other: _Group) -> bool:
+        """Whether one writes what the other sees in another shape.
+
+        A fused node writes its operands at its end, so of the memory it writes it may take no
+        two different parts.
+        """
+        return any(
+            len(self.shown.get(home, set()) | other.shown.get(home, set())) > 1
+            for home in self.written | other.written
+        )
+
+    def absorb(self, other: _Group) -> None:
+        """Take over everything that the other group has."""
+        self.members += other.members
+        self.written |= other.written
+        for home, shapes in other.shown.items():
+            self.shown.setdefault(home, set()).update(shapes)
+        other.members = []
+
+
+class _Groups:
+    """Finds the groups in one walk over the nodes."""
+
+    def __init__(self, graph: Graph, metas: Metas, order: Order) -> None:
+        self.graph, self.metas, self.order = graph, metas, order
+        #: node -> the open group that it is in
+        self.open: dict[int, _Group] = {}
+        self.all: list[_Group] = []
+
+    def found(self) -> list[list[int]]:
+        """The groups, as sorted lists of node numbers."""
+        for number, node in enumerate(self.graph.nodes):
+            needed = self._open_before(number)
+            if is_member(node, self.metas):
+                self._place(self._alone(number, node), needed)
+            else:
+                for group in needed:
+                    self._close(group)
+        return [sorted(group.members) for group in self.all if group.members]
+
+    def _open_before(self, number: int) -> list[_Group]:
+        """The open groups that a node needs, the largest first."""
+        groups = {
+            id(group): group
+            for other in self.order.before[number]
+            if (group := self.open.get(other)) is not None
+        }
+        return sorted(groups.values(), key=lambda group: (-len(group.members), group.members[0]))
+
+    def _alone(self, number: int, node: Node) -> _Group:
+        memory = self.order.memory
+        tensors = [self.metas[value] for value in node.refs()] + list(node.results)
+        group = _Group(max(meta.numel for meta in tensors if meta is not None), [number])
+        for value in (*node.refs(), *node.writes):
+            group.shown.setdefault(memory[value], set()).add(self.metas[value])
+        group.written.update(memory[target] for target in node.writes)
+        return group
+
+    def _place(self, alone: _Group, needed: list[_Group]) -> None:
+        """Put a node into the groups that it needs, which become one; or into a new one."""
+        home: _Group | None = None
+        for group in needed:
+            if alone.space > group.space or not self._fits(home, group, alone):
+                self._close(group)
+            elif home is None:
+                home = group
+            else:
+                self.open.update(dict.fromkeys(group.members, home))
+                home.absorb(group)
+        if home is None:
+            home = alone
+            self.all.append(home)
+            self.open[alone.members[0]] = home
+        else:
+            self.open[alone.members[0]] = home
+            home.absorb(alone)
+
+    @staticmethod
+    def _fits(home: _Group | None, group: _Group, alone: _Group) -> bool:
+        count = len(group.members) + 1 + (len(home.members) if home is not None else 0)
+        if count > MOST_MEMBERS or group.clashes(alone):
+            return False
+        return home is None or not home.clashes(group)
+
+    def _close(self, group: _Group) -> None:
+        for member in group.members:
+            self.open.pop(member, None)
+
+
+# -- the node ------------------------------------------------------------------------------------
+
+
+def _unit(around: Surroundings, unit: list[int]) -> Placed:
+    """The row of a single node, or of the fused node of a group."""
+    rows = [around.rows[number] for number in unit]
+    if len(rows) == 1:
+        return rows[0]
+    operands = around.operands(unit)
+    latest = {value: value for value in operands}  # operand -> its version after the last member
+    origin = dict(latest)  # version -> the operand whose memory it lives in
+    written: dict[int, None] = {}
+    for row in rows:
+        versions = row.results[len(row.node.fresh) :]
+        for target, version in zip(row.node.writes, versions, strict=True):
+            if target in origin:
+                origin[version] = origin[target]
+                latest[origin[target]] = version
+                written[origin[target]] = None
+    final = [latest[operand] for operand in written]
+    fresh = [value for value in around.escaping(unit) if value not in final]
+    body, params = _body(around, rows, operands, [*fresh, *final])
+    metas = around.metas
+    node = Node(
+        FUSED,
+        (*map(ref, operands), *params),
+        (),
+        tuple(metas[value] for value in fresh),
+        tuple(written),
+        tuple(meta for value in final if (meta := metas[value]) is not None),
+        body=body,
+    )
+    return Placed(node, [*fresh, *final], unit[0])
+
+
+def _body(
+    around: Surroundings, rows: list[Placed], operands: list[int], outputs: list[int]
+) -> tuple[Graph, list[Param]]:
+    """The members as a graph of their own, and the run-time numbers that they take."""
+    numbers = {value: inner for inner, value in enumerate(operands)}
+    params: dict[int, int] = {}
+
+    def leaf(arg: Arg) -> Arg:
+        if type(arg) is Ref:
+            return ref(numbers[arg.index])
+        if type(arg) is Param:
+            return Param(params.setdefault(arg.index, len(params)))
+        return arg
+
+    nodes = []
+    count = len(operands)
+    for row in rows:
+        node = row.node
+        kwargs = tuple((name, map_arg(arg, leaf)) for name, arg in node.kwargs)
+        writes = tuple(numbers[target] for target in node.writes)
+        nodes.append(
+            Node(node.op, map_arg(node.args, leaf), kwargs, node.fresh, writes, node.written)
+        )
+        for value in row.results:
+            numbers[value] = count
+            count += 1
+    graph = around.graph
+    inputs = tuple(meta for value in operands if (meta := around.metas[value]) is not None)
+    body = Graph(
+        inputs,
+        tuple(graph.params[index] for index in params),
+        tuple(nodes),
+        tuple(numbers[value] for value in outputs),
+        tuple(graph.line(row.source) for row in rows) if graph.lines else (),
+        tuple(graph.origin(row.source) for row in rows),
+    )
+    return body, [Param(index) for index in params]
