@@ -45,6 +45,7 @@ class Config:
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
+    compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
     @staticmethod
@@ -87,6 +88,10 @@ class Config:
             )
         if self.executor == "inline" and self.workers != 1:
             raise ValueError("lazygt.session(executor='inline') has one worker: the client itself")
+        if self.compile not in {"auto", "off", "now"}:
+            raise ValueError(
+                f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"
+            )
         if self.device not in {"auto", "cpu", "cuda"}:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
 

@@ -1,4 +1,5 @@
-"""What an op's results will look like, found by running it on meta tensors, once a signature.
+"""What an op's results will look like: by rule (``graph.shapes``), or found by running it on meta
+tensors, once a signature.
 
 A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
 own errors for arguments that do not fit. A few of them ask which device they stand for; those
@@ -17,20 +18,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
-
-Metas = tuple[TensorMeta | None, ...]
-Results = tuple[Metas, tuple[TensorMeta, ...]]
+from lazygt.graph.shapes import Results, Shapes
 
 _LIMIT = 50_000
 
 
 class Inference:
-    """A bounded memory of inferred results."""
+    """Rules, and a bounded memory of inferred results.
+
+    Attributes:
+        quick, runs: how often a rule answered, and how often a meta kernel had to.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
+        self._shapes = Shapes()
         self._seen: OrderedDict[Any, Results | None] = OrderedDict()
-        self.runs = 0
+        self.quick = self.runs = 0
 
     def results(
         self,
@@ -50,6 +54,10 @@ class Inference:
         Raises:
             Exception: torch's own, when the op does not take such arguments.
         """
+        quick = self._shapes.results(f, args, kwargs, metas, params)
+        if quick is not None:
+            self.quick += 1
+            return quick
         key = (f, _signature(args, metas, params), _signature(kwargs, metas, params))
         if key in self._seen:
             self._seen.move_to_end(key)
@@ -57,6 +65,8 @@ class Inference:
         self.runs += 1
         found = self._run(f, args, kwargs, metas, params)
         self._seen[key] = found
+        if found is not None:
+            self._shapes.learn(f, args, kwargs, metas, params, found)
         if len(self._seen) > _LIMIT:
             self._seen.popitem(last=False)
         return found

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from lazygt import device
+from lazygt import device, notebook
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
-from lazygt.graph.source import Mark, expand
+from lazygt.graph.source import Mark, expand, user_mark
 from lazygt.opened import current_session
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.recorder import Recorder
@@ -25,12 +27,17 @@ from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
+from lazygt.runtime.tiers import Compile, Tiers
+from lazygt.runtime.wire import Done
 from lazygt.runtime.worker import Worker
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
+from lazygt.timeline import Probe, Timeline
 from lazygt.trie import Step, Trie, build_graph
+from lazygt.why import Flush, Miss, Why, newly_alive
 
 _KEPT_MISSES = 256
+_KEPT_FLUSHES = 1_000
 _BUILTIN_ERRORS = {
     error.__name__: error
     for error in (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
@@ -38,6 +45,21 @@ _BUILTIN_ERRORS = {
 
 
 Stages = tuple[tuple[str, Graph], ...]
+
+
+class Kept(NamedTuple):
+    """A plan as the trie keeps it.
+
+    Attributes:
+        outputs: the numbers of its outputs among the stretch's values.
+        origins: step of the plan -> recorded op (empty: the same numbers).
+        makers: output -> recorded op.
+    """
+
+    entry: PlanEntry
+    outputs: tuple[int, ...]
+    origins: tuple[int, ...]
+    makers: tuple[int, ...]
 
 
 class Reply(NamedTuple):
@@ -64,11 +86,15 @@ class Session:
             config.max_plans, config.max_trie_nodes, config.max_graph_nodes, config.max_graph_bytes
         )
         self.recorder = Recorder(self, self._trie, kind)
+        self._tiers = Tiers(self._client, kind, config.compile)
         self._owner = os.getpid()
         self._flushes: Counter[str] = Counter()
-        self._misses: deque[dict[str, Any]] = deque(maxlen=_KEPT_MISSES)
+        self._misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
+        self._recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
+        self._probe: Probe | None = None
         self._built = self._hits = 0
         self._origins: tuple[int, ...] = ()
+        self._makers: tuple[int, ...] = ()
         self._stages: dict[bytes, Stages] = {}
         self._closing = threading.Lock()
         self.last_plan: Plan | None = None
@@ -100,6 +126,7 @@ class Session:
             self.recorder.closed = True
             device.close_session(self)
             if os.getpid() == self._owner:
+                self._tiers.close()
                 self._link.close()
             self._log.close()
 
@@ -123,6 +150,22 @@ class Session:
             self._client.synchronize()
             self._client.raise_failure()
 
+    def compiled(self, timeout: float | None = None) -> bool:
+        """Wait until what is being compiled is compiled and swapped in.
+
+        Plans are compiled after their second run; call this after that, for example before
+        timing a loop. Nothing else needs it.
+
+        Args:
+            timeout: seconds; None: as long as it takes, some seconds a group.
+
+        Returns:
+            False when the time was not enough.
+        """
+        self._check_open()
+        with self.recorder.lock, HOLD:
+            return self._tiers.wait(timeout)
+
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""
         if self.config.flush_on_backward and not self.recorder.closed:
@@ -136,7 +179,9 @@ class Session:
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
         """Take a copy of a CPU tensor for the workers."""
-        return self._client.upload(source, meta)
+        value = self._client.upload(source, meta)
+        value.mark = user_mark(1)
+        return value
 
     def ship(self, stretch: Stretch, reason: str, fetch: Cell | None, ask: bool) -> Any:
         """Turn the stretch into a run and begin a new one.
@@ -145,7 +190,10 @@ class Session:
             The fetched CPU tensor, the Reply to a data-dependent op, or None.
         """
         with HOLD:
-            return self._ship(stretch, reason, fetch, ask)
+            if self._probe is None:
+                return self._ship(stretch, reason, fetch, ask)
+            with self._probe.flush(self._recent):
+                return self._ship(stretch, reason, fetch, ask)
 
     def _ship(self, stretch: Stretch, reason: str, fetch: Cell | None, ask: bool) -> Any:
         recorder = self.recorder
@@ -153,6 +201,7 @@ class Session:
         if not stretch.marks and fetch is None and self._client.idle:
             return None
         self._flushes[reason.split(":")[0]] += 1
+        hits = self._hits
         entry = self._entry(stretch, outputs, reason) if stretch.marks else None
         marks, params, step = stretch.marks, tuple(stretch.params), stretch.step
         inputs = [remote.id for _, remote in stretch.inputs]
@@ -167,14 +216,23 @@ class Session:
         del held
         describe = _Description(step, marks, recorder.backward_mark, self._origins)
         seq, values = self._client.run(entry, inputs, params, wanted, describe, reason)
+        digest = None if entry is None else entry.plan.digest
+        self._recent.append(
+            Flush(reason, self.forced_by(), len(marks), digest, self._hits > hits, seq)
+        )
         if entry is not None:
-            self._rebind(entry, step, outputs, cells, values)
+            self._tiers.ran(entry)
+            self._rebind(outputs, cells, values, marks)
         del values
         if fetch is None and not ask:
             self._client.hold_back()
         if fetch is not None:
             return self._fetched(seq, fetch)
         return self._asked(seq, describe) if ask else None
+
+    def forced_by(self) -> Mark | None:
+        """The user's line that forces a flush now."""
+        return user_mark(1) or self.recorder.backward_mark
 
     def _wanted(
         self, fetch: Cell | None, stretch: Stretch, entry: PlanEntry | None
@@ -192,79 +250,88 @@ class Session:
         """The plan of a stretch, built if it is a new one."""
         step = stretch.step
         found = self._trie.find(step, outputs)
-        entry: PlanEntry
         if found is not None:
             self._hits += 1
-            entry, numbers, self._origins = found
         else:
-            entry, self._origins = self._build(stretch, outputs, reason)
-            numbers = outputs
-            dropped = self._trie.keep(step, outputs, (entry, outputs, self._origins))
-            self._client.forget([old for old, _, _ in dropped])
+            found = self._build(stretch, outputs, reason)
+            dropped = self._trie.keep(step, outputs, found)
+            self._client.forget([old.entry for old in dropped])
+            for old in dropped:
+                self._stages.pop(old.entry.plan.digest, None)
+        entry: PlanEntry
+        entry, numbers, self._origins, self._makers = found
         self._positions = {index: k for k, index in enumerate(numbers)}
         self.last_plan = entry.plan
         return entry
 
-    def _build(
-        self, stretch: Stretch, outputs: tuple[int, ...], reason: str
-    ) -> tuple[PlanEntry, tuple[int, ...]]:
-        """The plan of a stretch, and the recorded op behind each of its steps."""
+    def _build(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
+        """The plan of a stretch."""
+        begin = time.monotonic_ns()
         steps = stretch.step.path()
         lines = _lines(steps, stretch.marks, self.recorder.backward_mark)
         kinds = tuple(type(value).__name__ for value in stretch.params)
         recorded = build_graph(steps, outputs, lines, kinds)
         stages = [("recorded", recorded)]
         graph = run_passes(recorded, PIPELINE, self.config.check_passes, stages)
-        self._misses.append(self._why_missed(outputs, reason))
         plan = Plan.build(graph)
         entry = self._client.entry_for(plan)
+        self._missed(self._why_missed(stretch.step, recorded, outputs, reason), plan, begin)
         if self.config.keep_stages:
             self._stages[plan.digest] = tuple(stages)
         if not entry.sent:
             self._built += 1
-        return entry, plan.steps.graph.origins
+        self._tiers.built(entry)
+        made = notebook.makers(steps)
+        makers = tuple([made[index] for index in outputs])
+        return Kept(entry, outputs, plan.steps.graph.origins, makers)
 
-    def _why_missed(self, outputs: tuple[int, ...], reason: str) -> dict[str, Any]:
+    def _why_missed(
+        self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str
+    ) -> Miss:
         first = self.recorder.first_miss
-        if first is None:
-            return {"reason": "another set of values is alive", "op": None, "line": "?",
-                    "flush": reason}  # fmt: skip
-        step, key, f, mark = first
-        known = [other.facts.name for other in step.children.values()
-                 if other.facts is not None and other.key is not key]  # fmt: skip
-        if isinstance(key, TensorMeta):
-            name = f"input {key}"
-        else:
-            name = f.name if f is not None else key[0]
-        if not known:
-            why = "a new sequence of ops"
-        elif name in known:
-            why = f"{name} with other arguments or shapes than before"
-        else:
-            why = f"{name} where {known[0]} was before"
-        return {"reason": why, "op": name, "line": expand(mark), "flush": reason}
+        if first is not None:
+            return Miss.at(reason, first, _line_of)
+        alive = newly_alive(recorded, outputs, step.plans)
+        return Miss(reason, None, ended=bool(step.plans), alive=alive)
+
+    def _missed(self, miss: Miss, plan: Plan, begin: int) -> None:
+        """Note a miss whose plan has been built since ``begin``."""
+        miss.digest, miss.seconds = plan.digest, (time.monotonic_ns() - begin) / 1e9
+        self._misses.append(miss)
+        if self._probe is not None:
+            self._probe.did("build plan", begin, miss.summary())
 
     def _rebind(
         self,
-        entry: PlanEntry,
-        step: Step,
         outputs: tuple[int, ...],
         cells: list[Cell],
         values: list[RemoteValue],
+        marks: list[Mark | None],
     ) -> None:
-        positions = self._positions
+        positions, makers = self._positions, self._makers
         for cell, index in zip(cells, outputs, strict=True):
-            cell.remote = values[positions[index]]
+            position = positions[index]
+            cell.remote = value = values[position]
+            value.mark = marks[makers[position]] or self.recorder.backward_mark
             cell.serial = 0
 
+    def _wait(self, seq: int) -> tuple[Done, list[memoryview]]:
+        """The answer to a run."""
+        if self._probe is None:
+            return self._client.wait(seq)
+        begin = time.monotonic_ns()
+        answer = self._client.wait(seq)
+        self._probe.did("wait for the answer", begin, {"run": seq})
+        return answer
+
     def _fetched(self, seq: int, cell: Cell) -> torch.Tensor:
-        done, buffers = self._client.wait(seq)
+        done, buffers = self._wait(seq)
         value = self._client.tensor(done.fetched[0], buffers)
         self._client.raise_failure()
         return value
 
     def _asked(self, seq: int, describe: _Description) -> Reply:
-        done, _ = self._client.wait(seq)
+        done, _ = self._wait(seq)
         if done.returned and done.returned[0] == "failed":
             _, kind, detail, number = done.returned
             self._client.drop_failure(seq, number)
@@ -272,17 +339,20 @@ class Session:
                 self._client.raise_known(seq, number)
             raise _BUILTIN_ERRORS.get(kind, RuntimeError)(detail)
         self._client.raise_failure()
-        returned = [self._received(item) for item in done.returned]
-        written = [self._received(item) for item in done.written]
+        mark = describe.marks[-1]
+        returned = [self._received(item, mark) for item in done.returned]
+        written = [self._received(item, mark) for item in done.written]
         return Reply(returned, written)
 
-    def _received(self, item: Any) -> Any:
+    def _received(self, item: Any, mark: Mark | None) -> Any:
         if item[0] == "list":
-            return [self._received(one) for one in item[1]]
+            return [self._received(one, mark) for one in item[1]]
         if item[0] == "value":
             return item[1]
         meta, key = item
-        return meta, self._client.adopt(key)
+        value = self._client.adopt(key)
+        value.mark = mark
+        return meta, value
 
     # -- seeing --------------------------------------------------------------------------
 
@@ -291,23 +361,67 @@ class Session:
         """Process ids of the workers, by rank."""
         return list(self._link.pids)
 
+    @property
+    def compiler_pid(self) -> int | None:
+        """Process id of the compile process; None while there is none."""
+        return self._tiers.pid
+
     def entries(self) -> list[PlanEntry]:
         """The plans that are kept, with what was shipped and run of each, oldest first."""
         return self._client.entries()
 
     def plans(self) -> list[Plan]:
         """The plans that are kept, oldest first."""
-        return [entry.plan for entry, _, _ in self._trie.kept()]
+        return [kept.entry.plan for kept in self._trie.kept()]
+
+    def compiles(self) -> list[Compile]:
+        """The fused groups for which compiled code was asked, in that order."""
+        return list(self._tiers.compiles.values())
 
     def stages(self, plan: Plan) -> Stages:
         """A plan's graph as recorded and after each pass: (name, graph) in order.
 
         Raises:
-            ValueError: when the session was not opened with ``keep_stages=True``.
+            ValueError: when the session was not opened with ``keep_stages=True``, or does not
+                keep this plan.
         """
         if not self.config.keep_stages:
             raise ValueError("stages() needs lazygt.session(keep_stages=True)")
+        if plan.digest not in self._stages:
+            raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")
         return self._stages[plan.digest]
+
+    def why(self) -> Why:
+        """Flushes with who forced them, plan misses, fallbacks and compiles; print it."""
+        flushed = sum(self._flushes.values())
+        return Why(tuple(self._recent), flushed, tuple(self._misses), self.compiles())
+
+    @contextmanager
+    def profile(self, into: Timeline | None = None) -> Iterator[Timeline]:
+        """Draw what happens meanwhile into a timeline; ``save`` it for Perfetto.
+
+        Workers run plans node by node meanwhile; a compiled group is one node. The end of the
+        block is a sync point.
+
+        Args:
+            into: a timeline to draw into; by default a new one.
+
+        Raises:
+            RuntimeError: when a profile is being taken already.
+        """
+        self._check_open()
+        if self._probe is not None:
+            raise RuntimeError("this session is being profiled already; end that profile first")
+        timeline = Timeline() if into is None else into
+        self._probe = probe = Probe(timeline, self._client)
+        probe.attach()
+        try:
+            yield timeline
+            if not self.recorder.closed:
+                self.synchronize()
+        finally:
+            self._probe = None
+            probe.detach(self.compiles())
 
     def stats(self) -> Mapping[str, Any]:
         """Counts since the session opened; reading them costs no sync point."""
@@ -317,7 +431,7 @@ class Session:
             "flushes": dict(self._flushes),
             "plans_built": self._built,
             "plan_hits": self._hits,
-            "plan_misses": list(self._misses),
+            "plan_misses": [miss.summary() for miss in self._misses],
             "ops_inferred": self.recorder.inference.runs,
             "messages_sent": counts.messages_sent,
             "messages_received": counts.messages_received,
@@ -332,6 +446,9 @@ class Session:
             "free_messages": 0,
             "scalar_uploads": 0,
         }
+
+    def _repr_html_(self) -> str:
+        return notebook.session_html(repr(self), self.stats())
 
     def __repr__(self) -> str:
         state = "closed" if self.recorder.closed else "open"
@@ -355,6 +472,11 @@ class _Description:
     def is_last(self, number: int) -> bool:
         """Whether a step of the plan is the op that was recorded last."""
         return (self.origins[number] if self.origins else number) == len(self.marks) - 1
+
+    def lines(self) -> tuple[str, ...]:
+        """The user's line of each step of the plan."""
+        lines = _lines(self.step.path(), self.marks, self.backward)
+        return tuple(lines[origin] for origin in self.origins) if self.origins else lines
 
     def __call__(self, number: int) -> tuple[str, tuple[str, ...], str]:
         number = self.origins[number] if self.origins else number
@@ -384,6 +506,23 @@ def _lines(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -
             mark = marks[step.forward]
         lines.append(expand(mark or backward))
     return tuple(lines)
+
+
+def _line_of(step: Step) -> str:
+    """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
+    if step.node is None:
+        return "?"
+    number = sum(passed.node is not None for passed in step.path()) - 1
+    below = [step]
+    while below:
+        found = below.pop()
+        for kept in found.plans.values():
+            origins = kept.origins or range(len(kept.entry.plan.steps.graph.nodes))
+            if number in origins:
+                line: str = kept.entry.plan.steps.graph.line(origins.index(number))
+                return line
+        below.extend(found.children.values())
+    return "?"
 
 
 def _open_link(config: Config) -> tuple[Link, str]:

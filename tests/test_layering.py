@@ -34,6 +34,9 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "hostnumbers",
                 "infer",
                 "recorder",
+                "notebook",
+                "timeline",
+                "why",
                 "special",
                 "stretch",
                 "tensor",
@@ -43,7 +46,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
         ),
     ),
     (frozenset({"session", "function", "sharding"}),),
-    (frozenset({"cli", "doctor", "lazygt", "__main__"}),),
+    (frozenset({"cli", "commands", "scripts", "doctor", "lazygt", "__main__"}),),
 )
 # Besides the rows: pairs that a downward rule alone would allow.
 FORBIDDEN = {("runtime", "passes"): "the runtime runs plans and never makes them"}

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +12,11 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import lazygt
-from lazygt import cli
 from lazygt.graph.text import parse_graph
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -165,123 +161,3 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYGT_MAX_GRAPH_NODES", "many")
     with pytest.raises(ValueError, match="LAZYGT_MAX_GRAPH_NODES='many'"):
         lazygt.session()
-
-
-# -- the command line ----------------------------------------------------------------------------
-
-PLAIN = """\
-import sys
-import torch
-
-w = torch.ones(3, 2, requires_grad=True)
-for _ in range(3):
-    w.grad = None
-    loss = (torch.ones(4, 3) @ w).sum()
-    loss.backward()
-print(sys.argv[1:], __name__, loss.item())
-"""
-
-GOLDEN = """\
-['--lr', '0.1'] __main__ 24.0
-# plan 0: shipped 1 time(s), N bytes; run 1 time(s)
-plan DIGEST {
-  $0: float = param
-  $1: float = param
-  %0: f32[3, 2] = aten.empty_strided.default([3, 2], [2, 1], dtype=torch.float32, device=device)  # plain.py:4
-  %1: f32[3, 2] = aten.fill_.Scalar(%0, $0) writes %0  # plain.py:4  [in place; free %0]
-  %2: f32[4, 3] = aten.empty_strided.default([4, 3], [3, 1], dtype=torch.float32, device=device)  # plain.py:7
-  %3: f32[4, 3] = aten.fill_.Scalar(%2, $1) writes %2  # plain.py:7  [in place; free %2]
-  %4: f32[4, 2] = aten.mm.default(%3, %1)  # plain.py:7
-  %5: f32[] = aten.sum.default(%4)  # plain.py:7  [free %4]
-  %6: f32[] = aten.ones_like.default(%5, pin_memory=False, memory_format=torch.preserve_format)  # plain.py:8
-  %7: f32[4, 2]@(0, 0) = aten.expand.default(%6, [4, 2])  # plain.py:7
-  %8: f32[3, 4]@(1, 3) = aten.t.default(%3)  # plain.py:7  [free %3]
-  %9: f32[3, 2] = aten.mm.default(%8, %7)  # plain.py:7  [free %7 %8]
-  return %1, %5, %6, %9
-}
-"""  # noqa: E501
-
-
-def _dump(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, ["dump", *args])
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    path = tmp_path / "plain.py"
-    path.write_text(PLAIN)
-    return path
-
-
-def test_dump_of_a_script_without_a_session(plain: Path) -> None:
-    result = _dump("--inline", str(plain), "--lr", "0.1")
-    assert result.exit_code == 0, result.output
-    text = result.output.replace(f"{plain.parent}/", "")
-    text = re.sub(r"plan [0-9a-f]{12} ", "plan DIGEST ", text)
-    text = re.sub(r"\d+ bytes; run", "N bytes; run", text)
-    assert text.startswith(GOLDEN), text
-    assert "# plan 1: shipped 1 time(s), N bytes; run 2 time(s)" in text
-    assert "flushes: backward 3" in text
-    assert re.search(r"# \d+ messages sent, \d+ bytes\n# \d+ messages received, \d+ bytes\n$", text)
-
-
-def test_dump_of_one_plan(plain: Path) -> None:
-    result = _dump("--inline", "--plan", "1", str(plain))
-    assert result.output.count("# plan ") == 1
-    assert "# plan 1:" in result.output
-    result = _dump("--inline", "--plan", "7", str(plain))
-    assert result.exit_code == 2
-    assert "there is no plan 7, only 0 to" in result.output
-
-
-def test_dump_leaves_a_script_its_own_sessions(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import lazygt, torch\n"
-        "for size in (2, 3):\n"
-        "    with lazygt.session(executor='inline'):\n"
-        "        print((torch.ones(size) + 1).tolist())\n"
-    )
-    result = _dump(str(path))
-    assert result.exit_code == 0, result.output
-    assert "# plan 0: shipped 1" in result.output
-    assert "# plan 1: shipped 1" in result.output
-    assert result.output.count("ops recorded") == 2
-
-
-def test_dump_of_a_missing_script() -> None:
-    result = _dump("nowhere.py")
-    assert result.exit_code == 2
-    assert "there is no file nowhere.py" in result.output
-
-
-def test_dump_of_a_script_that_raises(tmp_path: Path) -> None:
-    path = tmp_path / "bad.py"
-    path.write_text("import torch\n\ndef f():\n    raise KeyError('mine')\n\nf()\n")
-    out = subprocess.run(
-        [sys.executable, "-m", "lazygt.cli", "dump", "--inline", str(path)],
-        capture_output=True, text=True, cwd=ROOT, timeout=60,
-    )  # fmt: skip
-    assert out.returncode == 1
-    assert out.stderr.startswith("Traceback (most recent call last):\n  File ")
-    assert "cli.py" not in out.stderr
-    assert "runpy" not in out.stderr
-    assert out.stderr.endswith("KeyError: 'mine'\n")
-
-
-def test_dump_of_a_script_that_records_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "idle.py"
-    path.write_text("print('hello')\n")
-    result = _dump("--inline", str(path))
-    assert result.exit_code == 0
-    assert "the script recorded nothing" in result.output
-
-
-def test_doctor_reports_and_fails_on_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(cli.app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    assert "one worker started" in result.output
-    monkeypatch.setattr(torch, "__version__", "2.1.0")
-    result = CliRunner().invoke(cli.app, ["doctor"])
-    assert result.exit_code == 1
-    assert "failed: torch" in result.output

@@ -7,12 +7,13 @@ may stand where a tensor of one element would give the same result, which the co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
-from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param
+from lazygt.graph.ops import facts, overload
 
 Metas = Sequence[TensorMeta | None]
 
@@ -57,17 +58,27 @@ def is_member(node: Node, metas: Metas) -> bool:
     """Whether a node may be a member of a fused node; ``metas`` has the meta of every value."""
     if node.op in REDUCTIONS:
         return bool(node.fresh) and _ordinary(node, metas) and not numbers_of(node)
-    f = op_facts(node)
-    if f is None or f.random or f.dynamic or (f.aliases and node.op not in _COPIES):
-        return False
-    if not f.pointwise and node.op not in _COPIES:
-        return False
-    name = node.op.split(".")[1].rstrip("_")
-    if "_foreach" in node.op or name in _OTHERWISE or len(node.results) != 1:
+    if len(node.results) != 1 or not _is_pointwise(node.op):
         return False
     if node.op in _COPIES and any(key != "dtype" and arg is not None for key, arg in node.kwargs):
         return False
     return _ordinary(node, metas) and _takes_numbers(node, metas)
+
+
+@cache
+def _is_pointwise(op: str) -> bool:
+    """Whether each element of the result follows from those of the operands at its place."""
+    if op in _COPIES:
+        return True
+    if op.startswith("lazygt.") or "_foreach" in op:
+        return False
+    try:
+        pure, _ = pure_form(op)
+    except KeyError:
+        return False
+    f = facts(overload(pure))  # torch tags few of the overloads that write
+    one = f.outputs == ("f",) and not (f.random or f.dynamic or f.aliases)
+    return one and f.pointwise and pure.split(".")[1] not in _OTHERWISE
 
 
 def _ordinary(node: Node, metas: Metas) -> bool:
@@ -84,6 +95,31 @@ def functional(op: str) -> str:
     _, name, which = op.split(".")
     name = name.removesuffix("_")
     return f"{name}.{'Tensor_Scalar' if name == 'pow' and which == 'Scalar' else which}"
+
+
+@cache
+def pure_form(op: str) -> tuple[str, str]:
+    """The functional overload of a pointwise op or reduction, and the keyword that falls away.
+
+    Raises:
+        KeyError: there is none.
+    """
+    schema = overload(op)._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None]
+    namespace, name, which = op.split(".")
+    if not written:
+        return op, ""
+    if written == ["self"] and name.endswith("_"):
+        if op == "aten.copy_.default":
+            return op, ""
+        name, which = functional(op).split(".")
+        return f"{namespace}.{name}.{which}", ""
+    kept = [(a.name, str(a.type)) for a in schema.arguments if a.name not in written]
+    for other in getattr(getattr(torch.ops, namespace), name).overloads():
+        found = f"{namespace}.{name}.{other}"
+        if [(a.name, str(a.type)) for a in overload(found)._schema.arguments] == kept:
+            return found, written[0]
+    raise KeyError(op)
 
 
 def numbers_of(node: Node) -> list[tuple[int | str, Param]]:

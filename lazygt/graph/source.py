@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 
 import torch
@@ -52,9 +53,15 @@ def expand(mark: Mark | None) -> str:
     if mark is None:
         return "?"
     code, lasti = mark
+    return _line(code, code.co_filename, lasti)
+
+
+@lru_cache(maxsize=16384)
+def _line(code: CodeType, name: str, lasti: int) -> str:
+    # the name is part of the key: code objects of two files may compare equal
     line = code.co_firstlineno
     for start, stop, number in code.co_lines():
         if start <= lasti < stop and number is not None:
             line = number
             break
-    return f"{code.co_filename}:{line}"
+    return f"{name}:{line}"

@@ -11,16 +11,19 @@ import torch
 
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.source import Mark
 from lazygt.runtime import wire
 from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.shm import tensor_over
 from lazygt.runtime.waiting import WaitLine
-from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run
+from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run, Timings
 
 #: Answers "what is node n of this run?": (op, inputs as text, the user's file:line).
 Describe = Callable[[int], tuple[str, tuple[str, ...], str]]
+#: Takes (rank, run, plan, who wrote it, timings) of a timed run.
+Timed = Callable[[int, int, "PlanEntry | None", "Describe | None", Timings], None]
 
 _KEPT_ERRORS = 1_000
 
@@ -29,11 +32,13 @@ class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "id")
+    __slots__ = ("_dead", "id", "mark")
 
     def __init__(self, key: int, dead: deque[int]) -> None:
         self.id = key
         self._dead = dead
+        #: the user's line that made it, for whoever looks at its handle
+        self.mark: Mark | None = None
 
     def __del__(self) -> None:
         self._dead.append(self.id)
@@ -42,7 +47,7 @@ class RemoteValue:
 class PlanEntry:
     """A plan with what the workers are known to remember of its last run."""
 
-    __slots__ = ("frees", "inputs", "params", "plan", "runs", "sent", "ships", "size")
+    __slots__ = ("frees", "inputs", "params", "plan", "runs", "sent", "ships", "size", "swap")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -52,6 +57,8 @@ class PlanEntry:
         self.runs = 0
         #: how often it was shipped, and the bytes of one such message
         self.ships = self.size = 0
+        #: (fused node, artifact) of the compiled tier, once it is there
+        self.swap: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -90,7 +97,12 @@ class Client:
 
     def __init__(self, link: Link, max_ahead: int, shm_threshold: int, log: InstructionLog) -> None:
         self.link, self.log = link, log
+        #: set while a profile is taken: runs are timed, and it is told the timings
+        self.timed: Timed | None = None
         self.counts = Counts()
+        #: plans that are being swapped -> ranks that have not said so yet; and what went wrong
+        self.swapping: dict[bytes, int] = {}
+        self.swap_errors: list[tuple[bytes, str]] = []
         self._line = WaitLine()
         self._death: WorkerDied | None = None
         self._max_ahead, self._shm_threshold = max_ahead, shm_threshold
@@ -169,6 +181,7 @@ class Client:
         base = self._new_ids(outputs)
         self._seq += 1
         run = Run(self._seq, base=base, puts=self._puts, fetches=fetches)
+        run.timed = self.timed is not None
         buffers, self._puts, self._buffers = self._buffers, [], []
         run.releases = tuple(_drain(self._read))
         frees = sorted(_drain(self._dead))
@@ -231,6 +244,15 @@ class Client:
         while self._flights:
             self._take_next()
 
+    def wait_swapped(self) -> None:
+        """Wait until every rank has answered every swap.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        while self.swapping:
+            self._take_next()
+
     def pump(self) -> None:
         """Take the answers that are there already."""
         while True:
@@ -272,6 +294,13 @@ class Client:
         self._shipped(entry, frames, self.link.world_size)
         entry.sent = True
 
+    def swap(self, entry: PlanEntry, groups: Sequence[tuple[int, str]]) -> None:
+        """Have every worker run compiled code from its next run of a plan on."""
+        self._send_plan(entry, "swap")
+        entry.swap = tuple(groups)
+        self._send_all("swap", wire.encode_swap(entry.plan.digest, groups), "compiled")
+        self.swapping[entry.plan.digest] = self.link.world_size
+
     def _shipped(self, entry: PlanEntry, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
         entry.ships += times
@@ -312,12 +341,15 @@ class Client:
         size = sum(len(frame) for frame in frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
-        kinds = {wire.DONE: "done", wire.NEED: "need"}
-        self.log.write("receive", kinds.get(header[0], "?"), rank, header[1], size, "")
+        kinds = {wire.DONE: "done", wire.NEED: "need", wire.SWAPPED: "swapped"}
+        number = header[1] if isinstance(header[1], int) else 0
+        self.log.write("receive", kinds.get(header[0], "?"), rank, number, size, "")
         if header[0] == wire.NEED:
             self._resend(rank, header[1], header[2])
         elif header[0] == wire.DONE:
             self._done(rank, wire.decode_done(header), frames[1:])
+        elif header[0] == wire.SWAPPED:
+            self._swapped(rank, header[1], header[2])
         else:
             raise ProtocolError(f"worker {rank} sent a message of unknown kind {header[0]!r}")
 
@@ -330,10 +362,22 @@ class Client:
         frames = wire.encode_plan(digest, entry.plan.graph, False)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
+        if entry.swap:
+            self._send("swap", rank, wire.encode_swap(digest, entry.swap), "compiled")
+
+    def _swapped(self, rank: int, digest: bytes, error: str) -> None:
+        if digest in self.swapping:
+            self.swapping[digest] -= 1
+            if not self.swapping[digest]:
+                del self.swapping[digest]
+        if error:
+            self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         flight = self._flights[done.seq]
         flight.waiting.discard(rank)
+        if done.timings is not None and self.timed is not None:
+            self.timed(rank, done.seq, flight.entry, flight.describe, done.timings)
         for offset in done.releases:
             self._released(offset)
         if rank == 0:

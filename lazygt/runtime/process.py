@@ -14,6 +14,7 @@ session opened in a thread may outlive that thread.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import select
@@ -56,7 +57,9 @@ def main() -> None:
     token = bytes.fromhex(boot.token)
     server = Server(context, boot.data, token, boot.keys, boot.max_message)
     Control(context, boot, token, lifeline).start()
-    serve(server, build_handler(boot))
+    handler = build_handler(boot)
+    gc.freeze()  # torch's modules live as long as the process: no collection need walk them
+    serve(server, handler)
     leave_group(boot)
     sys.stdout.flush()
     sys.stderr.flush()

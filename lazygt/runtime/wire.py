@@ -7,6 +7,7 @@ ProtocolError, and its sender is dropped by the channel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,9 +21,9 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, s
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 
 #: Both sides compare it in their hello.
-VERSION = 2
+VERSION = 3
 
-PLAN, RUN, DONE, NEED = 1, 2, 3, 4
+PLAN, RUN, DONE, NEED, SWAP, SWAPPED = 1, 2, 3, 4, 5, 6
 
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
@@ -54,7 +55,10 @@ def unpack(data: Buffer) -> Any:
 
 
 def _to_ext(value: Any) -> Any:
-    if type(value) is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
+    kind = type(value)
+    if kind is Ref or kind is Param:
+        return _numbered_ext(_REF if kind is Ref else _PARAM, value.index)
+    if kind is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
         return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
     try:
         return _cached_ext(value)
@@ -63,11 +67,12 @@ def _to_ext(value: Any) -> Any:
 
 
 @lru_cache(maxsize=16384)
+def _numbered_ext(code: int, index: int) -> Any:
+    return msgpack.ExtType(code, msgpack.packb(index))
+
+
+@lru_cache(maxsize=16384)
 def _cached_ext(value: Any) -> Any:
-    if isinstance(value, Ref):
-        return msgpack.ExtType(_REF, msgpack.packb(value.index))
-    if isinstance(value, Param):
-        return msgpack.ExtType(_PARAM, msgpack.packb(value.index))
     if isinstance(value, _TORCH_NAMES):
         return msgpack.ExtType(_TORCH, str(value).encode())
     if value is DEVICE:
@@ -77,6 +82,7 @@ def _cached_ext(value: Any) -> Any:
     raise TypeError("it has no extension type")
 
 
+@lru_cache(maxsize=16384)
 def _from_ext(code: int, data: bytes) -> Any:
     if code == _REF:
         return Ref(_integer(data))
@@ -108,7 +114,8 @@ def _torch_name(text: str) -> Any:
 
 
 def _meta_fields(meta: TensorMeta) -> tuple[Any, ...]:
-    stride = None if meta.stride == contiguous_stride(meta.shape) else meta.stride
+    usual = meta.plain or meta.stride == contiguous_stride(meta.shape)
+    stride = None if usual else meta.stride
     flags = ((meta.conj and 1) or 0) | ((meta.neg and 2) or 0)
     return short_dtype(meta.dtype), meta.shape, stride, meta.offset, flags
 
@@ -129,9 +136,18 @@ def _meta_from(fields: Any) -> TensorMeta:
 # -- graphs ------------------------------------------------------------------------------
 
 
+#: The graph encoded last: a new plan is encoded to be named, and again to be sent.
+_latest: deque[tuple[Graph, bytes]] = deque(maxlen=1)
+
+
 def encode_graph(graph: Graph) -> bytes:
     """A graph without its source lines."""
-    return pack((VERSION, *_graph_fields(graph)))
+    for known, encoded in tuple(_latest):
+        if known is graph:
+            return encoded
+    data = pack((VERSION, *_graph_fields(graph)))
+    _latest.append((graph, data))
+    return data
 
 
 def _graph_fields(graph: Graph) -> tuple[Any, ...]:
@@ -200,6 +216,7 @@ class Run:
         params: run-time numbers; None: the same as in the last run of this plan.
         releases: arena offsets that the client has done with.
         fetches: ids whose values are wanted.
+        timed: run it node by node, and say how long each took (``Done.timings``).
     """
 
     seq: int
@@ -211,6 +228,7 @@ class Run:
     puts: list[Put] = field(default_factory=list)
     releases: tuple[int, ...] = ()
     fetches: tuple[int, ...] = ()
+    timed: bool = False
 
 
 @dataclass(slots=True)
@@ -231,6 +249,21 @@ class Fetched:
     offset: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """When a worker did what, in nanoseconds of its host's monotonic clock.
+
+    Attributes:
+        begin, end: from the run message taken to its answer ready.
+        steps: (step, count, begin, end) of each node that ran: it did ``count`` of
+            ``plan.steps`` in one, from ``step`` on.
+    """
+
+    begin: int
+    end: int
+    steps: tuple[tuple[int, int, int, int], ...] = ()
+
+
 @dataclass(slots=True)
 class Done:
     """The answer to a run.
@@ -241,6 +274,7 @@ class Done:
         fetched: one Fetched or Failure a fetch.
         returned: what a data-dependent last node returned: (meta, id) pairs, lists, numbers.
         written: (meta, id) of the tensors it wrote.
+        timings: of a timed run.
     """
 
     seq: int
@@ -249,6 +283,7 @@ class Done:
     fetched: list[Fetched | Failure] = field(default_factory=list)
     returned: Any = None
     written: Any = None
+    timings: Timings | None = None
 
 
 def encode_plan(
@@ -258,11 +293,21 @@ def encode_plan(
     return [pack((PLAN, digest, fresh, tuple(forget))), encode_graph(graph)]
 
 
+def encode_swap(digest: bytes, groups: Sequence[tuple[int, str]]) -> list[Buffer]:
+    """A SWAP message: from now on these fused nodes of a plan run as these artifacts."""
+    return [pack((SWAP, digest, list(groups)))]
+
+
+def encode_swapped(digest: bytes, error: str) -> list[Buffer]:
+    """A SWAPPED message: done, or why the plan stays on its tier."""
+    return [pack((SWAPPED, digest, error))]
+
+
 def encode_run(run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
     """A RUN message."""
     puts = [(p.id, p.meta, p.offset) for p in run.puts]
     header = (RUN, run.seq, run.digest, run.base, run.inputs, run.frees, run.params, puts,
-              run.releases, run.fetches)  # fmt: skip
+              run.releases, run.fetches, *((True,) if run.timed else ()))  # fmt: skip
     try:
         return [pack(header), *buffers]
     except OverflowError as error:
@@ -276,7 +321,9 @@ def encode_done(done: Done, buffers: Sequence[Buffer]) -> list[Buffer]:
         (f.meta, f.offset) if isinstance(f, Fetched) else (f.node, f.kind, f.detail, f.seq)
         for f in done.fetched
     ]
-    header = (DONE, done.seq, failures, done.releases, fetched, done.returned, done.written)
+    times = done.timings
+    header = (DONE, done.seq, failures, done.releases, fetched, done.returned, done.written,
+              *(() if times is None else (times.begin, times.end, times.steps)))  # fmt: skip
     return [pack(header), *buffers]
 
 
@@ -302,27 +349,30 @@ def decode_run(fields: Any) -> Run:
         ProtocolError: when the header is not of the schema.
     """
     try:
-        _, seq, digest, base, inputs, frees, params, puts, releases, fetches = fields
+        _, seq, digest, base, inputs, frees, params, puts, releases, fetches, *timed = fields
         ok = (
             isinstance(seq, int)
             and (digest is None or (isinstance(digest, bytes) and len(digest) == 16))
             and isinstance(base, int)
             and all(isinstance(n, int) for n in (*releases, *fetches))
             and all(isinstance(i, int) and isinstance(m, TensorMeta) for i, m, _ in puts)
+            and timed in ([], [True])
         )
         if not ok:
             raise ValueError("a field has the wrong type")
         made = [Put(*put) for put in puts]
-        return Run(seq, digest, base, inputs, frees, params, made, releases, fetches)
+        return Run(seq, digest, base, inputs, frees, params, made, releases, fetches, bool(timed))
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"not a RUN message: {error}") from error
 
 
 def decode_done(fields: Any) -> Done:
     """A Done from a DONE header."""
-    _, seq, failures, releases, fetched, returned, written = fields
+    _, seq, failures, releases, fetched, returned, written, *timings = fields
     made: list[Fetched | Failure] = [Failure(*f) if len(f) == 4 else Fetched(*f) for f in fetched]
-    return Done(seq, [Failure(*f) for f in failures], list(releases), made, returned, written)
+    times = Timings(*timings) if timings else None
+    found = [Failure(*f) for f in failures]
+    return Done(seq, found, list(releases), made, returned, written, times)
 
 
 class Prediction:

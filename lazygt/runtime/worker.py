@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from lazygt.errors import GraphError, ProtocolError
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import kernels, wire
+from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.executors.timed import TimedExecutor
+from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run
+from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run, Timings
 
 if TYPE_CHECKING:
     from lazygt.runtime.shm import Arena
@@ -94,6 +97,8 @@ class Worker:
                 self._waiting.append([bytes(frame) for frame in frames])
                 return [wire.encode_need(run.seq, run.digest)]
             return [self._run(run, frames[1:])]
+        if kind == wire.SWAP:
+            return [self._swap(header)]
         raise ProtocolError(f"unknown message kind {kind!r}")
 
     def close(self) -> None:
@@ -126,9 +131,26 @@ class Worker:
         while len(self._executors) > self._max_plans:
             self._executors.popitem(last=False)
 
+    def _swap(self, header: Any) -> list[Buffer]:
+        """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
+        try:
+            _, digest, groups = header
+            executor = self._executors.get(digest)
+            wanted = [(int(number), str(key)) for number, key in groups]
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"not a SWAP message: {error}") from error
+        if executor is None:
+            return wire.encode_swapped(digest, "")  # forgotten; it is swapped when it comes again
+        try:
+            self._executors[digest] = compiled(executor.plan, self.device, wanted)
+        except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
+            return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
+        return wire.encode_swapped(digest, "")
+
     # -- runs ----------------------------------------------------------------------------
 
     def _run(self, run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
+        begin = time.monotonic_ns() if run.timed else 0
         done = Done(run.seq)
         for offset in run.releases:
             if self._fetch is not None:
@@ -146,6 +168,9 @@ class Worker:
                 done.fetched.append(self._send(self.store.get(key), replies))
             except Exception as error:  # noqa: BLE001 - reported to the client
                 done.fetched.append(Failure(-1, type(error).__name__, str(error), run.seq))
+        if run.timed:
+            steps = () if done.timings is None else done.timings.steps
+            done.timings = Timings(begin, time.monotonic_ns(), steps)
         return wire.encode_done(done, replies)
 
     def _receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
@@ -185,20 +210,24 @@ class Worker:
         graph = executor.plan.graph
         if len(ids) != len(graph.inputs) or len(known.params) != len(graph.params):
             raise ProtocolError("a run with the wrong number of inputs or parameters")
-        inputs = self._inputs(executor.plan, ids, frees)
+        inputs = self._inputs(executor.schedule, ids, frees)
         self._release(frees, done)
+        if run.timed:
+            executor = TimedExecutor(executor)
         outcome = self._isolated(executor, inputs, known.params)
+        if isinstance(executor, TimedExecutor):
+            done.timings = Timings(0, 0, tuple(executor.times))
         for offset, value in enumerate(outcome.outputs):
             self.store.put(run.base + offset, _stamped(value, run.seq))
         done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
         if executor.plan.asks:
             self._describe(outcome, done, run.seq)
 
-    def _inputs(self, plan: Plan, ids: list[int], frees: list[int]) -> list[Value]:
+    def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         """The values of a run; what it overwrites without owning is copied."""
         inputs = [self.store.get(key) for key in ids]
         freed = set(frees)
-        for position in plan.steps.writes.owned_inputs:
+        for position in schedule.writes.owned_inputs:
             value, key = inputs[position], ids[position]
             if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
                 inputs[position] = kernels.twin(value)  # type: ignore[arg-type]

@@ -76,6 +76,10 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
+        ("workloads", "--rounds 1 --quick --only W2", "W2, peak MB beyond its input"),
+        ("workloads", "--rounds 1 --quick --only W5 --without torch.compile", "W5, 60 steps s"),
+        ("peak_memory", "--quick --only SGD", "living bytes at most 1.05x eager's"),
+        ("compile_cost", "--rounds 1 --sizes 40 80", "all passes"),
     ],
 )
 def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:

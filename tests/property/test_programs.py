@@ -89,7 +89,7 @@ def test_graphs_survive_text_and_wire(program: list[Step]) -> None:
 
 
 def interpreted(plan: Plan, inputs: list[torch.Tensor], params: tuple[Any, ...]) -> list[Any]:
-    careful = Careful(plan, torch.device("cpu"))
+    careful = Careful(plan.steps, torch.device("cpu"))
     values: dict[int, Any] = dict(enumerate(t.clone() for t in inputs))
     torch.manual_seed(2)
     failures = careful.run(values, params, 0, check=False)

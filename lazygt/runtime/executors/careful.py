@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,30 +13,39 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.runtime import kernels
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import Failure
 
 
 class Careful:
-    """Interprets a plan.
+    """Interprets a schedule.
+
+    Args:
+        compiled: number of a fused node that is one step -> its callable.
 
     Attributes:
         restrided: node number -> positions of results whose strides the kernel gets wrong.
         returned, written: of the data-dependent last node of the last run.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+    def __init__(
+        self,
+        schedule: Schedule,
+        device: torch.device,
+        compiled: Mapping[int, Callable[..., Any]] | None = None,
+    ) -> None:
+        self.schedule, self.device = schedule, device
         self.restrided: dict[int, tuple[int, ...]] = {}
         self.returned: Any = None
         self.written: list[Any] = []
-        self._results = [results for _, results in plan.steps.graph.numbered()]
+        self._results = [results for _, results in schedule.graph.numbered()]
+        self._compiled = compiled or {}
         self._kernels: dict[str, Callable[..., Any]] = {}
 
-    def kernel(self, op: str) -> Callable[..., Any]:
-        """The callable of an op."""
-        found = self._kernels.get(op)
+    def kernel(self, number: int, op: str) -> Callable[..., Any]:
+        """The callable of a node."""
+        found = self._compiled.get(number) or self._kernels.get(op)
         if found is None:
             found = self._kernels[op] = kernels.kernel(op)
         return found
@@ -55,8 +64,8 @@ class Careful:
         """Run from node ``start`` on; results land in ``values``. Returns the failures."""
         failures: list[Failure] = []
         self.returned, self.written = None, []
-        for number in range(start, len(self.plan.steps.graph.nodes)):
-            node, results = self.plan.steps.graph.nodes[number], self._results[number]
+        for number in range(start, len(self.schedule.graph.nodes)):
+            node, results = self.schedule.graph.nodes[number], self._results[number]
             poison = next((v for ref in node.refs() if type(v := values.get(ref)) is Failed), None)
             if poison is None:
                 try:
@@ -69,7 +78,7 @@ class Careful:
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:
                     self.returned = poison
-            for dead in self.plan.steps.frees[number]:
+            for dead in self.schedule.frees[number]:
                 values.pop(dead, None)
         return failures
 
@@ -83,7 +92,7 @@ class Careful:
         check: bool,
     ) -> None:
         modes = (
-            self.plan.steps.writes.modes[number] if not node.dynamic else (COPY,) * len(node.writes)
+            self.schedule.writes.modes[number] if not node.dynamic else (COPY,) * len(node.writes)
         )
         if node.op == WRITE_BACK:
             values[results[0]] = self._write_back(node, modes[0], values)
@@ -94,18 +103,9 @@ class Careful:
             if mode == COPY
         }
 
-        def leaf(arg: Arg) -> Any:
-            if type(arg) is Ref:
-                return copies.get(arg.index, values[arg.index])
-            if type(arg) is Param:
-                return params[arg.index]
-            if type(arg) is tuple:
-                return [leaf(item) for item in arg]
-            return self.device if arg is DEVICE else arg
-
-        args = [leaf(arg) for arg in node.args]
-        kwargs = {name: leaf(arg) for name, arg in node.kwargs}
-        returned = self.kernel(node.op)(*args, **kwargs)
+        args = [self._argument(arg, values, copies, params) for arg in node.args]
+        kwargs = {name: self._argument(arg, values, copies, params) for name, arg in node.kwargs}
+        returned = self.kernel(number, node.op)(*args, **kwargs)
         written = [copies.get(target, values[target]) for target in node.writes]
         if node.dynamic:
             self.returned, self.written = self._new(node, returned), written
@@ -114,6 +114,18 @@ class Careful:
         if check:
             made = self._checked(number, node, made)
         values.update(zip(results, made, strict=True))
+
+    def _argument(
+        self, arg: Arg, values: dict[int, Any], copies: dict[int, Any], params: tuple[Any, ...]
+    ) -> Any:
+        """What stands for an argument; a method, since a closure would keep all values alive."""
+        if type(arg) is Ref:
+            return copies.get(arg.index, values[arg.index])
+        if type(arg) is Param:
+            return params[arg.index]
+        if type(arg) is tuple:
+            return [self._argument(item, values, copies, params) for item in arg]
+        return self.device if arg is DEVICE else arg
 
     def _write_back(self, node: Node, mode: str, values: dict[int, Any]) -> torch.Tensor:
         base, value = values[node.args[0].index], values[node.args[1].index]

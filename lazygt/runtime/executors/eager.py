@@ -8,16 +8,18 @@ everything else is still computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from lazygt.graph.alias import DONE, WRITE_BACK
-from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref
 from lazygt.runtime.executors.careful import Careful
 from lazygt.runtime.kernels import restride, twin
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Value
 from lazygt.runtime.wire import Failure
 
@@ -41,11 +43,23 @@ class Outcome:
 
 
 class EagerExecutor:
-    """Runs one plan, node after node, with torch's own kernels."""
+    """Runs one plan, node after node, with torch's own kernels.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    Args:
+        schedule: what to run, if it is not the plan's own steps.
+        compiled: callables of the fused nodes in ``schedule``, by number.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        schedule: Schedule | None = None,
+        compiled: Mapping[int, Callable[..., Any]] | None = None,
+    ) -> None:
         self.plan = plan
-        self.careful = Careful(plan, device)
+        self.schedule = schedule or plan.steps
+        self.careful = Careful(self.schedule, device, compiled)
         self._code: Callable[..., Any] | None = None
         self._lines: list[int] = []
         self._checked = False
@@ -56,7 +70,9 @@ class EagerExecutor:
             if not self._checked or self.plan.asks or any(type(v) is Failed for v in inputs):
                 return self._run_careful(inputs, params)
             if self._code is None:
-                self._code, self._lines = generate(self.plan, self.careful)
+                self._code, self._lines = generate(
+                    self.schedule, self.careful, self.plan.digest.hex()[:12]
+                )
             try:
                 return Outcome(self._code(inputs, params), [], None, [])
             except Exception as error:  # noqa: BLE001 - run again, and reported, by `_finish`
@@ -74,8 +90,8 @@ class EagerExecutor:
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
         failures = self.careful.run(values, params, start, check)
-        outputs = [values[number] for number in self.plan.steps.graph.outputs]
-        for position in self.plan.steps.writes.copied_outputs:
+        outputs = [values[number] for number in self.schedule.graph.outputs]
+        for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
             outputs[position] = value if type(value) is Failed else twin(value)  # type: ignore[arg-type]
         return Outcome(outputs, failures, self.careful.returned, self.careful.written)
@@ -97,14 +113,25 @@ class EagerExecutor:
         return start, values
 
 
-def generate(plan: Plan, careful: Careful) -> tuple[Callable[..., Any], list[int]]:
-    """Straight-line code for a plan, and the number of the node behind each line."""
-    return _Generator(plan, careful).build()
+def generate(
+    schedule: Schedule, careful: Careful, name: str
+) -> tuple[Callable[..., Any], list[int]]:
+    """Straight-line code for a schedule, and the number of the node behind each line."""
+    return _Generator(schedule, careful, name).build()
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> CodeType:
+    """The code of ``run``. Numbers stand in names, so plans that differ in sizes share it."""
+    names: dict[str, Any] = {}
+    exec(compile(source, "<plan>", "exec"), names)
+    code: CodeType = names["run"].__code__
+    return code
 
 
 class _Generator:
-    def __init__(self, plan: Plan, careful: Careful) -> None:
-        self.plan, self.careful = plan, careful
+    def __init__(self, schedule: Schedule, careful: Careful, name: str) -> None:
+        self.schedule, self.careful, self.name = schedule, careful, name
         self.names: dict[str, Any] = {"device": careful.device, "restride": restride, "twin": twin}
         self.constants: dict[int, str] = {}
         self.kernels: dict[str, str] = {}
@@ -112,32 +139,30 @@ class _Generator:
         self.lines = [0, 0]
 
     def build(self) -> tuple[Callable[..., Any], list[int]]:
-        graph = self.plan.steps.graph
+        graph = self.schedule.graph
         names = "".join(f"v{number}, " for number in range(len(graph.inputs)))
         self.emit(0, f"{names}= inputs" if names else "pass")
         self.emit(0, "inputs.clear()")
         for number, (node, results) in enumerate(graph.numbered()):
             self.node(number, node, results)
-            if self.plan.steps.frees[number]:
-                dead = ", ".join(f"v{value}" for value in self.plan.steps.frees[number])
+            if self.schedule.frees[number]:
+                dead = ", ".join(f"v{value}" for value in self.schedule.frees[number])
                 self.emit(number, f"del {dead}")
-        copied = set(self.plan.steps.writes.copied_outputs)
+        copied = set(self.schedule.writes.copied_outputs)
         outputs = ", ".join(
             f"twin(v{value})" if position in copied else f"v{value}"
             for position, value in enumerate(graph.outputs)
         )
         self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
-        code = compile("\n".join(self.source), f"<plan {self.plan.digest.hex()[:12]}>", "exec")
-        exec(code, self.names)
-        made: Callable[..., Any] = self.names["run"]
-        return made, self.lines
+        code = _compiled("\n".join(self.source)).replace(co_filename=f"<plan {self.name}>")
+        return FunctionType(code, self.names), self.lines
 
     def emit(self, number: int, line: str) -> None:
         self.source.append("    " + line)
         self.lines.append(number)
 
     def node(self, number: int, node: Node, results: range) -> None:
-        modes = self.plan.steps.writes.modes[number]
+        modes = self.schedule.writes.modes[number]
         if node.op == WRITE_BACK:
             self.write_back(number, node, results[0], modes[0])
             return
@@ -148,7 +173,7 @@ class _Generator:
                 self.emit(number, f"w{target} = twin(v{target})")
         args = [self.arg(a, copies) for a in node.args]
         args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
-        call = f"{self.kernel(node.op)}({', '.join(args)})"
+        call = f"{self.kernel(number, node.op)}({', '.join(args)})"
         pattern = self.pattern(number, node, results)
         self.emit(number, f"{pattern} = {call}" if pattern else call)
         for offset, target in enumerate(node.writes):
@@ -160,7 +185,7 @@ class _Generator:
             meta = node.results[position]
             assert meta is not None
             name = f"v{results[position]}"
-            self.emit(number, f"{name} = restride({name}, {meta.stride!r})")
+            self.emit(number, f"{name} = restride({name}, {self.constant(meta.stride)})")
 
     def write_back(self, number: int, node: Node, result: int, mode: str) -> None:
         base, value = node.args[0].index, node.args[1].index
@@ -169,13 +194,16 @@ class _Generator:
             return
         source = f"twin(v{base})" if mode == "copy" else f"v{base}"
         chain = self.constant(node.args[2])
-        self.emit(number, f"v{result} = {self.kernel(node.op)}({source}, v{value}, {chain})")
+        self.emit(
+            number, f"v{result} = {self.kernel(number, node.op)}({source}, v{value}, {chain})"
+        )
 
-    def kernel(self, op: str) -> str:
-        name = self.kernels.get(op)
+    def kernel(self, number: int, op: str) -> str:
+        key = f"{op} {number}" if op == FUSED else op
+        name = self.kernels.get(key)
         if name is None:
-            name = self.kernels[op] = f"k{len(self.kernels)}"
-            found = self.careful.kernel(op)
+            name = self.kernels[key] = f"k{len(self.kernels)}"
+            found = self.careful.kernel(number, op)
             # the builtin behind an overload saves a Python call a node
             self.names[name] = getattr(found, "_op", found)
         return name
@@ -186,11 +214,13 @@ class _Generator:
             return copies.get(arg.index) or f"v{arg.index}"
         if kind is Param:
             return f"params[{arg.index}]"
+        if kind is tuple and all(type(item) is int for item in arg):
+            return self.constant(list(arg))
         if kind is tuple:
             return "[" + ", ".join(self.arg(item, copies) for item in arg) + "]"
         if arg is DEVICE:
             return "device"
-        if arg is None or kind in (bool, int, str):
+        if arg is None or kind is bool or kind is str:
             return repr(arg)
         return self.constant(arg)
 

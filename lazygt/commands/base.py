@@ -1,0 +1,90 @@
+"""What the commands share: how they take a script, run it, and say that something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from lazygt.scripts import Ran, run_script
+from lazygt.session import Session
+
+Script = Annotated[Path, typer.Argument(help="the script; its own arguments follow")]
+Inline = Annotated[
+    bool,
+    typer.Option(help="where the script opens no session of its own, run it in this process"),
+]
+#: For commands that take a script: what lazygt does not know is the script's.
+SETTINGS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+
+
+class ScriptCommand(TyperCommand):
+    """A command whose options may stand before the script or behind it; ``--`` ends them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move the command's own options to the front; the rest is the script's."""
+        takes_value = {
+            name: not getattr(option, "is_flag", False)
+            for option in self.params
+            if option.param_type_name == "option"
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        return super().parse_args(ctx, own_first(args, takes_value))
+
+
+def own_first(args: list[str], takes_value: Mapping[str, bool]) -> list[str]:
+    """``args`` with the options of ``takes_value`` in front; a first ``--`` ends them.
+
+    An option is only known by its whole name, so that none of the script's is taken apart.
+    """
+    own: list[str] = []
+    others: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            break
+        name, equals, _ = arg.partition("=")
+        if name not in takes_value:
+            others.append(arg)
+        elif takes_value[name] and not equals:
+            own += [arg, *([value] if (value := next(rest, None)) is not None else [])]
+        else:
+            own.append(arg)
+    return [*own, *others, *rest]
+
+
+def run(
+    context: typer.Context,
+    script: Path,
+    inline: bool,
+    settings: Mapping[str, Any] | None = None,
+    opened: Callable[[Session], object] = lambda session: None,
+) -> Ran:
+    """Run the script of a command; ends the command when there is no such file.
+
+    Args:
+        settings: of every session that the script opens.
+        opened: called with each of them.
+    """
+    if not script.is_file():
+        fail(context, f"there is no file {script}")
+    return run_script(script, context.args, inline, settings or {}, opened)
+
+
+def finish(ran: Ran) -> None:
+    """End the command with exit code 1 when the script failed."""
+    if ran.failed:
+        raise typer.Exit(1)
+
+
+def fail(context: typer.Context, message: str) -> NoReturn:
+    """Say what is wrong, and end with exit code 2."""
+    typer.echo(f"lazygt {context.info_name}: {message}", err=True)
+    raise typer.Exit(2)

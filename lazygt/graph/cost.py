@@ -1,0 +1,300 @@
+"""What a graph costs: arithmetic, bytes moved, launches, and the most memory it needs at once.
+
+The numbers are those of the graph as it is written, counted and not timed. Every op reads each
+operand and writes each result once (not what it only overwrites, nor rows that it does not pick).
+
+family                       flops
+matmul                       the formula of torch.utils.flop_counter
+pointwise, random, other     one an element of the results
+reduction                    one an element of the largest operand
+memory, collective           none (and waiting for a collective is free)
+view                         none, no bytes and no launch
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from operator import add
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from lazygt.graph.alias import COPY, DONE, WRITE_BACK, analyse, draws, op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
+from lazygt.graph.ops import viewed_argument
+
+#: Every family, those that a fused node takes its family from first.
+FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
+            "view")  # fmt: skip
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Give their operand's memory another shape; the schema says so only of true views.
+_VIEWS = _names("""_unsafe_view _reshape_alias unsafe_split unsafe_split_with_sizes unsafe_chunk
+    lift lift_fresh""")
+#: Take memory and leave it as it is.
+_UNTOUCHED = _names("empty empty_like empty_permuted empty_strided new_empty")
+_FREE = _UNTOUCHED | _names("wait_tensor manual_seed get_rng_state set_rng_state")
+#: Write their first argument without reading it.
+_OVERWRITES = _names("copy fill zero uniform normal bernoulli exponential random")
+#: Make a tensor in the likeness of another, without reading that.
+_LIKENESSES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    new_empty new_zeros new_ones new_full""")
+#: Read from their first argument only the elements that they return.
+_PICKS = _names("embedding gather index index_select take _unsafe_index")
+_MOVES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
+    embedding_dense eye fill flip full index_copy index_fill index_put _index_put_impl linspace
+    masked_select ones repeat roll scalar_tensor select slice split stack tril triu unfold
+    _unsafe_index_put write_back zero zeros""")
+_MEMORY = _MOVES | _PICKS | _LIKENESSES | _UNTOUCHED
+_REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod
+    cumsum histc kthvalue linalg__powsum logsumexp max mean median min nansum prod std std_mean sum
+    trace var var_mean""")
+#: Pointwise although torch does not tag them so.
+_POINTWISE = _names("""complex dropout hardswish polar native_dropout _fused_adagrad _fused_adam
+    _fused_adamw _fused_sgd""")
+#: Parts of names that tell the family of many ops.
+_MEMORY_PARTS = ("_copy", "_pad", "scatter", "shuffle")
+_REDUCTION_PARTS = ("binary_cross_entropy", "loss", "norm", "pool", "softmax")
+#: One multiplication and one addition an element of the operand at this position.
+_VECTOR_PRODUCTS = {"addmv": 1, "dot": 0, "mv": 0, "vdot": 0}
+
+Metas = Sequence[TensorMeta | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one node, or several together, cost.
+
+    Attributes:
+        flops: arithmetic operations; a fused multiply-add is two.
+        bytes_read, bytes_written: bytes of the operands and of the results, each counted once a
+            node; elements that an expanded tensor repeats are counted once.
+        launches: ops that reach a kernel (some ops launch more than one).
+    """
+
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    launches: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*map(add, astuple(self), astuple(other)))
+
+
+def base_name(op: str) -> str:
+    """``add`` for ``aten.add_.Tensor``: the op without namespace, overload and in-place mark."""
+    name = op.split(".")[1]
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+@cache
+def _formula(base: str) -> Callable[..., int] | None:
+    # torch has attention's formulas under the names of the kernels for GPUs only
+    packet = getattr(torch.ops.aten, base.replace("_for_cpu", ""), None)
+    return flop_registry.get(packet)
+
+
+def family(node: Node) -> str:
+    """Which of FAMILIES a node is of; a fused node is of the first that a member is of."""
+    if node.body is not None:
+        return min((family(member) for member in node.body.nodes), key=FAMILIES.index)
+    if node.op.startswith("_c10d_functional."):
+        return "collective"
+    base, known = base_name(node.op), op_facts(node)
+    if base in _VIEWS or (known is not None and (known.views or known.inplace_view)):
+        return "view"
+    computes = _formula(base) is not None
+    return "random" if draws(node) and not computes else _family_of_name(base)
+
+
+@cache
+def _family_of_name(base: str) -> str:
+    if _formula(base) is not None or base in _VECTOR_PRODUCTS:
+        return "matmul"
+    forward = base.removesuffix("_data").removesuffix("_backward")
+    if forward in _MEMORY or any(part in forward for part in _MEMORY_PARTS):
+        return "memory"
+    if forward in _REDUCTIONS or any(part in forward for part in _REDUCTION_PARTS):
+        return "reduction"
+    return "pointwise" if forward in _POINTWISE or _is_tagged_pointwise(forward) else "other"
+
+
+def _is_tagged_pointwise(base: str) -> bool:
+    """Whether torch tags any overload so; it leaves out some in-place and backward ops."""
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is None:
+        return False
+    tags = (getattr(packet, name).tags for name in packet.overloads())
+    return base.startswith("_foreach_") or any(torch.Tag.pointwise in tag for tag in tags)
+
+
+def graph_costs(graph: Graph) -> list[Cost]:
+    """The cost of each node, in order."""
+    return [sum(members, Cost()) for members in member_costs(graph)]
+
+
+def member_costs(graph: Graph) -> list[list[Cost]]:
+    """For each node the costs of its members; of a plain node, its own alone.
+
+    A fused node is one launch that reads the node's inputs and writes its results. Those bytes
+    and the launch are its first member's; every member has its own flops.
+    """
+    metas, found = graph.values, []
+    for node, modes in zip(graph.nodes, analyse(graph).modes, strict=True):
+        if node.body is None:
+            flops = [_flops(node, metas)]
+        else:
+            flops = [_flops(member, node.body.values) for member in node.body.nodes]
+        first, *others = map(Cost, flops)
+        found.append([first + _moved(node, metas, modes), *others])
+    return found
+
+
+def by_line(graph: Graph) -> dict[str, Cost]:
+    """The cost of each of the user's lines (``file:line``), in order of appearance.
+
+    The members of a fused node count to their own lines, with the bytes and the launch at the
+    first one's line (see ``member_costs``).
+    """
+    found: dict[str, Cost] = {}
+    for number, (node, costs) in enumerate(zip(graph.nodes, member_costs(graph), strict=True)):
+        for member, cost in enumerate(costs):
+            line = graph.line(number) if node.body is None else node.body.line(member)
+            found[line] = found.get(line, Cost()) + cost
+    return found
+
+
+def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
+    """A node's bytes and launches."""
+    if DONE in modes or _is_free(node):
+        return Cost()
+    read = sum(_stored(metas[value]) for value in set(node.refs()) - _unread(node))
+    written = sum(map(_stored, node.results))
+    targets = node.writes
+    if node.op == WRITE_BACK:  # only the region that the view covers
+        read = written = _stored(metas[node.args[1].index])
+        targets = (node.args[0].index,)
+    elif base_name(node.op) in _PICKS:
+        read += written
+    copied = sum(
+        _stored(metas[target]) for target, mode in zip(targets, modes, strict=True) if mode == COPY
+    )
+    return Cost(0, read + copied, written + copied, 1)
+
+
+def _is_free(node: Node) -> bool:
+    """Whether a node touches no element."""
+    return node.body is None and (base_name(node.op) in _FREE or family(node) == "view")
+
+
+def _unread(node: Node) -> set[int]:
+    """The values that a node names and whose elements it does not read, or not all of them."""
+    base = base_name(node.op)
+    if base in _LIKENESSES or base in _PICKS or base in _OVERWRITES:
+        first = node.args[0] if node.args else None
+        return {first.index} if isinstance(first, Ref) else set()
+    return set(node.writes) if node.op.endswith("out") else set()
+
+
+def _stored(meta: TensorMeta | None) -> int:
+    """Bytes of a tensor's distinct elements; 0 where nothing is known."""
+    if meta is None:
+        return 0
+    count = 1
+    for size, step in zip(meta.shape, meta.stride, strict=True):
+        count *= size if step or not size else 1
+    return count * meta.dtype.itemsize
+
+
+def _flops(node: Node, metas: Metas) -> int:
+    made = family(node)
+    if made in ("view", "memory", "collective") or _is_free(node):
+        return 0
+    if made == "matmul":
+        return _matmul_flops(node, metas)
+    if made == "reduction":
+        operands = (metas[value] for value in node.refs())
+        return max((meta.numel for meta in operands if meta is not None), default=0)
+    return sum(meta.numel for meta in (*node.written, *node.fresh) if meta is not None)
+
+
+def _matmul_flops(node: Node, metas: Metas) -> int:
+    args = _tensors(node.args, metas)
+    base = base_name(node.op)
+    if base in _VECTOR_PRODUCTS:
+        return 2 * int(args[_VECTOR_PRODUCTS[base]].numel())
+    formula = _formula(base)
+    assert formula is not None
+    kwargs = {name: _tensors(arg, metas) for name, arg in node.kwargs}
+    results = tuple(None if meta is None else meta.empty("meta") for meta in node.results)
+    return int(formula(*args, **kwargs, out_val=results[0] if len(results) == 1 else results))
+
+
+def _tensors(arg: Arg, metas: Metas) -> Any:
+    """An argument with meta tensors for its values, as torch's formulas take them."""
+
+    def leaf(item: Arg) -> Any:
+        if type(item) is Ref:
+            meta = metas[item.index]
+            return None if meta is None else meta.empty("meta")
+        return 1 if type(item) is Param else item
+
+    return map_arg(arg, leaf)
+
+
+def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
+    """The most bytes alive at once while the nodes run in order.
+
+    Values that share memory (views, and versions written in place) count once, for as long as
+    one of them lives. What a node needs only while it runs (workspaces, the values between the
+    members of a fused node) is not counted.
+
+    Args:
+        frees: for each node the values that are dropped after it, inputs among them; an input
+            that is never dropped counts from the first node to the last.
+    """
+    homes = _homes(graph)
+    sizes = [meta.extent * meta.dtype.itemsize if meta else 0 for meta in graph.values]
+    alive = Counter(homes[: len(graph.inputs)])
+    now = peak = sum(sizes[home] for home in alive)
+    for (_, results), dropped in zip(graph.numbered(), frees, strict=True):
+        for home in homes[results.start : results.stop]:
+            now += 0 if alive[home] else sizes[home]
+            alive[home] += 1
+        peak = max(peak, now)
+        for value in dropped:
+            alive[homes[value]] -= 1
+            now -= 0 if alive[homes[value]] else sizes[homes[value]]
+    return peak
+
+
+def _homes(graph: Graph) -> list[int]:
+    """For each value the first one in whose memory it lives."""
+    homes = list(range(len(graph.values)))
+    for (node, results), modes in zip(graph.numbered(), analyse(graph).modes, strict=True):
+        fresh, versions = results[: len(node.fresh)], results[len(node.fresh) :]
+        if node.op == WRITE_BACK and modes != (COPY,):
+            homes[fresh[0]] = homes[node.args[0].index]
+        elif node.body is None and family(node) == "view":
+            facts = op_facts(node)
+            source = node.args[viewed_argument(facts) if facts and facts.views else 0]
+            if isinstance(source, Ref):
+                homes[fresh.start : fresh.stop] = [homes[source.index]] * len(fresh)
+        for target, mode, version in zip(node.writes, modes, versions, strict=False):
+            if mode != COPY:
+                homes[version] = homes[target]
+    return homes

@@ -1,0 +1,261 @@
+"""What a picture says and where it stands: labels, rows, and one HTML page with both.
+
+The page needs no network and no other file; its own script opens, moves and searches it.
+
+    rows of boxes, top to bottom        [ in0 ] [ in1 ]          row 0
+    an edge goes to a later row             [ mul ]              row 1
+    a box may hold rows of its own     [ train.py:20 [..] ]      row 2
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any
+
+import networkx as nx
+
+from lazygt.graph.cost import Cost, base_name
+
+#: Fill colour of each family of ops, and of inputs and outputs.
+COLOURS = {
+    "matmul": "#f4a582",
+    "reduction": "#fddc8a",
+    "pointwise": "#b8dba6",
+    "random": "#e3b5dd",
+    "memory": "#b9c9e8",
+    "collective": "#ff8f9c",
+    "view": "#e6ecef",
+    "other": "#d7ccc8",
+    "input": "#ffffff",
+    "output": "#b8c4ca",
+}
+
+#: For each node the boxes around it, from the outside.
+Paths = Mapping[str, tuple[str, ...]]
+
+_SWEEPS = 4
+_NARROWEST = 8
+_LONGEST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """How a box looks.
+
+    Attributes:
+        text, note: its first and second line.
+        source: what the user wrote, for a box of one line.
+        colour: its fill.
+        scale: 0 for the cheapest box to 1 for the dearest; letters grow with it.
+        mark: ``"sync"``, ``"collective"`` or ``""``: whether its frame stands out.
+        tip: lines that show while the mouse is over it.
+    """
+
+    text: str
+    note: str
+    source: str
+    colour: str
+    scale: float
+    mark: str
+    tip: tuple[str, ...]
+
+
+def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
+    """The label of every node of ``picture.to_networkx`` and of every box around them."""
+    nodes = dict(drawing.nodes(data=True))
+    boxes: dict[str, list[dict[str, Any]]] = {}
+    for name, path in paths.items():
+        for box in path:
+            boxes.setdefault(box, []).append(nodes[name])
+    costs = {name: data["cost"] for name, data in nodes.items()}
+    totals = {box: sum((data["cost"] for data in inside), Cost()) for box, inside in boxes.items()}
+    scales = _scales(costs) | _scales(totals)
+    found = {name: _node_label(data, scales[name]) for name, data in nodes.items()}
+    for box, inside in boxes.items():
+        title = "fused" if box in drawing.graph["groups"] else box
+        found[box] = _box_label(title, inside, totals[box], scales[box])
+    return found
+
+
+def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
+    """0 for the cheapest to 1 for the dearest, by the logarithm of flops and bytes."""
+    work = {name: math.log1p(cost.flops + cost.bytes) for name, cost in costs.items()}
+    most = max(work.values(), default=0.0) or 1.0
+    return {name: amount / most for name, amount in work.items()}
+
+
+def _node_label(data: Mapping[str, Any], scale: float) -> Label:
+    op, note = data["op"], data["meta"]
+    text = op
+    tip: tuple[str, ...] = (op, note)
+    if data["kind"] == "op":
+        text, tip = base_name(op), (*tip, *_cost(data["cost"]), *_source(data["line"]))
+    return Label(text, _cut(note), "", COLOURS[data["family"]], scale, _mark([data]), tip)
+
+
+def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: float) -> Label:
+    """A box is of the family of its dearest member."""
+    dearest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
+    colour, mark = COLOURS[dearest["family"]], _mark(members)
+    if dearest["kind"] != "op":
+        note = _count(len(members), "value")
+        return Label(title, note, "", colour, scale, mark, (note,))
+    kinds = Counter(data["family"] for data in members).most_common()
+    tip = (", ".join(f"{count} {kind}" for kind, count in kinds), *_cost(cost))
+    for line in dict.fromkeys(data["line"] for data in members):
+        tip += _source(line)
+    source = "".join(map(_cut, _source(title)[1:]))
+    note = f"{_count(len(members), 'op')}, {_amounts(cost)}"
+    return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _mark(members: Iterable[Mapping[str, Any]]) -> str:
+    marks = {"collective" if m["family"] == "collective" else "sync" * m["sync"] for m in members}
+    return max(marks & {"collective", "sync"}, default="")
+
+
+def _cost(cost: Cost) -> tuple[str, ...]:
+    moved = f"reads {_amount(cost.bytes_read, 'B')}, writes {_amount(cost.bytes_written, 'B')}"
+    return f"{_amounts(cost)}, {_count(cost.launches, 'launch', 'launches')}", moved
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _amounts(cost: Cost) -> str:
+    return f"{_amount(cost.flops, 'flop')}, {_amount(cost.bytes, 'B')}"
+
+
+def _amount(number: int, unit: str) -> str:
+    """``2.1 Mflop``: three digits at most, in powers of 1000."""
+    power = min((len(str(number)) - 1) // 3, 5)
+    return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}{unit}"
+
+
+def _source(line: str) -> tuple[str, ...]:
+    """``file:line``, and what the user wrote there when the file can be read."""
+    path, _, number = line.rpartition(":")
+    text = linecache.getline(path, int(number)).strip() if path and number.isdigit() else ""
+    return (line, text) if text else (line,)
+
+
+def quotient(drawing: nx.DiGraph, box_of: Mapping[str, str]) -> nx.DiGraph:
+    """The drawing with every node replaced by its box, without edges inside a box.
+
+    Nodes that ``box_of`` does not name are left out. Boxes stand in the order of their first
+    members. Each node has ``members``, a list, and each edge ``values``, a tuple.
+    """
+    boxes = nx.DiGraph()
+    for node, box in box_of.items():
+        if box not in boxes:
+            boxes.add_node(box, members=[])
+        boxes.nodes[box]["members"].append(node)
+    for source, target, values in drawing.out_edges(box_of, data="values"):
+        if target in box_of and box_of[source] != box_of[target]:
+            edge = box_of[source], box_of[target]
+            old = boxes.get_edge_data(*edge, {"values": ()})["values"]
+            boxes.add_edge(*edge, values=old + values)
+    return boxes
+
+
+def rows(graph: nx.DiGraph) -> list[list[Any]]:
+    """The nodes in rows, so that an edge that follows the order of the nodes points down.
+
+    A node stands one row below the last node that it takes from (a node that takes nothing: one
+    row above the first that it gives to). Inside a row nodes stand near the middle of their
+    neighbours. A row that is too wide goes on in the next one.
+    """
+    place = {node: number for number, node in enumerate(graph)}
+    ahead = nx.DiGraph()
+    ahead.add_nodes_from(graph)
+    ahead.add_edges_from(edge for edge in graph.edges if place[edge[0]] < place[edge[1]])
+    layers = _layers(ahead)
+    for _ in range(_SWEEPS):
+        _sort_by_neighbours(layers, ahead.pred)
+        _sort_by_neighbours(layers[::-1], ahead.succ)
+    widest = max(_NARROWEST, math.isqrt(2 * len(graph)))
+    return [
+        layer[start : start + widest] for layer in layers for start in range(0, len(layer), widest)
+    ]
+
+
+def _layers(ahead: nx.DiGraph) -> list[list[Any]]:
+    depth: dict[Any, int] = {}
+    for node in ahead:
+        depth[node] = 1 + max((depth[source] for source in ahead.pred[node]), default=-1)
+    for node in ahead:
+        if not ahead.pred[node] and ahead.succ[node]:
+            depth[node] = min(depth[target] for target in ahead.succ[node]) - 1
+    layers: list[list[Any]] = [[] for _ in range(1 + max(depth.values(), default=-1))]
+    for node, row in depth.items():
+        layers[row].append(node)
+    return layers
+
+
+def _sort_by_neighbours(layers: list[list[Any]], neighbours: Mapping[Any, Any]) -> None:
+    """One sweep of the barycentre method: each row by the mean place of its neighbours."""
+    place = {
+        node: (number + 0.5) / len(layer) for layer in layers for number, node in enumerate(layer)
+    }
+    for layer in layers:
+        mean = {}
+        for node in layer:
+            near = [place[other] for other in neighbours[node]] or [place[node]]
+            mean[node] = sum(near) / len(near)
+        layer.sort(key=mean.__getitem__)
+        place.update((node, (number + 0.5) / len(layer)) for number, node in enumerate(layer))
+
+
+def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[str] = ()) -> str:
+    """The page of a drawing of ``picture.to_networkx``, as text.
+
+    Args:
+        paths: for each node the boxes around it; none for a node that stands free.
+        opened: boxes that are open at first.
+    """
+    boxes: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
+    shown = labels(drawing, paths)
+
+    def arrange(nodes: Iterable[str], depth: int, parent: int) -> list[list[int]]:
+        box_of = {node: (*paths[node], node)[depth] for node in nodes}
+        level = quotient(drawing, box_of)
+        for name in level:
+            numbers[name] = number = len(boxes)
+            box = {**asdict(shown[name]), "parent": parent, "open": name in opened, "rows": None}
+            boxes.append(box)
+            if name not in drawing:
+                box["rows"] = arrange(level.nodes[name]["members"], depth + 1, number)
+        return [[numbers[name] for name in row] for row in rows(level)]
+
+    top = arrange(drawing, 0, -1)
+    edges = [
+        [numbers[source], numbers[target], meta]
+        for source, target, meta in drawing.edges(data="meta")
+    ]
+    data = {"title": title, "legend": legend(drawing), "rows": top, "boxes": boxes, "edges": edges}
+    template = files("lazygt.graph").joinpath("page.html").read_text(encoding="utf-8")
+    return template.replace('"__DATA__"', _embedded(data))
+
+
+def legend(drawing: nx.DiGraph) -> dict[str, str]:
+    """The colours that a drawing uses, by family."""
+    used = {family for _, family in drawing.nodes(data="family")}
+    return {family: colour for family, colour in COLOURS.items() if family in used}
+
+
+def _embedded(data: Any) -> str:
+    """JSON that can stand inside a ``<script>``: no ``</script>`` nor ``<!--`` can occur in it."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,280 @@
+"""A graph as a picture: networkx in the middle; DOT, SVG, PNG or an HTML page at the end.
+
+    input ──> addmm ──> relu ──> addmm ──> sum ──> output
+              └─ net.py:8 ─────────────┘   └─ train.py:20
+
+Large graphs are drawn with one box a source line. Colours name the families of ``graph.cost``;
+letters grow with the logarithm of the cost. Collectives are hexagons, and what the client waits
+for (outputs, and ops whose results' shapes depend on values) has a double frame.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import graphviz  # type: ignore[import-untyped]
+import networkx as nx
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.cost import Cost, family, member_costs
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.page import Label, Paths, labels, legend, quotient, to_html
+
+#: Above so many ops ``collapse="auto"`` draws one box a line.
+MANY = 150
+SUFFIXES = (".dot", ".svg", ".png", ".html")
+
+#: True: one box a source line; False: one an op; "auto": lines when there are more than MANY ops.
+Collapse = Literal["auto"] | bool
+
+
+def to_networkx(graph: Graph) -> nx.DiGraph:
+    """The graph as networkx has it: inputs, ops and outputs, and an edge from maker to user.
+
+    A fused node is not a node here: its members are, and their ``group`` is its id. The ids of
+    all fused nodes are ``drawing.graph["groups"]``.
+
+    Node attributes: ``kind`` (``"input"``, ``"op"`` or ``"output"``), ``op``, ``family`` (see
+    ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``meta`` (text of the
+    results' metas), ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits
+    for it), ``group`` (id or None). Ids are ``in0``, ``n3``, ``n3.1`` (a member of the fused
+    node ``n3``) and ``out0``. The sum of all costs is the graph's.
+
+    Edge attributes: ``values`` (a tuple: the numbers of the values that flow; between members of
+    one fused node, in its own numbering) and ``meta`` (their metas as text).
+    """
+    return _Drawing(graph).drawing
+
+
+class _Drawing:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.metas = graph, graph.values
+        self.drawing = nx.DiGraph(groups=[])
+        #: the id of what makes each value
+        self.makers: list[str] = []
+        for number, meta in enumerate(graph.inputs):
+            self._add(f"in{number}", "input", "input", str(meta))
+            self.makers.append(f"in{number}")
+        costs = member_costs(graph)
+        for number, node in enumerate(graph.nodes):
+            self._node(f"n{number}", node, graph.line(number), costs[number])
+        for number, value in enumerate(graph.outputs):
+            self._add(f"out{number}", "output", "output", _text(self.metas[value]), sync=True)
+            self._edge(self.makers[value], f"out{number}", value, self.metas[value])
+
+    def _node(self, name: str, node: Node, line: str, costs: list[Cost]) -> None:
+        if node.body is not None:
+            self._members(name, node, node.body, costs)
+            return
+        self._op(name, node, line, costs[0], None)
+        for value in dict.fromkeys(node.refs()):
+            self._edge(self.makers[value], name, value, self.metas[value])
+        self.makers.extend([name] * len(node.results))
+
+    def _members(self, group: str, node: Node, body: Graph, costs: list[Cost]) -> None:
+        self.drawing.graph["groups"].append(group)
+        outer, metas = list(node.refs()), body.values
+        makers = [self.makers[value] for value in outer]
+        for number, member in enumerate(body.nodes):
+            name = f"{group}.{number}"
+            self._op(name, member, body.line(number), costs[number], group)
+            for value in dict.fromkeys(member.refs()):
+                shown = outer[value] if value < len(outer) else value
+                self._edge(makers[value], name, shown, metas[value])
+            makers.extend([name] * len(member.results))
+        self.makers.extend(makers[value] for value in body.outputs)
+
+    def _op(self, name: str, node: Node, line: str, cost: Cost, group: str | None) -> None:
+        shown = ", ".join(map(_text, node.results)) or "no result"
+        self._add(name, node.op, family(node), shown, line, cost, node.dynamic, group)
+
+    def _add(
+        self,
+        name: str,
+        op: str,
+        family: str,
+        meta: str,
+        line: str = "?",
+        cost: Cost = Cost(),  # noqa: B008 - frozen
+        sync: bool = False,
+        group: str | None = None,
+    ) -> None:
+        kind = op if op in ("input", "output") else "op"
+        self.drawing.add_node(
+            name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
+            flops=cost.flops, bytes=cost.bytes, sync=sync, group=group,
+        )  # fmt: skip
+
+    def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
+        old = self.drawing.get_edge_data(source, target, {"values": (), "meta": ""})
+        shown = ", ".join(text for text in (old["meta"], _text(meta)) if text)
+        self.drawing.add_edge(source, target, values=(*old["values"], value), meta=shown)
+
+
+def _text(meta: TensorMeta | None) -> str:
+    return "unknown" if meta is None else str(meta)
+
+
+def to_dot(graph: Graph, collapse: Collapse = "auto") -> str:
+    """The source of the picture in Graphviz's language."""
+    drawing = to_networkx(graph)
+    by_line = _is_by_line(drawing, collapse)
+    paths = _paths(drawing, by_line)
+    shown = labels(drawing, paths)
+    dot = graphviz.Digraph("graph")
+    dot.attr(nodesep="0.2", ranksep="0.35", label=_legend_table(legend(drawing)))
+    dot.attr(fontname="Helvetica", fontsize="10")
+    dot.attr("node", fontname="Helvetica", style="filled,rounded", shape="box", color="#78909c")
+    dot.attr("edge", color="#90a4ae", arrowsize="0.6")
+    if by_line:
+        drawing = quotient(drawing, {name: path[0] for name, path in paths.items()})
+        paths = dict.fromkeys(drawing, ())
+    if len(drawing) > MANY:  # unbounded, dot spends minutes on the layout of 1,000 nodes
+        dot.attr(nslimit="1", nslimit1="1", mclimit="0.1", splines="line")
+    _draw_nodes(dot, paths, shown)
+    _draw_edges(dot, drawing)
+    return str(dot.source)
+
+
+def _draw_nodes(dot: graphviz.Digraph, paths: Paths, shown: Mapping[str, Label]) -> None:
+    """Every node; the members of a fused node inside a frame of its own."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, path in paths.items():
+        groups.setdefault(path, []).append(name)
+    for path, members in groups.items():
+        if not path:
+            _draw_each(dot, members, shown)
+            continue
+        with dot.subgraph(name=f"cluster_{path[-1]}") as frame:
+            label = shown[path[-1]]
+            frame.attr(
+                label=_lines(f"{label.text}: {label.note}"), style="rounded", color="#546e7a"
+            )
+            frame.attr(bgcolor="#f7f9fa", tooltip=_lines(*label.tip))
+            _draw_each(frame, members, shown)
+
+
+def _draw_each(dot: graphviz.Digraph, names: list[str], shown: Mapping[str, Label]) -> None:
+    for name in names:
+        label = shown[name]
+        attributes = {
+            "fillcolor": label.colour,
+            "fontsize": f"{9 + 9 * label.scale**2:.1f}",
+            "tooltip": _lines(*label.tip),
+        }
+        if label.mark == "collective":
+            attributes |= {"shape": "hexagon", "style": "filled", "penwidth": "2"}
+        elif label.mark == "sync":
+            attributes |= {"peripheries": "2"}
+        text = _lines(*filter(None, (label.text, label.note, label.source)))
+        dot.node(_quoted(name), text, **attributes)
+
+
+def _lines(*texts: str) -> str:
+    """Text of several lines in which Graphviz sees neither escapes nor HTML."""
+    shown: str = graphviz.nohtml("\\n".join(map(graphviz.escape, texts)))
+    return shown
+
+
+def _draw_edges(dot: graphviz.Digraph, drawing: nx.DiGraph) -> None:
+    """Thicker where more values flow; dashed where an edge goes back to an earlier line."""
+    place = {name: number for number, name in enumerate(drawing)}
+    for source, target, values in drawing.edges(data="values"):
+        attributes = {}
+        if len(values) > 1:
+            attributes["penwidth"] = f"{1 + 0.3 * len(values).bit_length():g}"
+        if place[source] > place[target]:
+            attributes |= {"style": "dashed", "constraint": "false"}
+        dot.edge(_quoted(source), _quoted(target), **attributes)
+
+
+def _quoted(name: str) -> str:
+    """A name in which Graphviz sees no port: ``file:12`` would be port 12 of node ``file``."""
+    return name.replace(":", " line ")
+
+
+def _legend_table(colours: Mapping[str, str]) -> str:
+    cells = "".join(f'<td bgcolor="{colour}">{name}</td>' for name, colour in colours.items())
+    return f'<<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>>'
+
+
+def render(graph: Graph, path: str | Path, collapse: Collapse = "auto") -> Path:
+    """Write the picture to a file; its suffix (one of SUFFIXES) says how.
+
+    ``.html`` is a page of its own that needs no other program: groups open at a click, the mouse
+    moves and magnifies, and a box searches. ``.svg`` and ``.png`` need Graphviz.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: for another suffix.
+        LazyGTError: when Graphviz's program ``dot`` is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"render: {path.name!r} must end in one of {', '.join(SUFFIXES)}: the suffix says "
+            f"what to write"
+        )
+    if path.suffix == ".html":
+        path.write_text(_page(graph, collapse, path.stem), encoding="utf-8")
+    elif path.suffix == ".dot":
+        path.write_text(to_dot(graph, collapse), encoding="utf-8")
+    else:
+        path.write_bytes(_with_graphviz(to_dot(graph, collapse), path))
+    return path
+
+
+def _with_graphviz(source: str, path: Path) -> bytes:
+    # not graphviz.pipe, which leaves dot running when it is interrupted
+    command = ("dot", f"-T{path.suffix.removeprefix('.')}")
+    try:
+        done = subprocess.run(command, input=source.encode(), capture_output=True, check=True)
+    except FileNotFoundError as error:
+        raise LazyGTError(
+            f"render: {path.name} needs Graphviz's program 'dot', which is not on PATH. Install "
+            f"it (for example: apt-get install graphviz), or write a .html or .dot file, which "
+            f"need nothing."
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise LazyGTError(
+            f"render: {' '.join(command)} failed for {path.name}: "
+            f"{error.stderr.decode(errors='replace').strip()}. Write a .html or .dot file instead."
+        ) from error
+    return done.stdout
+
+
+def _page(graph: Graph, collapse: Collapse, title: str) -> str:
+    drawing = to_networkx(graph)
+    by_line = _is_by_line(drawing, collapse)
+    opened = () if by_line else drawing.graph["groups"]
+    return to_html(drawing, _paths(drawing, by_line), title, opened)
+
+
+def _is_by_line(drawing: nx.DiGraph, collapse: Collapse) -> bool:
+    if collapse != "auto":
+        return collapse
+    lines = [data["line"] for _, data in drawing.nodes(data=True) if data["kind"] == "op"]
+    return len(lines) > MANY and len(set(lines)) > 1
+
+
+def _paths(drawing: nx.DiGraph, by_line: bool) -> dict[str, tuple[str, ...]]:
+    """The boxes around each node: its line when lines are drawn, then its fused node.
+
+    A fused node stands in the box of its first member's line.
+    """
+    homes: dict[str, str] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, data in drawing.nodes(data=True):
+        group = data["group"]
+        home = {"input": "inputs", "output": "outputs"}.get(data["kind"], data["line"])
+        if group is not None:
+            home = homes.setdefault(group, home)
+        lines = (home,) if by_line else ()
+        paths[name] = lines if group is None else (*lines, group)
+    return paths

@@ -1,0 +1,64 @@
+"""What the rules are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+
+Metas = tuple[TensorMeta | None, ...]
+Shape = tuple[int, ...]
+#: The metas of an op's fresh results, or of its first argument once it is written.
+Rule = Callable[..., Metas | None]
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@lru_cache(maxsize=65536)
+def rows(shape: Shape, dtype: torch.dtype) -> TensorMeta:
+    """The meta of a fresh row-major tensor."""
+    return intern(shape, contiguous_stride(shape), dtype)
+
+
+def is_rows(meta: TensorMeta) -> bool:
+    """Whether the strides are row-major, from wherever it starts."""
+    return meta.plain or meta.stride == contiguous_stride(meta.shape)
+
+
+def broadcast(shapes: list[Shape]) -> Shape | None:
+    """The common shape of shapes without zeros; None when they do not fit."""
+    first = shapes[0] if shapes else None
+    if first is None or shapes.count(first) == len(shapes):
+        return first
+    rank = max(map(len, shapes))
+    full = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    common = tuple(map(max, *full))
+    fits = all(s in (1, c) for shape in full for s, c in zip(shape, common, strict=True))
+    return common if fits else None
+
+
+def position(dim: Any, rank: int) -> int | None:
+    """A dimension counted from the front; None when there is no such dimension."""
+    if type(dim) is not int or not -rank <= dim < rank:
+        return None
+    return dim % rank
+
+
+def same_float(*metas: TensorMeta) -> bool:
+    """Whether all are of one and the same float dtype."""
+    dtype = metas[0].dtype
+    return dtype in FLOATS and all(m.dtype is dtype for m in metas)
+
+
+def seen(source: TensorMeta, shape: Iterable[int], stride: Iterable[int], offset: int) -> Metas:
+    """A view of ``source``."""
+    return (intern(tuple(shape), tuple(stride), source.dtype, offset),)
+
+
+def without(items: Shape, at: int) -> Shape:
+    """A shape, or strides, without dimension ``at``."""
+    return items[:at] + items[at + 1 :]

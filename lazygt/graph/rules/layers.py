@@ -1,0 +1,136 @@
+"""Softmax, losses, norms, embeddings, and their backward ops."""
+
+from __future__ import annotations
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.rules.base import (
+    FLOATS,
+    Metas,
+    Rule,
+    Shape,
+    is_rows,
+    position,
+    rows,
+    same_float,
+)
+
+
+def _softmax(source: TensorMeta, dim: int, half_to_float: bool) -> Metas | None:
+    fits = is_rows(source) and source.dtype in FLOATS and not half_to_float
+    if not fits or position(dim, len(source.shape)) is None:
+        return None
+    return (rows(source.shape, source.dtype),)
+
+
+def _softmax_backward(
+    grad: TensorMeta, output: TensorMeta, dim: int, input_dtype: torch.dtype
+) -> Metas | None:
+    fits = grad.shape == output.shape and input_dtype is grad.dtype and is_rows(output)
+    return _softmax(grad, dim, False) if fits and same_float(grad, output) else None
+
+
+def _nll(
+    source: TensorMeta, target: TensorMeta, weight: TensorMeta | None, reduction: int, ignored: int
+) -> Metas | None:
+    if len(source.shape) != 2 or target.shape != source.shape[:1] or weight is not None:
+        return None
+    if target.dtype != torch.int64 or source.dtype not in FLOATS or reduction not in (0, 1, 2):
+        return None
+    loss = rows(target.shape if reduction == 0 else (), source.dtype)
+    return loss, rows((), source.dtype)
+
+
+def _nll_backward(
+    grad: TensorMeta,
+    source: TensorMeta,
+    target: TensorMeta,
+    weight: TensorMeta | None,
+    reduction: int,
+    ignored: int,
+    total: TensorMeta,
+) -> Metas | None:
+    made = _nll(source, target, weight, reduction, ignored)
+    if made is None or made[0] is None or made[0].shape != grad.shape or total.shape != ():
+        return None
+    return (rows(source.shape, source.dtype),) if is_rows(source) else None
+
+
+def _layer_norm(
+    source: TensorMeta,
+    shape: Shape,
+    weight: TensorMeta | None,
+    bias: TensorMeta | None,
+    eps: float,
+) -> Metas | None:
+    tensors = [source, *(t for t in (weight, bias) if t is not None)]
+    inner = len(source.shape) - len(shape)
+    if inner < 0 or not shape or source.shape[inner:] != shape:
+        return None
+    if any(t.shape != shape for t in tensors[1:]) or not all(map(is_rows, tensors)):
+        return None
+    # other dtypes have statistics that differ from device to device
+    if source.dtype != torch.float32 or not same_float(*tensors):
+        return None
+    statistics = rows(source.shape[:inner] + (1,) * len(shape), source.dtype)
+    return rows(source.shape, source.dtype), statistics, statistics
+
+
+def _layer_norm_backward(
+    grad: TensorMeta,
+    source: TensorMeta,
+    shape: Shape,
+    mean: TensorMeta,
+    rstd: TensorMeta,
+    weight: TensorMeta | None,
+    bias: TensorMeta | None,
+    mask: tuple[bool, ...],
+) -> Metas | None:
+    forward = _layer_norm(source, shape, weight, bias, 0.0)
+    if forward != (rows(grad.shape, grad.dtype), mean, rstd) or not is_rows(grad):
+        return None
+    made = (grad.shape, shape, shape)
+    absent = (False, weight is None, bias is None)
+    if any(wanted and gone for wanted, gone in zip(mask, absent, strict=True)):
+        return None
+    pairs = zip(mask, made, strict=True)
+    return tuple(rows(size, grad.dtype) if wanted else None for wanted, size in pairs)
+
+
+_INDICES = (torch.int32, torch.int64)
+
+
+def _embedding(
+    weight: TensorMeta,
+    indices: TensorMeta,
+    padding: int = -1,
+    scale_by_frequency: bool = False,
+    sparse: bool = False,
+) -> Metas | None:
+    if len(weight.shape) != 2 or indices.dtype not in _INDICES or not indices.is_contiguous():
+        return None
+    return (rows((*indices.shape, weight.shape[1]), weight.dtype),)
+
+
+def _embedding_backward(
+    grad: TensorMeta, indices: TensorMeta, count: int, padding: int, scale_by_frequency: bool
+) -> Metas | None:
+    if grad.shape[:-1] != indices.shape or indices.dtype not in _INDICES or not is_rows(grad):
+        return None
+    return (rows((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None
+
+
+#: Op -> rule.
+LAYERS: dict[str, Rule] = {
+    "aten._softmax.default": _softmax,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten._log_softmax.default": _softmax,
+    "aten._log_softmax_backward_data.default": _softmax_backward,
+    "aten.nll_loss_forward.default": _nll,
+    "aten.nll_loss_backward.default": _nll_backward,
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+}

@@ -1,0 +1,153 @@
+"""What an op's results will look like, without running a meta kernel: exact, and much quicker.
+
+An answer comes only where it is sure; an error, and whatever is unusual, is left to torch's meta
+kernels, so every error stays torch's own. ``graph.rules`` has the ops of common training steps.
+Pointwise ops need no rule: their results' dtypes are learned from the first meta kernel that ran
+for the same operands in other sizes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Param, Ref
+from lazygt.graph.ops import OpFacts
+from lazygt.graph.rules import RULES, WRITING_RULES
+from lazygt.graph.rules.base import Metas, Rule, broadcast, is_rows, rows
+
+Results = tuple[Metas, tuple[TensorMeta, ...]]
+Named = tuple[tuple[str, Arg], ...]
+
+_LEARNED_LIMIT = 10_000
+
+
+class Shapes:
+    """The rules, and the dtypes of pointwise results learned so far."""
+
+    def __init__(self) -> None:
+        #: None: what the meta kernel said is not what ``_pointwise`` would say
+        self._learned: dict[Any, torch.dtype | None] = {}
+
+    def results(
+        self,
+        f: OpFacts,
+        args: tuple[Arg, ...],
+        kwargs: Named,
+        metas: dict[int, TensorMeta],
+        params: list[Any],
+    ) -> Results | None:
+        """Metas of the fresh results and of the written tensors; None when no rule is sure.
+
+        Raises nothing. Arguments as in ``infer.Inference.results``.
+        """
+        for meta in metas.values():
+            if meta.conj or meta.neg or 0 in meta.shape:
+                return None
+        rule = RULES.get(f.name)
+        if rule is not None:
+            found = _ask(rule, args, kwargs, metas, params)
+            return None if found is None else (found, ())
+        rule = WRITING_RULES.get(f.name)
+        if rule is not None:
+            found = _ask(rule, args, kwargs, metas, params)
+            return None if found is None else ((), found)  # type: ignore[return-value]
+        key = _pointwise_key(f, args, kwargs, metas, params)
+        dtype = self._learned.get(key) if key is not None else None
+        return None if dtype is None else _pointwise(f, args, metas, dtype)
+
+    def learn(
+        self,
+        f: OpFacts,
+        args: tuple[Arg, ...],
+        kwargs: Named,
+        metas: dict[int, TensorMeta],
+        params: list[Any],
+        found: Results,
+    ) -> None:
+        """Take note of what the meta kernel ``found`` for a pointwise op."""
+        if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
+            return
+        key = _pointwise_key(f, args, kwargs, metas, params)
+        if key is None or key in self._learned:
+            return
+        made = (found[0] or found[1])[0]
+        right = made is not None and _pointwise(f, args, metas, made.dtype) == found
+        self._learned[key] = made.dtype if made is not None and right else None
+
+
+def _ask(
+    rule: Rule,
+    args: tuple[Arg, ...],
+    kwargs: Named,
+    metas: dict[int, TensorMeta],
+    params: list[Any],
+) -> Metas | None:
+    operands = [
+        metas[arg.index] if type(arg) is Ref else _resolved(arg, metas, params) for arg in args
+    ]
+    return rule(*operands, **dict(kwargs)) if kwargs else rule(*operands)
+
+
+def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
+    kind = type(arg)
+    if kind is Param:
+        return params[arg.index]
+    if kind is tuple and arg and type(arg[0]) is Ref:
+        return tuple([metas[item.index] for item in arg])
+    return arg
+
+
+@cache
+def _one_result(f: OpFacts) -> bool:
+    """Whether a pointwise op returns one tensor: a new one, or its first argument, written."""
+    plain = f.pointwise and not f.writes_named
+    return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
+
+
+def _pointwise_key(
+    f: OpFacts,
+    args: tuple[Arg, ...],
+    kwargs: Named,
+    metas: dict[int, TensorMeta],
+    params: list[Any],
+) -> tuple[Any, ...] | None:
+    """All that a pointwise result's dtype depends on; None where that is hard to say."""
+    if not _one_result(f):
+        return None
+    key: list[Any] = [f]
+    for arg in args:
+        kind = type(arg)
+        if kind is Ref:
+            meta = metas[arg.index]
+            if not is_rows(meta):
+                return None
+            key += (meta.dtype, len(meta.shape))
+        elif kind is Param:
+            key.append(type(params[arg.index]))
+        elif kind is tuple:
+            return None
+        else:
+            key += (kind, arg)
+    for name, arg in kwargs:
+        kind = type(arg)
+        if kind is Ref or kind is tuple:
+            return None
+        key += (name, type(params[arg.index])) if kind is Param else (name, kind, arg)
+    return tuple(key)
+
+
+def _pointwise(
+    f: OpFacts, args: tuple[Arg, ...], metas: dict[int, TensorMeta], dtype: torch.dtype
+) -> Results | None:
+    """The result of a pointwise op on row-major tensors."""
+    shape = broadcast([metas[arg.index].shape for arg in args if type(arg) is Ref])
+    if shape is None:
+        return None
+    if f.outputs == ("f",):
+        return (rows(shape, dtype),), ()
+    target = metas[args[0].index]
+    return ((), (target,)) if target.shape == shape else None

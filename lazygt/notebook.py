@@ -1,0 +1,101 @@
+"""What a notebook shows of a tensor and of a session. Nothing here computes or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.source import Mark, expand
+from lazygt.recorder import Recorder
+from lazygt.tensor import LazyTensor
+from lazygt.trie import Step
+
+#: The counts of ``stats()`` that the table of a session shows.
+_SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_sent",
+          "messages_received", "bytes_received", "bytes_uploaded", "bytes_fetched")  # fmt: skip
+
+
+def summary(t: LazyTensor) -> dict[str, str]:
+    """Shape, dtype, bytes, where the value is, and the user's line that made it."""
+    where, mark = _place(t)
+    meta = TensorMeta.of(t)
+    return {
+        "shape": str(tuple(t.shape)),
+        "dtype": str(t.dtype),
+        "bytes": str(meta.nbytes),
+        "requires_grad": str(t.requires_grad),
+        "value": where,
+        "made at": expand(mark),
+    }
+
+
+def _place(t: LazyTensor) -> tuple[str, Mark | None]:
+    """Where a handle's value is, in words, and the line that made it, as far as known."""
+    cell, view = t._cell, t._view
+    recorder = cell.recorder
+    if recorder.closed:
+        return "lost: the session is closed", None
+    if cell.serial == recorder.serial and cell.index >= 0:
+        fresh = view is not None and view.serial == cell.serial and view.base == cell.index
+        index = view.index if view is not None and fresh else cell.index
+        return "recorded, not computed yet", _mark_of(recorder, index)
+    if cell.remote is not None:
+        return "on the workers", cell.remote.mark
+    if cell.host is not None:
+        return "a number in the client", None
+    return ("not written yet" if cell.blank else "lost: its flush was interrupted"), None
+
+
+def _mark_of(recorder: Recorder, index: int) -> Mark | None:
+    """The mark of the op that made value ``index`` of the current stretch."""
+    stretch = recorder.stretch
+    made = makers(stretch.step.path())
+    return (stretch.marks[made[index]] if index >= 0 else None) or recorder.backward_mark
+
+
+def makers(steps: list[Step]) -> list[int]:
+    """For each value that a stretch's ops make, the number of the op."""
+    nodes = [step.node for step in steps if step.node is not None]
+    return [number for number, node in enumerate(nodes) for _ in node.results]
+
+
+def tensor_html(t: LazyTensor) -> str:
+    """A tensor's card."""
+    return _table(_title(t), summary(t))
+
+
+def tensor_bundle(t: LazyTensor, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    """What IPython displays. It asks for the plain text as well, and ``repr`` would compute."""
+    rows = summary(t)
+    kept = ", ".join(f"{key}={rows[key]}" for key in ("shape", "dtype", "value"))
+    text = f"{_title(t)}({kept}, made at {rows['made at']})"
+    return {"text/plain": text, "text/html": tensor_html(t)}
+
+
+def session_html(title: str, stats: Mapping[str, Any]) -> str:
+    """A session's counts as a table."""
+    flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
+    rows = {key.replace("_", " "): f"{stats[key]:,}" for key in _SHOWN}
+    return _table(title, {"flushes": flushes or "none", **rows})
+
+
+def _title(t: LazyTensor) -> str:
+    return "Parameter" if isinstance(t, torch.nn.Parameter) else "LazyTensor"
+
+
+def _table(title: str, rows: Mapping[str, str]) -> str:
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{escape(key)}</th>"
+        f"<td style='text-align:left'>{escape(value)}</td></tr>"
+        for key, value in rows.items()
+    )
+    return f"<table><caption>{escape(title)}</caption>{cells}</table>"
+
+
+# Notebooks look for these names; set here because this file knows tensors and not the reverse.
+LazyTensor._repr_html_ = tensor_html  # type: ignore[attr-defined]
+LazyTensor._repr_mimebundle_ = tensor_bundle  # type: ignore[attr-defined]

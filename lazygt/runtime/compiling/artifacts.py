@@ -1,0 +1,95 @@
+"""Artifacts: compiled groups on disk, each with a record of what it gains."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_KEY = re.compile(r"[0-9a-f]{32}")
+
+
+def directory() -> Path:
+    """Where artifacts lie: LAZYGT_CACHE_DIR, or ``lazygt`` in the user's cache directory.
+
+    Raises:
+        PermissionError: it belongs to somebody else, or others may write to it: code is loaded
+            from there.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    place = Path(os.environ.get("LAZYGT_CACHE_DIR") or Path(base) / "lazygt")
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = place.stat()
+    if info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise PermissionError(
+            f"{place}: compiled code is loaded from here, so only you may write to it; "
+            f"set LAZYGT_CACHE_DIR to a directory of your own (chmod 700)"
+        )
+    return place
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of an artifact.
+
+    Attributes:
+        seconds: how long it took to compile.
+        times: (elements, seconds of a run member by member, seconds of a compiled run).
+    """
+
+    seconds: float
+    times: tuple[tuple[int, float, float], ...]
+
+    def gain(self, numel: int) -> float:
+        """How many times faster than member by member it is, where that was measured nearest."""
+        _, eager, compiled = self._nearest(numel)
+        return eager / compiled
+
+    def saved(self, numel: int) -> float:
+        """Seconds that one call saves, where that was measured nearest."""
+        _, eager, compiled = self._nearest(numel)
+        return eager - compiled
+
+    def _nearest(self, numel: int) -> tuple[int, float, float]:
+        return min(self.times, key=lambda row: abs(math.log2(row[0] / numel)))
+
+
+def code_path(key: str) -> Path:
+    """The compiled code of an artifact.
+
+    Raises:
+        ValueError: that is no key, or there is no such artifact.
+    """
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is not the key of an artifact")
+    place = directory() / f"{key}.so"
+    if not place.is_file():
+        raise ValueError(f"there is no artifact {key} in {place.parent}")
+    return place
+
+
+def find(key: str) -> Record | None:
+    """The record of an artifact that lies in the cache whole; None if there is none."""
+    place = directory() / f"{key}.json"
+    try:
+        found = json.loads(place.read_text())
+        return Record(float(found["seconds"]), tuple(map(tuple, found["times"])))
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
+def keep(key: str, code: Path, record: Record) -> None:
+    """Put an artifact into the cache; the record last, so that it stands for the whole."""
+    _write(f"{key}.so", code.read_bytes())
+    _write(f"{key}.json", json.dumps(asdict(record)).encode())
+
+
+def _write(name: str, data: bytes) -> None:
+    """Write a file of the cache so that nobody ever sees half of it."""
+    part = directory() / f".{name}.{os.getpid()}"
+    part.touch(mode=0o600)
+    part.write_bytes(data)
+    part.replace(directory() / name)

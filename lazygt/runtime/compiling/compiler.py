@@ -1,0 +1,155 @@
+"""The client's end of the compile process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import IO
+
+import msgpack
+
+from lazygt.runtime import wire
+from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.group import Group
+from lazygt.runtime.interrupts import HOLD
+
+#: What the pipe to the process holds, whether or not it reads.
+_PIPE_BYTES = 1 << 20
+
+
+_FOREVER = 1e6  # seconds
+
+
+class Compiler:
+    """Has groups compiled, one after another; the process starts with the first request.
+
+    Attributes:
+        pending: keys that were asked for and not answered.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.pending: set[str] = set()
+        self._device = device
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unpacker = msgpack.Unpacker()
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        #: keys that were written and not answered, with the bytes of their requests
+        self._written: dict[str, int] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """Of the compile process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def request(self, key: str, group: Group) -> None:
+        """Have a group compiled; does not wait."""
+        self.pending.add(key)
+        request = {
+            "key": key,
+            "body": wire.encode_graph(group.body),
+            "writes": group.writes,
+            "fresh": group.fresh,
+            "flat": group.flat,
+            "open_dims": group.open_dims,
+            "device": self._device,
+        }
+        self._waiting.append((key, msgpack.packb(request)))
+        self._send()
+
+    def _send(self) -> None:
+        """Write what fits into the pipe for certain, so that no step ever waits for it."""
+        if self._process is None:
+            self._process = _start()
+        pipe = _pipe(self._process.stdin)
+        while self._waiting:
+            key, data = self._waiting[0]
+            if self._written and sum(self._written.values()) + len(data) > _PIPE_BYTES:
+                return
+            self._waiting.popleft()
+            self._written[key] = len(data)
+            with contextlib.suppress(BrokenPipeError):  # `answers` finds that it ended
+                pipe.write(data)
+                pipe.flush()
+
+    def answers(self, timeout: float | None = 0.0) -> dict[str, str]:
+        """What has been answered: key -> error, empty for success.
+
+        Args:
+            timeout: seconds to wait for the first answer; None: as long as it takes.
+        """
+        found: dict[str, str] = {}
+        if self._process is None or not self.pending:
+            return found
+        pipe = _pipe(self._process.stdout)
+        poller = select.poll()
+        poller.register(pipe, select.POLLIN)
+        until = None if timeout is None else time.monotonic() + timeout
+        while not found:
+            left = _FOREVER if until is None else max(until - time.monotonic(), 0.0)
+            if not HOLD.wait(poller, left * 1000):
+                break
+            data = os.read(pipe.fileno(), 1 << 16)
+            if not data:
+                return found | self._ended()
+            self._unpacker.feed(data)
+            found.update((answer["key"], answer["error"]) for answer in self._unpacker)
+        self.pending -= found.keys()
+        for key in found:
+            self._written.pop(key, None)
+        self._send()
+        return found
+
+    def _ended(self) -> dict[str, str]:
+        """Errors for everything that a process that ended owes."""
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        errors = dict.fromkeys(self.pending, f"the compile process ended ({how})")
+        self.close()
+        return errors
+
+    def close(self) -> None:
+        """End the process and whatever it started. May be called twice."""
+        process, self._process = self._process, None
+        self.pending.clear()
+        self._waiting.clear()
+        self._written.clear()
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, its group with it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            _pipe(pipe).close()
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "LAZYGT_CACHE_DIR": str(artifacts.directory()),
+        "TORCHINDUCTOR_CACHE_DIR": str(artifacts.directory() / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lazygt.runtime.compiling.service", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    fcntl.fcntl(_pipe(process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return process

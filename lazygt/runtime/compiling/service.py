@@ -1,0 +1,227 @@
+"""The compile process: ``python -m lazygt.runtime.compiling.service CLIENT_PID``.
+
+Takes requests on its standard input, one msgpack map each, and answers each on its standard
+output. It runs at the lowest priority, on one thread, and ends with its client: when the pipe is
+closed or the client is gone, it kills its process group, compilers and all.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.runtime import wire
+from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.group import Group
+from lazygt.runtime.compiling.lower import Members
+from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.plan import Plan
+
+#: Sizes at which a group of open length is timed.
+_LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+#: Seconds spent on timing one form of one group, at most by a run or two.
+_TIMING = 0.05
+_RTOL = {torch.float16: 1e-2, torch.bfloat16: 1e-1}
+_OPTIONS = {
+    # one artifact serves workers with any number of threads
+    "cpp.dynamic_threads": True,
+    # the wrapper only passes pointers: optimising it doubles the compile time
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": True,
+}
+
+
+def main() -> None:
+    """Serve until the client goes."""
+    os.nice(19)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # only what nobody else wants
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what compilers print is no answer
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
+    torch.set_num_threads(1)
+    while True:
+        request = requests.get()
+        answers.write(msgpack.packb(answer(request)))
+
+
+def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
+    """Pass requests on; end everything when the client closes the pipe or is gone."""
+    unpacker = msgpack.Unpacker()
+    try:
+        watch = select.poll()
+        watch.register(0, select.POLLIN | select.POLLHUP)
+        watch.register(os.pidfd_open(client), select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in watch.poll()}
+            data = os.read(0, 1 << 20) if ready == {0} else b""
+            if not data:
+                break
+            unpacker.feed(data)
+            for request in unpacker:
+                requests.put(request)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile one group and keep the artifact; says how it went.
+
+    Returns:
+        ``key`` and ``error``: empty when the artifact lies in the cache.
+    """
+    begin = time.perf_counter()
+    try:
+        group = Group(
+            wire.decode_graph(request["body"]),
+            tuple((operand, output) for operand, output in request["writes"]),
+            request["fresh"],
+            request["flat"],
+            tuple(map(tuple, request["open_dims"])),
+        )
+        device = torch.device(request["device"])
+        code = compile_group(group, device)
+        seconds = time.perf_counter() - begin
+        record = artifacts.Record(seconds, times(group, code, device))
+        artifacts.keep(request["key"], code, record)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the client is told
+        text = f"{type(error).__name__}: {error}".strip()
+        return {"key": request["key"], "error": text[:2000]}
+    return {"key": request["key"], "error": ""}
+
+
+def compile_group(group: Group, device: torch.device) -> Path:
+    """The compiled code of a group, in Inductor's own cache.
+
+    Raises:
+        Exception: of torch.export, Inductor or the C++ compiler.
+    """
+    module = Members(group.body, group.writes, group.fresh)
+    operands = tuple(example(group, group.numel, device))
+    program = torch.export.export(module, operands, dynamic_shapes=(_open(group),))
+    _check_open(group, program)
+    code = torch._inductor.aot_compile(program.module(), operands, options=_OPTIONS)
+    return Path(str(code))
+
+
+def _open(group: Group) -> tuple[Any, ...]:
+    """Which sizes are open, as torch.export wants it."""
+    numbers = (None,) * len(group.body.params)
+    if group.flat:
+        length = torch.export.Dim("length", min=2)
+        return ({0: length},) * len(group.body.inputs) + numbers
+    dims = group.open_dims or ((),) * len(group.body.inputs)
+    return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
+
+
+def _check_open(group: Group, program: Any) -> None:
+    """Raise ValueError when torch.export fixed a size that was to be open."""
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    for placeholder, some in zip(placeholders, group.open_dims, strict=False):
+        shape = placeholder.meta["val"].shape
+        if any(isinstance(shape[dim], int) for dim in some):
+            raise ValueError(f"torch.export fixed a size of {placeholder.name}: {tuple(shape)}")
+
+
+def example(group: Group, length: int, device: torch.device) -> list[torch.Tensor]:
+    """Operands and numbers to try a group with; vectors have this length."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for meta in group.body.inputs:
+        shape = (length,) if group.flat else meta.shape
+        values = torch.rand(shape, generator=generator) + 0.5
+        tensor = (values > 1 if meta.dtype == torch.bool else values.to(meta.dtype)).to(device)
+        if not group.flat and tensor.stride() != meta.stride:
+            room = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+            tensor = room.copy_(tensor)
+        made.append(tensor)
+    return made + [torch.tensor(0.5, dtype=torch.float64) for _ in group.body.params]
+
+
+def times(group: Group, code: Path, device: torch.device) -> tuple[tuple[int, float, float], ...]:
+    """Check the code against the members run one by one, and time both."""
+    lengths = _LENGTHS if group.flat else (group.numel,)
+    rows = []
+    for length in lengths:
+        operands = example(group, length, device)[: len(group.body.inputs)]
+        numbers = (0.5,) * len(group.body.params)
+        sized = _sized(group, length)
+        compiled = Compiled(sized, code, device)
+        eager = EagerExecutor(Plan.build(sized.body), device)
+        _check(sized, compiled, eager, operands, numbers)
+        rows.append((
+            length,
+            _seconds(lambda: eager.run(list(operands), numbers), device),  # noqa: B023
+            _seconds(lambda: compiled(*operands, *numbers), device),  # noqa: B023
+        ))  # fmt: skip
+    return tuple(rows)
+
+
+def _sized(group: Group, length: int) -> Group:
+    """The group for vectors of a length."""
+    if not group.flat:
+        return group
+
+    def vector(meta: TensorMeta | None) -> TensorMeta:
+        assert meta is not None
+        return intern((length,), (1,), meta.dtype)
+
+    body = group.body
+    nodes = tuple(
+        replace(n, fresh=tuple(map(vector, n.fresh)), written=tuple(map(vector, n.written)))
+        for n in body.nodes
+    )
+    sized = replace(body, inputs=tuple(map(vector, body.inputs)), nodes=nodes)
+    return replace(group, body=sized)
+
+
+def _check(
+    group: Group,
+    compiled: Callable[..., Any],
+    eager: EagerExecutor,
+    operands: list[torch.Tensor],
+    numbers: tuple[float, ...],
+) -> None:
+    """Raise AssertionError when compiled code and single members disagree beyond rounding."""
+    mine = [operand.clone() for operand in operands]
+    outcome = eager.run([operand.clone() for operand in operands], numbers)
+    returned = compiled(*mine, *numbers)
+    fresh = [returned] if group.fresh == 1 else list(returned)
+    results = fresh + [mine[operand] for operand, _ in group.writes]
+    for result, expected in zip(results, outcome.outputs, strict=True):
+        assert isinstance(expected, torch.Tensor)
+        rtol = _RTOL.get(expected.dtype, 1e-4)
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest time of several runs."""
+    best = float("inf")
+    end = time.perf_counter() + _TIMING
+    with torch.no_grad():
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - begin)
+    return best
+
+
+if __name__ == "__main__":
+    main()

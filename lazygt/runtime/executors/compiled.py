@@ -1,0 +1,104 @@
+"""The compiled executor: the plan with compiled groups in the place of their fused nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazygt.runtime.compiling.artifacts import code_path
+from lazygt.runtime.compiling.group import Group
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.store import Value
+
+
+class CompiledExecutor(EagerExecutor):
+    """Runs one plan; some of its fused nodes are one call each.
+
+    Args:
+        groups: number of a fused node of ``plan.graph`` -> its callable.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, groups: Mapping[int, Callable[..., Any]]
+    ) -> None:
+        schedule, self._steps = plan.with_fused(groups)
+        kept = [number for number, node in enumerate(schedule.graph.nodes) if node.body is not None]
+        callables = dict(zip(kept, (groups[number] for number in sorted(groups)), strict=True))
+        super().__init__(plan, device, schedule, callables)
+
+    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """As the eager executor; failures name the steps of ``plan.steps``."""
+        outcome = super().run(inputs, params)
+        for failure in outcome.failures:
+            if not failure.seq:
+                failure.node = self._steps[failure.node]
+        return outcome
+
+
+def compiled(
+    plan: Plan, device: torch.device, artifacts: Sequence[tuple[int, str]]
+) -> CompiledExecutor:
+    """The executor of a plan with these artifacts: (number of a fused node, key).
+
+    Raises:
+        ValueError: there is no such fused node, or no such artifact.
+        PermissionError: the cache directory is not the user's own.
+        RuntimeError: the code can't be loaded.
+    """
+    groups = {}
+    for number, key in artifacts:
+        node = plan.graph.nodes[number] if 0 <= number < len(plan.graph.nodes) else None
+        if node is None or node.body is None:
+            raise ValueError(f"node {number} of the plan is not a fused one")
+        groups[number] = Compiled(Group.of(node), code_path(key), device)
+    return CompiledExecutor(plan, device, groups)
+
+
+class Compiled:
+    """An artifact, loaded: the callable of one fused node.
+
+    It takes the operands and then the run-time numbers of the node, writes what the node writes,
+    and returns its fresh results, as a kernel does.
+    """
+
+    def __init__(self, group: Group, code: Path, device: torch.device) -> None:
+        self._run = _runner(str(code), device)
+        self._operands = len(group.body.inputs)
+        self._flat = group.flat
+        values = group.body.values
+        shapes = [values[value] for value in group.body.outputs[: group.fresh]]
+        self._shapes = [meta.shape for meta in shapes if meta is not None]
+        self._numbers: tuple[Any, ...] = ()
+        self._tensors: list[torch.Tensor] = []
+
+    def __call__(self, *args: Any) -> Any:
+        count = self._operands
+        operands: list[torch.Tensor] = [*args[:count]]
+        if self._flat:
+            operands = [operand.view(-1) for operand in operands]
+        numbers = args[count:]
+        if numbers:
+            if numbers != self._numbers:
+                made = torch.tensor(numbers, dtype=torch.float64)
+                self._numbers, self._tensors = numbers, list(made.unbind())
+            operands += self._tensors
+        results = self._run(operands)[: len(self._shapes)]
+        if self._flat:
+            results = [r.view(shape) for r, shape in zip(results, self._shapes, strict=True)]
+        return results[0] if len(results) == 1 else results
+
+
+@cache
+def _runner(code: str, device: torch.device) -> Callable[..., Any]:
+    """torch's own loader of ahead-of-time compiled code; one a file and process."""
+    runner: Any
+    if device.type == "cuda":
+        runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, 1, str(device), "")
+    else:
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(code, 1)
+    return runner.run  # type: ignore[no-any-return]

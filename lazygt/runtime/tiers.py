@@ -1,0 +1,241 @@
+"""Tiers: which plans run on compiled code, and since when.
+
+A new plan runs at once, node by node. When it is seen again its fused nodes are compiled, in
+another process; artifacts in the cache are there at once. When all of a plan's groups have their
+answer, those that gain are swapped in on every worker, between two runs.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node
+from lazygt.runtime.client import Client, PlanEntry
+from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.artifacts import Record
+from lazygt.runtime.compiling.compiler import Compiler
+from lazygt.runtime.compiling.group import Dims, Group
+
+#: The run of a plan after which it counts as hot.
+_HOT = 2
+
+
+@dataclass(slots=True)
+class Compile:
+    """What became of one group.
+
+    Attributes:
+        key: of its artifact.
+        ops: its members.
+        line: the user's line of the first of them.
+        status: compiling, compiled, cached or failed.
+        seconds: that the compile took, by itself.
+        gain: how many times faster than its members one by one; 0.0 while unknown.
+        error: why it failed.
+        at: when it was asked for, in seconds of the monotonic clock.
+        took: seconds from then to the answer.
+    """
+
+    key: str
+    ops: int
+    line: str
+    status: str
+    seconds: float = 0.0
+    gain: float = 0.0
+    error: str = ""
+    at: float = field(default_factory=time.monotonic)
+    took: float = 0.0
+
+    @property
+    def tier(self) -> str:
+        """Where the group runs: compiled, or eager when it failed or gains nothing."""
+        return "compiled" if self.gain > 1 else "eager"
+
+
+class Tiers:
+    """Compiles the groups of hot plans and swaps them in.
+
+    Args:
+        mode: ``auto``; ``now``: a new plan waits for its compiled code; ``off``.
+    """
+
+    def __init__(self, client: Client, device: str, mode: str) -> None:
+        self.mode = mode
+        #: what was compiled, in the order in which it was asked for
+        self.compiles: dict[str, Compile] = {}
+        self._client = client
+        self._device = device
+        self._compiler = Compiler(device)
+        self._records: dict[str, Record | None] = {}
+        #: plans whose groups have not all been answered, with (node number, key, elements)
+        self._waiting: dict[bytes, tuple[PlanEntry, list[tuple[int, str, int]]]] = {}
+        self._considered: set[bytes] = set()
+        self._seen: dict[str, list[Node]] = {}
+        self._warned = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the compile process; None while there is none."""
+        return self._compiler.pid
+
+    def built(self, entry: PlanEntry) -> None:
+        """A plan is about to run for the first time."""
+        if self.mode == "now":
+            self._consider(entry)
+            self.wait()
+
+    def ran(self, entry: PlanEntry) -> None:
+        """A run of a plan was sent."""
+        if self.mode == "off":
+            return
+        if self._compiler.pending:
+            self._take(0.0)
+        if self._client.swap_errors:
+            self._report()
+        if entry.runs >= _HOT and entry.plan.digest not in self._considered:
+            self._consider(entry)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being compiled and everything compiled is swapped in.
+
+        Returns:
+            False when ``timeout`` seconds were not enough.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._compiler.pending:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._take(left)
+        self._client.wait_swapped()
+        self._report()
+        return True
+
+    def close(self) -> None:
+        """End the compile process."""
+        self._compiler.close()
+
+    # -- one plan ------------------------------------------------------------------------
+
+    def _consider(self, entry: PlanEntry) -> None:
+        """Find or order the artifacts of a plan's fused nodes."""
+        self._considered.add(entry.plan.digest)
+        try:
+            wanted = self._wanted(entry)
+        except OSError as error:
+            self.mode = "off"
+            self._warn(f"no fused group can be compiled: {error}")
+            return
+        if wanted:
+            self._waiting[entry.plan.digest] = entry, wanted
+            self._swap_in()
+
+    def _wanted(self, entry: PlanEntry) -> list[tuple[int, str, int]]:
+        """A plan's fused nodes: (number, key of the artifact, elements); orders what is missing.
+
+        Raises:
+            OSError: the cache can't be used, or no process can be started.
+        """
+        wanted = []
+        for number, group, line in self._groups(entry):
+            key = group.key(self._device)
+            wanted.append((number, key, group.numel))
+            if key not in self._records and key not in self._compiler.pending:
+                self._order(key, group, line)
+        return wanted
+
+    def _groups(self, entry: PlanEntry) -> Iterator[tuple[int, Group, str]]:
+        graph = entry.plan.graph
+        for number, node in enumerate(graph.nodes):
+            if node.body is not None:
+                group = Group.of(node)
+                if not group.flat:
+                    group = Group.of(node, self._varying(group, node))
+                yield number, group, graph.line(number)
+
+    def _varying(self, group: Group, node: Node) -> Dims:
+        """The dims of its operands in which a group differs from others like it."""
+        others = self._seen.setdefault(group.skeleton(), [])
+        if all(other.body != node.body for other in others):
+            others.append(node)
+        return open_dims([other.body.inputs for other in others if other.body is not None])
+
+    def _order(self, key: str, group: Group, line: str) -> None:
+        compile = Compile(key, len(group.body.nodes), line, "compiling")
+        self.compiles[key] = compile
+        found = artifacts.find(key)
+        if found is None:
+            self._compiler.request(key, group)
+            return
+        self._records[key] = found
+        compile.status, compile.seconds = "cached", found.seconds
+        compile.gain = found.gain(group.numel)
+
+    def _take(self, timeout: float | None) -> None:
+        answers = self._compiler.answers(timeout)
+        for key, error in answers.items():
+            record = None if error else artifacts.find(key)
+            self._records[key] = record
+            compile = self.compiles[key]
+            compile.took = time.monotonic() - compile.at
+            if record is None:
+                compile.status, compile.error = "failed", error or "the cache was emptied meanwhile"
+                self._warn(f"a fused group of {compile.ops} ops ({compile.line}) could not be "
+                           f"compiled: {compile.error}")  # fmt: skip
+            else:
+                compile.status, compile.seconds = "compiled", record.seconds
+                compile.gain = max(record.gain(rows[0]) for rows in record.times)
+        if answers:
+            self._swap_in()
+
+    def _swap_in(self) -> None:
+        """Swap the plans whose groups have all been answered."""
+        for digest, (entry, wanted) in list(self._waiting.items()):
+            if any(key not in self._records for _, key, _ in wanted):
+                continue
+            del self._waiting[digest]
+            groups = []
+            for number, key, numel in wanted:
+                record = self._records[key]
+                if record is not None and record.saved(numel) > 0:
+                    groups.append((number, key))
+            if groups:
+                self._client.swap(entry, groups)
+
+    # -- what goes wrong -----------------------------------------------------------------
+
+    def _report(self) -> None:
+        errors, self._client.swap_errors = self._client.swap_errors, []
+        for digest, error in errors:
+            self._warn(f"plan {digest.hex()[:12]} stays on the eager tier: {error}")
+
+    def _warn(self, what: str) -> None:
+        """Say once what is lost and what can be done about it."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"lazygt: {what}\nIt runs op by op, as before, which is right but slower. "
+                f"session.why() lists every compile; lazygt.session(compile='off') asks for none.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
+    """For each operand the dims whose sizes differ among the given groups' operands.
+
+    A dim of size 1 somewhere stays fixed: there it is broadcast.
+    """
+    if len(shapes) < 2:
+        return ()
+    found = []
+    for metas in zip(*shapes, strict=True):
+        sizes = list(zip(*(meta.shape for meta in metas), strict=True))
+        found.append(
+            tuple(d for d, seen in enumerate(sizes) if len(set(seen)) > 1 and 1 not in seen)
+        )
+    return tuple(found)

@@ -1,0 +1,267 @@
+"""The timeline of a session, in Chrome's trace format: Perfetto and chrome://tracing open it.
+
+All times are nanoseconds of the host's monotonic clock, which its processes share; workers send
+theirs with the answers of timed runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lazygt.graph.source import expand
+from lazygt.runtime.client import Client, PlanEntry
+from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.tiers import Compile
+from lazygt.runtime.wire import Timings
+from lazygt.why import Flush
+
+#: A viewer grows slow, then useless; a longer profile keeps its beginning.
+MAX_EVENTS = 1_000_000
+_RECORDING, _MESSAGES, _COMPILES, _WORKERS = range(4)
+_TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"}
+
+
+class Run(NamedTuple):
+    """A timed run of one worker. ``lines`` gives the user's line of each step of the plan."""
+
+    pid: int
+    track: int
+    number: int
+    entry: PlanEntry | None
+    lines: Callable[[], Sequence[str]]
+    timings: Timings
+
+
+class Timeline:
+    """What client and workers did, and when.
+
+    Attributes:
+        dropped: events that did not fit.
+    """
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic_ns()
+        self.dropped = 0
+        self._events: list[dict[str, Any]] = []
+        self._runs: list[Run] = []
+        self._count = 0
+        self._sessions = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for more."""
+        return self._count >= MAX_EVENTS
+
+    @property
+    def runs(self) -> int:
+        """How many timed runs there are, over all workers."""
+        return len(self._runs)
+
+    def session(self) -> int:
+        """The number of one more session that draws here."""
+        self._sessions += 1
+        return self._sessions - 1
+
+    def name(self, pid: int, track: int, process: str, thread: str) -> None:
+        """Name a process and one of its tracks."""
+        for kind, tid, text in (("process_name", 0, process), ("thread_name", track, thread)):
+            self._events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid,
+                                 "args": {"name": text}})  # fmt: skip
+
+    def span(
+        self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
+    ) -> None:
+        """Add a box from ``begin`` to ``end``."""
+        if self._room(1):
+            self._events.append(self._box(pid, track, name, begin, end, args))
+
+    def instant(self, pid: int, track: int, name: str, args: Mapping[str, Any]) -> None:
+        """Add a tick at this moment."""
+        if self._room(1):
+            now = self._micro(time.monotonic_ns())
+            self._events.append({"ph": "i", "s": "t", "name": name, "cat": "lazygt", "pid": pid,
+                                 "tid": track, "ts": now, "args": dict(args)})  # fmt: skip
+
+    def arrow(self, pid: int, track: int, number: int, at: int, head: bool) -> None:
+        """Add the tail or the head of the arrow ``number``, in the box that is there at ``at``."""
+        kind = {"ph": "f", "bp": "e"} if head else {"ph": "s"}
+        if self._room(1):
+            self._events.append({**kind, "name": "run", "cat": "run", "id": number, "pid": pid,
+                                 "tid": track, "ts": self._micro(at)})  # fmt: skip
+
+    def add(self, run: Run) -> None:
+        """Add a timed run, with a box a step."""
+        if self._room(1 + len(run.timings.steps)):
+            self._runs.append(run)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events, as Chrome's trace format has them."""
+        return [*self._events, *(event for run in self._runs for event in self._drawn(run))]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file of JSON."""
+        trace = {
+            "traceEvents": self.events(),
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped_events": self.dropped},
+        }
+        Path(path).write_text(json.dumps(trace))
+
+    def by_line(self) -> list[tuple[str, int, float]]:
+        """(user's line, steps, seconds on all workers), the slowest line first.
+
+        The time of a compiled group is its first step's line's.
+        """
+        steps: Counter[str] = Counter()
+        spent: Counter[str] = Counter()
+        for run in self._runs:
+            lines = run.lines()
+            for number, count, begin, end in run.timings.steps:
+                steps[lines[number]] += count
+                spent[lines[number]] += end - begin
+        return [(line, steps[line], taken / 1e9) for line, taken in spent.most_common()]
+
+    def __repr__(self) -> str:
+        return f"<lazygt timeline: {self.runs} runs, {self._count} events>"
+
+    def _room(self, count: int) -> bool:
+        if self.full:
+            self.dropped += count
+            return False
+        self._count += count
+        return True
+
+    def _micro(self, at: int) -> float:
+        return (at - self.begin) / 1e3
+
+    def _box(
+        self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": "lazygt", "pid": pid, "tid": track,
+                "ts": self._micro(begin), "dur": (end - begin) / 1e3,
+                "args": dict(args)}  # fmt: skip
+
+    def _drawn(self, run: Run) -> Iterable[dict[str, Any]]:
+        """The boxes of a run: the whole, and in it the steps with op and line."""
+        plan = run.entry.plan if run.entry is not None else None
+        name = f"plan {plan.digest.hex()[:12]}" if plan is not None else "no plan"
+        about = {"run": run.number, "steps": len(run.timings.steps)}
+        yield self._box(run.pid, run.track, name, run.timings.begin, run.timings.end, about)
+        if plan is None:
+            return
+        nodes, lines = plan.steps.graph.nodes, run.lines()
+        for number, count, begin, end in run.timings.steps:
+            ops = [node.op for node in nodes[number : number + count]]
+            results = [str(meta) for meta in nodes[number + count - 1].results]
+            args = {"op": ", ".join(ops), "line": lines[number], "step": number,
+                    "results": results}  # fmt: skip
+            name = ops[0] if count == 1 else f"compiled: {count} ops"
+            yield self._box(run.pid, run.track, name, begin, end, args)
+
+
+class Probe:
+    """Draws what one session does into a timeline, from ``attach`` to ``detach``."""
+
+    def __init__(self, timeline: Timeline, client: Client) -> None:
+        self.timeline, self._client = timeline, client
+        self._log = client.log
+        self._pid = os.getpid()
+        self._pids = tuple(client.link.pids)
+        self._session = timeline.session()
+        self._begin = self._since = time.monotonic_ns()
+
+    def attach(self) -> None:
+        """Name the tracks, and ask for timed runs from now on."""
+        for track, name in _TRACKS.items():
+            self.timeline.name(self._pid, self._track(track), "client", self._title(name))
+        for rank, pid in enumerate(self._pids):
+            process = "client" if pid == self._pid else f"worker {rank}"
+            track = self._track(_WORKERS) + rank
+            self.timeline.name(pid, track, process, self._title(f"worker {rank}"))
+        self._client.log = _Overheard(self._log, self)
+        self._client.timed = self._ran
+
+    def detach(self, compiles: Iterable[Compile]) -> None:
+        """Draw the compiles that ended meanwhile, and leave the session as it was."""
+        self._client.timed = None
+        self._client.log = self._log
+        for each in compiles:
+            end = int((each.at + each.took) * 1e9)
+            if each.took and end >= self._begin:
+                begin = end - int(each.seconds * 1e9)
+                about = {**asdict(each), "tier": each.tier}
+                self._span(_COMPILES, f"compile {each.ops} ops: {each.status}", begin, end, about)
+
+    @contextmanager
+    def flush(self, recent: Sequence[Flush]) -> Iterator[None]:
+        """Draw the flush that is added to the end of ``recent`` meanwhile, if one is."""
+        begin, last = time.monotonic_ns(), recent[-1] if recent else None
+        try:
+            yield
+        finally:
+            if recent and recent[-1] is not last:
+                self._flushed(recent[-1], begin, time.monotonic_ns())
+
+    def _flushed(self, flush: Flush, begin: int, end: int) -> None:
+        about = {
+            "line": expand(flush.mark), "ops": flush.ops, "run": flush.run, "hit": flush.hit,
+            "plan": None if flush.digest is None else flush.digest.hex()[:12],
+        }  # fmt: skip
+        self._span(_RECORDING, f"record {flush.ops} ops", self._since, begin, about)
+        self._span(_RECORDING, f"flush: {flush.reason}", begin, end, about)
+        self.timeline.arrow(
+            self._pid, self._track(_RECORDING), self._arrow(flush.run), begin, False
+        )
+        self._since = end
+
+    def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
+        """Something within a flush, from ``begin`` to now."""
+        self._span(_RECORDING, what, begin, time.monotonic_ns(), args)
+
+    def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+        """A message has been sent or received."""
+        about = {"rank": rank, "run": run, "bytes": size, "why": why}
+        self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
+
+    def _ran(
+        self, rank: int, number: int, entry: PlanEntry | None, describe: Any, timings: Timings
+    ) -> None:
+        lines = tuple if entry is None else describe.lines  # without a plan there are no steps
+        pid, track = self._pids[rank], self._track(_WORKERS) + rank
+        self.timeline.arrow(pid, track, self._arrow(number), timings.begin, True)
+        self.timeline.add(Run(pid, track, number, entry, lines, timings))
+        if self.timeline.full:
+            self._client.timed = None
+
+    def _span(self, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+        self.timeline.span(self._pid, self._track(track), name, begin, end, args)
+
+    def _track(self, track: int) -> int:
+        return self._session * 1_000 + track
+
+    def _arrow(self, number: int) -> int:
+        return self._session << 32 | number
+
+    def _title(self, name: str) -> str:
+        return f"session {self._session}: {name}"
+
+
+class _Overheard(InstructionLog):
+    """The session's log, with a probe that hears what is written."""
+
+    def __init__(self, log: InstructionLog, probe: Probe) -> None:
+        super().__init__(None)
+        self._log, self._probe = log, probe
+
+    def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+        """Add a line, and a box."""
+        self._log.write(direction, kind, rank, run, size, why)
+        self._probe.message(direction, kind, rank, run, size, why)

@@ -1,0 +1,110 @@
+"""Whatever the program: the passes, each alone and all together, change no bit of what it computes.
+
+The inputs are odd on purpose: NaN, infinities, both zeros, a denormal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lazygt
+from lazygt.graph import Graph
+from lazygt.graph.alias import draws
+from lazygt.graph.verify import verify
+from lazygt.passes import PIPELINE, Pass, run_passes
+from lazygt.runtime.wire import decode_graph, encode_graph
+from tests.passes.steps import PROGRAMS, Step, start
+from tests.passes.tools import difference, same_numbers, with_literals
+from tests.property import programs
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+NAMES = [one.name for one in PIPELINE]
+#: A second run of these finds nothing more to do.
+IDEMPOTENT = [one for one in PIPELINE if one.name in ("fold", "cse", "dce")]
+
+
+def recorded(program: list[Step]) -> list[Graph]:
+    """The graphs that a program records after its start, before any pass."""
+    with lazygt.session(executor="inline", keep_stages=True, check_passes=False) as s:
+        state = start("lazygt")
+        s.flush()
+        for step in program:
+            step.run(state)
+        s.flush()
+        return [s.stages(plan)[0][1] for plan in s.plans()[1:]]
+
+
+def variants(program: list[Step]) -> Iterator[Graph]:
+    """Each graph as recorded, and with its run-time numbers as literals."""
+    for graph in recorded(program):
+        yield graph
+        if graph.params:
+            yield with_literals(graph)
+
+
+@pytest.mark.parametrize("one", PIPELINE, ids=NAMES)
+@given(program=PROGRAMS)
+def test_a_pass_changes_no_bit(one: Pass, program: list[Step]) -> None:
+    for graph in variants(program):
+        made = run_passes(graph, [one], check=True)
+        same_numbers(graph, made)
+
+
+@given(PROGRAMS)
+def test_the_pipeline_changes_no_bit(program: list[Step]) -> None:
+    for graph in variants(program):
+        same_numbers(graph, run_passes(graph, PIPELINE, check=True))
+
+
+@given(PROGRAMS, st.permutations(PIPELINE))
+def test_in_any_order(program: list[Step], passes: list[Pass]) -> None:
+    for graph in recorded(program):
+        same_numbers(graph, run_passes(graph, passes, check=True))
+
+
+@pytest.mark.parametrize("one", IDEMPOTENT, ids=lambda one: one.name)
+@given(program=PROGRAMS)
+def test_a_second_run_changes_nothing(one: Pass, program: list[Step]) -> None:
+    for graph in variants(program):
+        made = one.run(graph)
+        again = one.run(made)
+        assert again is made, difference(str(made), str(again))
+
+
+@given(PROGRAMS)
+def test_no_pass_adds_nodes_or_drops_draws(program: list[Step]) -> None:
+    for graph in variants(program):
+        for one in IDEMPOTENT:
+            made = one.run(graph)
+            assert len(made.nodes) <= len(graph.nodes)
+            assert [n.op for n in made.nodes if draws(n)] == [n.op for n in graph.nodes if draws(n)]
+
+
+@given(PROGRAMS)
+def test_a_pass_is_a_function(program: list[Step]) -> None:
+    """The same graph gives the same graph, also when it has been over the wire."""
+    for graph in variants(program):
+        for one in PIPELINE:
+            made = one.run(graph)
+            verify(made)
+            again = one.run(decode_graph(encode_graph(graph)))
+            assert encode_graph(again) == encode_graph(made), difference(str(made), str(again))
+
+
+@settings(max_examples=20)
+@given(programs.PROGRAMS)
+def test_whole_programs_with_gradients(program: list[programs.Step]) -> None:
+    """With sync points: every graph between two of them, a data-dependent last node too."""
+    with lazygt.session(executor="inline", keep_stages=True) as s:
+        programs.run(program, "lazygt")
+        graphs = [s.stages(plan)[0][1] for plan in s.plans()]
+    for graph in graphs:
+        same_numbers(graph, run_passes(graph, PIPELINE, check=True))

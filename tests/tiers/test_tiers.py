@@ -1,0 +1,200 @@
+"""Hot plans are compiled in another process and swapped in; whatever goes wrong, they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+import lazygt
+from lazygt.runtime.compiling import artifacts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+#: One compile serves all tests that want just any compiled plan.
+SIZE = 100_000
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(autouse=True)
+def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(shared))
+    return shared
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def chain(x: Tensor, factor: float) -> Tensor:
+    for _ in range(4):
+        x = (x * factor + 0.25).abs() * 0.5
+    return x
+
+
+def results(device: str, sizes: list[int], factor: float = 1.5) -> list[Tensor]:
+    made = [torch.rand(size, generator=torch.Generator().manual_seed(0)) for size in sizes]
+    return [chain(x.to(device), factor).cpu() for x in made]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("executor", ["process", "inline"])
+def test_a_plan_seen_twice_is_compiled(executor: str) -> None:
+    expected = results("cpu", [SIZE] * 4)
+    with lazygt.session(compile="auto", executor=executor) as s:
+        first = results("lazygt", [SIZE] * 2)
+        assert s.compiled(timeout=200)
+        after = results("lazygt", [SIZE] * 2)
+        (made,) = s.compiles()
+    # before the swap nothing is compiled, so every bit is eager's
+    assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=False))
+    same(after, expected[2:])
+    assert made.status in {"compiled", "cached"}
+    assert made.tier == "compiled"
+    assert made.gain > 1
+    assert made.ops == 16
+
+
+def test_run_time_numbers_stay_open() -> None:
+    with lazygt.session(compile="auto") as s:
+        results("lazygt", [SIZE] * 2)
+        assert s.compiled(timeout=200)
+        same(results("lazygt", [SIZE], factor=0.75), results("cpu", [SIZE], factor=0.75))
+        assert s.stats()["plans_built"] == 1
+
+
+def test_now_compiles_before_the_first_run() -> None:
+    with lazygt.session(compile="now") as s:
+        found = results("lazygt", [SIZE])
+        (made,) = s.compiles()
+        assert made.status in {"compiled", "cached"}
+    same(found, results("cpu", [SIZE]))
+
+
+def test_off_compiles_nothing_and_stays_bit_exact() -> None:
+    with lazygt.session(compile="off") as s:
+        found = results("lazygt", [SIZE] * 4)
+        assert s.compiled()
+        assert s.compiles() == []
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 4), strict=True))
+
+
+def test_a_second_start_is_warm() -> None:
+    with lazygt.session(compile="now"):
+        results("lazygt", [SIZE])
+    with lazygt.session(compile="now") as s:
+        results("lazygt", [SIZE])
+        (made,) = s.compiles()
+        assert made.status == "cached"
+        assert s.compiler_pid is None
+
+
+def test_one_artifact_serves_every_size() -> None:
+    sizes = [SIZE, SIZE, SIZE + 32, SIZE + 32, SIZE + 1000]
+    with lazygt.session(compile="now") as s:
+        same(results("lazygt", sizes), results("cpu", sizes))
+        assert len(s.compiles()) == 1
+
+
+def test_sizes_that_vary_become_open() -> None:
+    def row_means(device: str, rows: int) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.rand(rows, 4096).to(device)
+        return ((x * 2 + 1).tanh().mean(1) + 0.5).cpu()
+
+    with lazygt.session(compile="now") as s:
+        for rows in (40, 50, 60, 45, 33):
+            torch.testing.assert_close(row_means("lazygt", rows), row_means("cpu", rows))
+        assert [one.status for one in s.compiles()] == ["compiled", "compiled"]
+
+
+def test_a_failed_compile_is_said_once_and_costs_nothing(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    with lazygt.session(compile="auto") as s, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = results("lazygt", [SIZE] * 2)
+        assert s.compiled(timeout=200)
+        found += results("lazygt", [SIZE])
+        (made,) = s.compiles()
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+    assert (made.status, made.tier) == ("failed", "eager")
+    assert made.error
+    (warned,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert "could not be compiled" in str(warned.message)
+    assert "compile='off'" in str(warned.message)
+
+
+def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto") as s:
+        found = results("lazygt", [SIZE] * 2)
+        pid = s.compiler_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.warns(RuntimeWarning, match="compile process ended"):
+            s.compiled(timeout=100)
+        found += results("lazygt", [SIZE])
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+def test_the_compile_process_ends_with_its_session(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto") as s:
+        results("lazygt", [SIZE] * 2)
+        pid = s.compiler_pid
+        assert pid is not None
+        assert not s.compiled(timeout=0)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_forgotten_plan_comes_back_compiled() -> None:
+    with lazygt.session(compile="now", max_plans=1) as s:
+        for _ in range(2):
+            same(results("lazygt", [SIZE]), results("cpu", [SIZE]))
+            torch.ones(3, device="lazygt").sum().item()
+        assert {one.tier for one in s.compiles()} == {"compiled"}
+
+
+def test_a_cache_that_others_may_write_to_is_refused(empty_cache: Path) -> None:
+    empty_cache.mkdir()
+    empty_cache.chmod(0o777)
+    with lazygt.session(compile="auto"), pytest.warns(RuntimeWarning, match="only you may write"):
+        found = results("lazygt", [SIZE] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+def test_code_that_cannot_be_loaded_is_said_and_costs_nothing(
+    shared: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(shared))
+    with lazygt.session(compile="now") as s:
+        results("lazygt", [SIZE])
+        (made,) = s.compiles()
+    record = artifacts.find(made.key)
+    assert record is not None
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(empty_cache))
+    broken = empty_cache.parent / "broken"
+    broken.write_bytes(b"no code")
+    artifacts.keep(made.key, broken, record)
+    with lazygt.session(compile="auto") as s:
+        found = results("lazygt", [SIZE] * 2)
+        with pytest.warns(RuntimeWarning, match="stays on the eager tier"):
+            s.compiled()
+        found += results("lazygt", [SIZE])
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
