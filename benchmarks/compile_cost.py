@@ -18,7 +18,7 @@ import lazygt
 from benchmarks.harness import Measured, Report, parser
 from benchmarks.models import TINY_GPT, Step, gpt_step, mlp_step
 from lazygt.graph.alias import op_facts
-from lazygt.graph.node import Graph, iter_refs
+from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
 from lazygt.infer import Inference
 from lazygt.passes import PIPELINE, run_passes
@@ -99,9 +99,7 @@ def infer(graph: Graph) -> None:
     for node in graph.nodes:
         facts = op_facts(node)
         if facts is not None:
-            known: dict[int, Any] = {index: metas[index] for index in iter_refs(node.args)}
-            for _, arg in node.kwargs:
-                known.update((index, metas[index]) for index in iter_refs(arg))
+            known: dict[int, Any] = {index: metas[index] for index in node.refs()}
             inference.results(facts, node.args, node.kwargs, known, numbers)
 
 

@@ -110,7 +110,11 @@ class Contestant:
     def __init__(self, kind: str, workload: str, args: argparse.Namespace) -> None:
         self.kind, self.workload = kind, workload
         self._cache = tempfile.TemporaryDirectory(prefix="lazygt-benchmark-")
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._cache.name}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
+            "LAZYGT_CACHE_DIR": f"{self._cache.name}/lazygt",
+        }
         command = [sys.executable, "-m", "benchmarks.contestant", kind, workload]
         command += [flag for flag in ("--pin", "--quick") if getattr(args, flag[2:])]
         self._process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -549,7 +550,15 @@ def _open_link(config: Config) -> tuple[Link, str]:
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
         },
     )
-    return ProcessLink(spec), kind
+    link = ProcessLink(spec)
+    _load_meanwhile()
+    return link, kind
+
+
+def _load_meanwhile() -> None:
+    """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
+    importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
+    importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python
 
 
 def current() -> Session:

@@ -42,6 +42,12 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples."""
+    chosen = session.config.getoption("--hypothesis-profile", None)
+    settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
 def child_pids() -> set[int]:
     """Direct children of this process, zombies included."""
     found: set[int] = set()

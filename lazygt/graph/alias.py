@@ -18,6 +18,7 @@ it: ``v1.add_(1)`` on the memory of ``b0``, which then is ``b3``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
@@ -73,7 +74,12 @@ def analyse(graph: Graph) -> Writes:
 
 def op_facts(node: Node) -> OpFacts | None:
     """The schema facts of a node's op; None for lazygt's own ops."""
-    return None if node.op.startswith("lazygt.") else facts(overload(node.op))
+    return _facts(node.op)
+
+
+@cache
+def _facts(op: str) -> OpFacts | None:
+    return None if op.startswith("lazygt.") else facts(overload(op))
 
 
 #: lazygt's own ops that read or set the generator.

@@ -257,7 +257,13 @@ def _tensors(arg: Arg, metas: Metas) -> Any:
 
 
 def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
-    """The most bytes alive at once while the nodes run in order.
+    """The most bytes alive at once while the nodes run in order; see ``alive_bytes``."""
+    inputs = sum(_extent(meta) for meta in graph.inputs)
+    return max(alive_bytes(graph, frees), default=inputs)
+
+
+def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
+    """The bytes alive while each node runs.
 
     Values that share memory (views, and versions written in place) count once, for as long as
     one of them lives. What a node needs only while it runs (workspaces, the values between the
@@ -268,18 +274,24 @@ def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
             that is never dropped counts from the first node to the last.
     """
     homes = _homes(graph)
-    sizes = [meta.extent * meta.dtype.itemsize if meta else 0 for meta in graph.values]
+    sizes = [_extent(meta) for meta in graph.values]
     alive = Counter(homes[: len(graph.inputs)])
-    now = peak = sum(sizes[home] for home in alive)
+    now = sum(sizes[home] for home in alive)
+    found = []
     for (_, results), dropped in zip(graph.numbered(), frees, strict=True):
         for home in homes[results.start : results.stop]:
             now += 0 if alive[home] else sizes[home]
             alive[home] += 1
-        peak = max(peak, now)
+        found.append(now)
         for value in dropped:
             alive[homes[value]] -= 1
             now -= 0 if alive[homes[value]] else sizes[homes[value]]
-    return peak
+    return found
+
+
+def _extent(meta: TensorMeta | None) -> int:
+    """Bytes from a tensor's first element in memory to its last."""
+    return meta.extent * meta.dtype.itemsize if meta is not None else 0
 
 
 def _homes(graph: Graph) -> list[int]:

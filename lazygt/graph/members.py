@@ -113,7 +113,7 @@ def pure_form(op: str) -> tuple[str, str]:
         if op == "aten.copy_.default":
             return op, ""
         name, which = functional(op).split(".")
-        return f"{namespace}.{name}.{which}", ""
+        return str(overload(f"{namespace}.{name}.{which}")), ""
     kept = [(a.name, str(a.type)) for a in schema.arguments if a.name not in written]
     for other in getattr(getattr(torch.ops, namespace), name).overloads():
         found = f"{namespace}.{name}.{other}"

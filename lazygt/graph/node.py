@@ -83,17 +83,24 @@ class Node:
     written: tuple[TensorMeta, ...] = ()
     dynamic: bool = False
     body: Graph | None = None
+    _refs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def results(self) -> tuple[TensorMeta | None, ...]:
         """Metas of every value that the node defines."""
         return self.fresh + self.written
 
-    def refs(self) -> Iterator[int]:
+    def refs(self) -> tuple[int, ...]:
         """Numbers of the values it reads, in argument order, with repeats."""
-        yield from iter_refs(self.args)
-        for _, arg in self.kwargs:
-            yield from iter_refs(arg)
+        found = self._refs
+        if found is None:
+            refs: list[int] = []
+            _add_refs(self.args, refs)
+            for _, arg in self.kwargs:
+                _add_refs((arg,), refs)
+            found = tuple(refs)
+            object.__setattr__(self, "_refs", found)  # every pass asks; asking changes nothing
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +144,13 @@ class Graph:
         return self.origins[number] if self.origins else number
 
 
-def iter_refs(arg: Arg) -> Iterator[int]:
-    """Numbers of the values inside one argument."""
-    if type(arg) is Ref:
-        yield arg.index
-    elif type(arg) is tuple:
-        for item in arg:
-            yield from iter_refs(item)
+def _add_refs(args: tuple[Arg, ...], refs: list[int]) -> None:
+    """Add the numbers of the values inside arguments."""
+    for arg in args:
+        if type(arg) is Ref:
+            refs.append(arg.index)
+        elif type(arg) is tuple:
+            _add_refs(arg, refs)
 
 
 def map_arg(arg: Arg, leaf: Any) -> Arg:

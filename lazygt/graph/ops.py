@@ -199,6 +199,7 @@ def returned_write(f: OpFacts, position: int) -> int | str:
     raise AssertionError(f"{f.name}: return {position} aliases no written argument")
 
 
+@cache
 def viewed_argument(f: OpFacts) -> int:
     """The position of the argument that a view op's result is a view of."""
     for i, argument in enumerate(f.func._schema.arguments):

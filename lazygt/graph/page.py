@@ -21,6 +21,7 @@ from typing import Any
 
 import networkx as nx
 
+from lazygt.graph.amounts import amount, count
 from lazygt.graph.cost import Cost, base_name
 
 #: Fill colour of each family of ops, and of inputs and outputs.
@@ -105,14 +106,14 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
     dearest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
     colour, mark = COLOURS[dearest["family"]], _mark(members)
     if dearest["kind"] != "op":
-        note = _count(len(members), "value")
+        note = count(len(members), "value")
         return Label(title, note, "", colour, scale, mark, (note,))
     kinds = Counter(data["family"] for data in members).most_common()
-    tip = (", ".join(f"{count} {kind}" for kind, count in kinds), *_cost(cost))
+    tip = (", ".join(f"{number} {kind}" for kind, number in kinds), *_cost(cost))
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source(line)
     source = "".join(map(_cut, _source(title)[1:]))
-    note = f"{_count(len(members), 'op')}, {_amounts(cost)}"
+    note = f"{count(len(members), 'op')}, {_amounts(cost)}"
     return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
 
 
@@ -126,22 +127,12 @@ def _mark(members: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cost(cost: Cost) -> tuple[str, ...]:
-    moved = f"reads {_amount(cost.bytes_read, 'B')}, writes {_amount(cost.bytes_written, 'B')}"
-    return f"{_amounts(cost)}, {_count(cost.launches, 'launch', 'launches')}", moved
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    moved = f"reads {amount(cost.bytes_read, 'B')}, writes {amount(cost.bytes_written, 'B')}"
+    return f"{_amounts(cost)}, {count(cost.launches, 'launch', 'launches')}", moved
 
 
 def _amounts(cost: Cost) -> str:
-    return f"{_amount(cost.flops, 'flop')}, {_amount(cost.bytes, 'B')}"
-
-
-def _amount(number: int, unit: str) -> str:
-    """``2.1 Mflop``: three digits at most, in powers of 1000."""
-    power = min((len(str(number)) - 1) // 3, 5)
-    return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}{unit}"
+    return f"{amount(cost.flops, 'flop')}, {amount(cost.bytes, 'B')}"
 
 
 def _source(line: str) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def _member(node: Node, values: dict[int, Tensor], numbers: tuple[Tensor, ...]) 
             return numbers[arg.index].to(dtype)  # as torch does with a Python number
         if type(arg) is tuple:
             return [leaf(item) for item in arg]
-        return values[next(node.refs())].device if arg is DEVICE else arg
+        return values[node.refs()[0]].device if arg is DEVICE else arg
 
     args = [leaf(arg) for arg in node.args]
     kwargs = {name: leaf(arg) for name, arg in node.kwargs if name != dropped}

@@ -135,7 +135,7 @@ def _environment(threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         # Results of each step take the memory of the last step's; given back to the kernel in
         # between, as malloc does from 128 KiB on, every page would have to be faulted in again.
-        "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
     if str(_PACKAGE_ROOT) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
