@@ -24,6 +24,7 @@ from lazygt.opened import current_session
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
+from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
@@ -87,7 +88,7 @@ class Session:
             config.max_plans, config.max_trie_nodes, config.max_graph_nodes, config.max_graph_bytes
         )
         self.recorder = Recorder(self, self._trie, kind)
-        self._tiers = Tiers(self._client, kind, config.compile)
+        self._tiers = Tiers(self._client, kind, config.compile, Cache(config.cache_dir))
         self._owner = os.getpid()
         self._flushes: Counter[str] = Counter()
         self._misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
@@ -532,7 +533,7 @@ def _open_link(config: Config) -> tuple[Link, str]:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if config.executor == "inline":
-        worker = Worker(kind, max_plans=config.max_plans, inline=True)
+        worker = Worker(kind, max_plans=config.max_plans, inline=True, cache_dir=config.cache_dir)
         return InlineLink(worker), kind
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.process_link import LinkSpec, ProcessLink
@@ -548,6 +549,7 @@ def _open_link(config: Config) -> tuple[Link, str]:
         environment={
             "LAZYGT_MAX_PLANS": str(config.max_plans),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+            "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )
     link = ProcessLink(spec)

@@ -47,7 +47,18 @@ class RemoteValue:
 class PlanEntry:
     """A plan with what the workers are known to remember of its last run."""
 
-    __slots__ = ("frees", "inputs", "params", "plan", "runs", "sent", "ships", "size", "swap")
+    __slots__ = (
+        "considered",
+        "frees",
+        "inputs",
+        "params",
+        "plan",
+        "runs",
+        "sent",
+        "ships",
+        "size",
+        "swap",
+    )
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -59,6 +70,8 @@ class PlanEntry:
         self.ships = self.size = 0
         #: (fused node, artifact) of the compiled tier, once it is there
         self.swap: tuple[tuple[int, str], ...] = ()
+        #: whether it has been decided what of it is compiled
+        self.considered = False
 
 
 @dataclass(slots=True)

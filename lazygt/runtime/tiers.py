@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.runtime.client import Client, PlanEntry
-from lazygt.runtime.compiling import artifacts
-from lazygt.runtime.compiling.artifacts import Record
+from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
 from lazygt.runtime.compiling.group import Dims, Group
 
+#: Groups of one structure that are remembered for the sizes in which they differ.
+_LIKE = 8
 #: The run of a plan after which it counts as hot.
 _HOT = 2
+#: The run from which on it is worth to swap compiled code in that is there already.
+_SETTLED = 4
 
 
 @dataclass(slots=True)
@@ -63,17 +66,17 @@ class Tiers:
         mode: ``auto``; ``now``: a new plan waits for its compiled code; ``off``.
     """
 
-    def __init__(self, client: Client, device: str, mode: str) -> None:
+    def __init__(self, client: Client, device: str, mode: str, cache: Cache) -> None:
         self.mode = mode
         #: what was compiled, in the order in which it was asked for
         self.compiles: dict[str, Compile] = {}
         self._client = client
         self._device = device
-        self._compiler = Compiler(device)
+        self._cache = cache
+        self._compiler = Compiler(device, cache)
         self._records: dict[str, Record | None] = {}
         #: plans whose groups have not all been answered, with (node number, key, elements)
         self._waiting: dict[bytes, tuple[PlanEntry, list[tuple[int, str, int]]]] = {}
-        self._considered: set[bytes] = set()
         self._seen: dict[str, list[Node]] = {}
         self._warned = False
 
@@ -96,8 +99,10 @@ class Tiers:
             self._take(0.0)
         if self._client.swap_errors:
             self._report()
-        if entry.runs >= _HOT and entry.plan.digest not in self._considered:
+        if entry.runs >= _HOT and not entry.considered:
             self._consider(entry)
+        elif self._waiting and entry.runs == _SETTLED:
+            self._swap_in()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled and everything compiled is swapped in.
@@ -111,6 +116,7 @@ class Tiers:
             if left is not None and left <= 0:
                 return False
             self._take(left)
+        self._swap_in(now=True)
         self._client.wait_swapped()
         self._report()
         return True
@@ -123,7 +129,7 @@ class Tiers:
 
     def _consider(self, entry: PlanEntry) -> None:
         """Find or order the artifacts of a plan's fused nodes."""
-        self._considered.add(entry.plan.digest)
+        entry.considered = True
         try:
             wanted = self._wanted(entry)
         except OSError as error:
@@ -160,14 +166,14 @@ class Tiers:
     def _varying(self, group: Group, node: Node) -> Dims:
         """The dims of its operands in which a group differs from others like it."""
         others = self._seen.setdefault(group.skeleton(), [])
-        if all(other.body != node.body for other in others):
+        if len(others) < _LIKE and all(other.body != node.body for other in others):
             others.append(node)
         return open_dims([other.body.inputs for other in others if other.body is not None])
 
     def _order(self, key: str, group: Group, line: str) -> None:
         compile = Compile(key, len(group.body.nodes), line, "compiling")
         self.compiles[key] = compile
-        found = artifacts.find(key)
+        found = self._cache.find(key)
         if found is None:
             self._compiler.request(key, group)
             return
@@ -178,7 +184,7 @@ class Tiers:
     def _take(self, timeout: float | None) -> None:
         answers = self._compiler.answers(timeout)
         for key, error in answers.items():
-            record = None if error else artifacts.find(key)
+            record = None if error else self._cache.find(key)
             self._records[key] = record
             compile = self.compiles[key]
             compile.took = time.monotonic() - compile.at
@@ -192,9 +198,11 @@ class Tiers:
         if answers:
             self._swap_in()
 
-    def _swap_in(self) -> None:
-        """Swap the plans whose groups have all been answered."""
+    def _swap_in(self, now: bool = False) -> None:
+        """Swap the plans whose groups have all been answered and that are not just passing by."""
         for digest, (entry, wanted) in list(self._waiting.items()):
+            if entry.runs < _SETTLED and not now:
+                continue
             if any(key not in self._records for _, key, _ in wanted):
                 continue
             del self._waiting[digest]

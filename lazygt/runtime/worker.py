@@ -15,6 +15,7 @@ from lazygt.errors import GraphError, ProtocolError
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import kernels, wire
+from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.timed import TimedExecutor
@@ -48,6 +49,7 @@ class Worker:
             LAZYGT_MAX_PLANS says.
         shm_threshold: bytes from which a fetched value goes through the arena. None: as
             LAZYGT_SHM_THRESHOLD says.
+        cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
         inline: the generator is the client's own, so it is lent to a run and put back.
     """
 
@@ -61,6 +63,7 @@ class Worker:
         max_plans: int | None = None,
         shm_threshold: int | None = None,
         inline: bool = False,
+        cache_dir: str | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.rank, self.world_size = rank, world_size
@@ -68,8 +71,9 @@ class Worker:
         self._upload, self._fetch = upload, fetch
         self._executors: OrderedDict[bytes, EagerExecutor] = OrderedDict()
         self._known: dict[bytes, _Known] = {}
-        config = Config.load(max_plans=max_plans, shm_threshold=shm_threshold)
+        config = Config.load(max_plans=max_plans, shm_threshold=shm_threshold, cache_dir=cache_dir)
         self._max_plans, self._shm_threshold = config.max_plans, config.shm_threshold
+        self._cache = Cache(config.cache_dir)
         self._waiting: list[list[Buffer]] = []
         self._next_dynamic = DYNAMIC_IDS
         self._generator_state = torch.default_generator.get_state() if inline else None
@@ -142,7 +146,7 @@ class Worker:
         if executor is None:
             return wire.encode_swapped(digest, "")  # forgotten; it is swapped when it comes again
         try:
-            self._executors[digest] = compiled(executor.plan, self.device, wanted)
+            self._executors[digest] = compiled(executor.plan, self.device, wanted, self._cache)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
         return wire.encode_swapped(digest, "")

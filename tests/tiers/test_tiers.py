@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lazygt
-from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.artifacts import Cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -186,12 +186,10 @@ def test_code_that_cannot_be_loaded_is_said_and_costs_nothing(
     with lazygt.session(compile="now") as s:
         results("lazygt", [SIZE])
         (made,) = s.compiles()
-    record = artifacts.find(made.key)
+    record = Cache(str(shared)).find(made.key)
     assert record is not None
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(empty_cache))
-    broken = empty_cache.parent / "broken"
-    broken.write_bytes(b"no code")
-    artifacts.keep(made.key, broken, record)
+    Cache(str(empty_cache)).keep(made.key, b"no code", record)
     with lazygt.session(compile="auto") as s:
         found = results("lazygt", [SIZE] * 2)
         with pytest.warns(RuntimeWarning, match="stays on the eager tier"):

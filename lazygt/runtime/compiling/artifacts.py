@@ -12,25 +12,6 @@ from pathlib import Path
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
-def directory() -> Path:
-    """Where artifacts lie: LAZYGT_CACHE_DIR, or ``lazygt`` in the user's cache directory.
-
-    Raises:
-        PermissionError: it belongs to somebody else, or others may write to it: code is loaded
-            from there.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    place = Path(os.environ.get("LAZYGT_CACHE_DIR") or Path(base) / "lazygt")
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = place.stat()
-    if info.st_uid != os.getuid() or info.st_mode & 0o022:
-        raise PermissionError(
-            f"{place}: compiled code is loaded from here, so only you may write to it; "
-            f"set LAZYGT_CACHE_DIR to a directory of your own (chmod 700)"
-        )
-    return place
-
-
 @dataclass(frozen=True)
 class Record:
     """What is known of an artifact.
@@ -57,39 +38,63 @@ class Record:
         return min(self.times, key=lambda row: abs(math.log2(row[0] / numel)))
 
 
-def code_path(key: str) -> Path:
-    """The compiled code of an artifact.
+class Cache:
+    """The directory in which artifacts lie, as ``KEY.so`` and ``KEY.json``.
 
-    Raises:
-        ValueError: that is no key, or there is no such artifact.
+    Args:
+        place: its path; None: ``lazygt`` in the user's cache directory.
     """
-    if not _KEY.fullmatch(key):
-        raise ValueError(f"{key!r} is not the key of an artifact")
-    place = directory() / f"{key}.so"
-    if not place.is_file():
-        raise ValueError(f"there is no artifact {key} in {place.parent}")
-    return place
 
+    def __init__(self, place: str | None = None) -> None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.place = Path(place or Path(base) / "lazygt").absolute()
 
-def find(key: str) -> Record | None:
-    """The record of an artifact that lies in the cache whole; None if there is none."""
-    place = directory() / f"{key}.json"
-    try:
-        found = json.loads(place.read_text())
-        return Record(float(found["seconds"]), tuple(map(tuple, found["times"])))
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
+    def directory(self) -> Path:
+        """The directory, which is made if it is missing.
 
+        Raises:
+            PermissionError: it belongs to somebody else, or others may write to it: code is
+                loaded from there.
+        """
+        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = self.place.stat()
+        if info.st_uid != os.getuid() or info.st_mode & 0o022:
+            raise PermissionError(
+                f"{self.place}: compiled code is loaded from here, so only you may write to it; "
+                f"chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
+            )
+        return self.place
 
-def keep(key: str, code: Path, record: Record) -> None:
-    """Put an artifact into the cache; the record last, so that it stands for the whole."""
-    _write(f"{key}.so", code.read_bytes())
-    _write(f"{key}.json", json.dumps(asdict(record)).encode())
+    def code(self, key: str) -> Path:
+        """The compiled code of an artifact.
 
+        Raises:
+            ValueError: that is no key, or there is no such artifact.
+            PermissionError: as ``directory``.
+        """
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is not the key of an artifact")
+        place = self.directory() / f"{key}.so"
+        if not place.is_file():
+            raise ValueError(f"there is no artifact {key} in {self.place}")
+        return place
 
-def _write(name: str, data: bytes) -> None:
-    """Write a file of the cache so that nobody ever sees half of it."""
-    part = directory() / f".{name}.{os.getpid()}"
-    part.touch(mode=0o600)
-    part.write_bytes(data)
-    part.replace(directory() / name)
+    def find(self, key: str) -> Record | None:
+        """The record of an artifact that is there whole; None if there is none."""
+        try:
+            found = json.loads((self.directory() / f"{key}.json").read_text())
+            return Record(float(found["seconds"]), tuple(map(tuple, found["times"])))
+        except (FileNotFoundError, ValueError, KeyError):
+            return None
+
+    def keep(self, key: str, code: bytes, record: Record) -> None:
+        """Put an artifact there; the record last, so that it stands for the whole."""
+        self._write(f"{key}.so", code)
+        self._write(f"{key}.json", json.dumps(asdict(record)).encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file so that nobody ever sees half of it."""
+        part = self.directory() / f".{name}.{os.getpid()}"
+        part.touch(mode=0o600)
+        part.write_bytes(data)
+        part.replace(self.directory() / name)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import IO
 
 import msgpack
 
 from lazygt.runtime import wire
-from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.interrupts import HOLD
 
@@ -34,7 +35,8 @@ class Compiler:
         pending: keys that were asked for and not answered.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, cache: Cache) -> None:
+        self._cache = cache
         self.pending: set[str] = set()
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,7 +68,7 @@ class Compiler:
     def _send(self) -> None:
         """Write what fits into the pipe for certain, so that no step ever waits for it."""
         if self._process is None:
-            self._process = _start()
+            self._process = _start(self._cache.directory())
         pipe = _pipe(self._process.stdin)
         while self._waiting:
             key, data = self._waiting[0]
@@ -135,16 +137,15 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(cache: Path) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
-        "LAZYGT_CACHE_DIR": str(artifacts.directory()),
-        "TORCHINDUCTOR_CACHE_DIR": str(artifacts.directory() / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "lazygt.runtime.compiling.service", str(os.getpid())],
+        [sys.executable, "-m", "lazygt.runtime.compiling.service", str(os.getpid()), str(cache)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The compile process: ``python -m lazygt.runtime.compiling.service CLIENT_PID``.
+"""The compile process: ``python -m lazygt.runtime.compiling.service CLIENT_PID CACHE``.
 
 Takes requests on its standard input, one msgpack map each, and answers each on its standard
 output. It runs at the lowest priority, on one thread, and ends with its client: when the pipe is
@@ -24,7 +24,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.runtime import wire
-from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.compiling.lower import Members
 from lazygt.runtime.executors.compiled import Compiled
@@ -55,9 +55,9 @@ def main() -> None:
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
     torch.set_num_threads(1)
+    cache = Cache(sys.argv[2])
     while True:
-        request = requests.get()
-        answers.write(msgpack.packb(answer(request)))
+        answers.write(msgpack.packb(answer(requests.get(), cache)))
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
@@ -79,7 +79,7 @@ def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
     """Compile one group and keep the artifact; says how it went.
 
     Returns:
@@ -97,8 +97,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         device = torch.device(request["device"])
         code = compile_group(group, device)
         seconds = time.perf_counter() - begin
-        record = artifacts.Record(seconds, times(group, code, device))
-        artifacts.keep(request["key"], code, record)
+        record = Record(seconds, times(group, code, device))
+        cache.keep(request["key"], code.read_bytes(), record)
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the client is told
         text = f"{type(error).__name__}: {error}".strip()
         return {"key": request["key"], "error": text[:2000]}

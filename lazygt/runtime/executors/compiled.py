@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lazygt.runtime.compiling.artifacts import code_path
+from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.plan import Plan
@@ -41,7 +41,7 @@ class CompiledExecutor(EagerExecutor):
 
 
 def compiled(
-    plan: Plan, device: torch.device, artifacts: Sequence[tuple[int, str]]
+    plan: Plan, device: torch.device, artifacts: Sequence[tuple[int, str]], cache: Cache
 ) -> CompiledExecutor:
     """The executor of a plan with these artifacts: (number of a fused node, key).
 
@@ -55,7 +55,7 @@ def compiled(
         node = plan.graph.nodes[number] if 0 <= number < len(plan.graph.nodes) else None
         if node is None or node.body is None:
             raise ValueError(f"node {number} of the plan is not a fused one")
-        groups[number] = Compiled(Group.of(node), code_path(key), device)
+        groups[number] = Compiled(Group.of(node), cache.code(key), device)
     return CompiledExecutor(plan, device, groups)
 
 
