@@ -9,10 +9,12 @@ from __future__ import annotations
 from lazygt.commands.diff import diff
 from lazygt.commands.doctor import doctor
 from lazygt.commands.dump import dump
+from lazygt.commands.explain import explain
 from lazygt.commands.profile import profile
+from lazygt.commands.viz import viz
 from lazygt.commands.why import why
 
 PLAIN = (diff, doctor)
-WITH_SCRIPT = (dump, profile, why)
+WITH_SCRIPT = (dump, explain, profile, viz, why)
 
 __all__ = ["PLAIN", "WITH_SCRIPT"]

@@ -6,9 +6,9 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def amount(number: int, unit: str) -> str:
-    """``2.1 Mflop``: three digits at most, in powers of 1000."""
+    """``2.1 Mflop``: three digits at most, in powers of 1000; without a unit ``2.1 M``."""
     power = min((len(str(abs(number))) - 1) // 3, len(_PREFIXES) - 1)
-    return f"{number / 1000**power:.3g} {_PREFIXES[power]}{unit}"
+    return f"{number / 1000**power:.3g} {_PREFIXES[power]}{unit}".rstrip()
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -8,9 +8,9 @@ executor's business (see ``graph.alias``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lazygt.graph.meta import TensorMeta
 
@@ -111,6 +111,11 @@ class Graph:
     each node; ``origins`` the recorded op that each node comes from, by number, once passes have
     moved nodes about (empty: they stand as recorded).
     """
+
+    #: Set by ``lazygt.explain``: a networkx graph; a picture in a file; what it costs.
+    to_networkx: ClassVar[Callable[..., Any]]
+    render: ClassVar[Callable[..., Any]]
+    explain: ClassVar[Callable[..., Any]]
 
     inputs: tuple[TensorMeta, ...]
     params: tuple[str, ...]

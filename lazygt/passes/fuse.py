@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lazygt.graph.members import Metas, is_member
 from lazygt.graph.meta import TensorMeta
@@ -31,14 +32,36 @@ class Fuse:
     name = "fuse"
 
     def run(self, graph: Graph) -> Graph:
-        order = dependencies(graph)
-        surroundings = Surroundings(graph)
-        found = _Groups(graph, surroundings.metas, order).found()
-        groups = [g for g in found if len(g) > 1 and worth(surroundings, g) > 0]
+        order, around = dependencies(graph), Surroundings(graph)
+        groups = [group.members for group in _candidates(around, order) if group.gain > 0]
         if not groups:
             return graph
         units = scheduled(order.before, groups)
-        return rebuild(graph, [_unit(surroundings, unit) for unit in units])
+        return rebuild(graph, [_unit(around, unit) for unit in units])
+
+
+class Candidate(NamedTuple):
+    """Nodes that belong together, be it worth fusing them or not; often one alone.
+
+    Attributes:
+        members: their numbers.
+        gain: see ``worth``; they are fused when it is above 0.
+        closed: why the group grew no further; empty: the graph ended.
+    """
+
+    members: list[int]
+    gain: float
+    closed: str
+
+
+def candidates(graph: Graph) -> list[Candidate]:
+    """What the pass finds in a graph, and what it thinks of it."""
+    return _candidates(Surroundings(graph), dependencies(graph))
+
+
+def _candidates(around: Surroundings, order: Order) -> list[Candidate]:
+    groups = _Groups(around.graph, around.metas, order).found()
+    return [Candidate(g.members, worth(around, g.members), g.closed) for g in groups]
 
 
 class Surroundings:
@@ -91,12 +114,19 @@ def worth(around: Surroundings, group: Sequence[int]) -> float:
     One by one, each member is launched, reads its operands and writes its results. Compiled,
     there is one call, and what only members see never travels to memory.
     """
+    if len(group) == 1:
+        return -CALL
+    return (len(group) - 1) * LAUNCH + saved_bytes(around, group) * BYTE - CALL
+
+
+def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
+    """Bytes that do not travel when a group is compiled."""
     moved = sum(
         around.nbytes(set(around.rows[n].node.refs())) + around.nbytes(around.rows[n].results)
         for n in group
     )
     needed = around.nbytes(around.operands(group)) + around.nbytes(around.escaping(group))
-    return (len(group) - 1) * LAUNCH + (moved - needed) * BYTE - CALL
+    return moved - needed
 
 
 # -- which nodes belong together -----------------------------------------------------------------
@@ -111,6 +141,7 @@ class _Group:
     shown: dict[int, set[TensorMeta | None]] = field(default_factory=dict)
     #: memory that members write
     written: set[int] = field(default_factory=set)
+    closed: str = ""
 
     def clashes(self, other: _Group) -> bool:
         """Whether one writes what the other sees in another shape.
@@ -141,16 +172,19 @@ class _Groups:
         self.open: dict[int, _Group] = {}
         self.all: list[_Group] = []
 
-    def found(self) -> list[list[int]]:
-        """The groups, as sorted lists of node numbers."""
+    def found(self) -> list[_Group]:
+        """The groups, with their members in order."""
         for number, node in enumerate(self.graph.nodes):
             needed = self._open_before(number)
             if is_member(node, self.metas):
                 self._place(self._alone(number, node), needed)
             else:
                 for group in needed:
-                    self._close(group)
-        return [sorted(group.members) for group in self.all if group.members]
+                    self._close(group, f"{node.op} needs it")
+        groups = [group for group in self.all if group.members]
+        for group in groups:
+            group.members.sort()
+        return groups
 
     def _open_before(self, number: int) -> list[_Group]:
         """The open groups that a node needs, the largest first."""
@@ -174,8 +208,9 @@ class _Groups:
         """Put a node into the groups that it needs, which become one; or into a new one."""
         home: _Group | None = None
         for group in needed:
-            if alone.space > group.space or not self._fits(home, group, alone):
-                self._close(group)
+            clash = self._clash(home, group, alone)
+            if clash:
+                self._close(group, clash)
             elif home is None:
                 home = group
             else:
@@ -190,13 +225,18 @@ class _Groups:
             home.absorb(alone)
 
     @staticmethod
-    def _fits(home: _Group | None, group: _Group, alone: _Group) -> bool:
-        count = len(group.members) + 1 + (len(home.members) if home is not None else 0)
-        if count > MOST_MEMBERS or group.clashes(alone):
-            return False
-        return home is None or not home.clashes(group)
+    def _clash(home: _Group | None, group: _Group, alone: _Group) -> str:
+        """Why the three may not be one group; empty: they may."""
+        if alone.space > group.space:
+            return "a larger op needs it"
+        if len(group.members) + 1 + (len(home.members) if home is not None else 0) > MOST_MEMBERS:
+            return f"it would have more than {MOST_MEMBERS} members"
+        if group.clashes(alone) or (home is not None and home.clashes(group)):
+            return "an op writes memory that another sees in another shape"
+        return ""
 
-    def _close(self, group: _Group) -> None:
+    def _close(self, group: _Group, why: str) -> None:
+        group.closed = why
         for member in group.members:
             self.open.pop(member, None)
 

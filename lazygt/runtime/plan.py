@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.inline import inline
@@ -49,11 +50,14 @@ class Plan:
 
     Attributes:
         graph: as the passes left it, with fused nodes.
-        steps: the nodes one by one, fused ones opened.
+        decided: the schedule of its steps, if it is not the one that follows from the graph.
     """
 
+    #: Set by ``lazygt.explain``: what a run costs.
+    explain: ClassVar[Callable[..., Any]]
+
     graph: Graph
-    steps: Schedule
+    decided: Schedule | None = None
 
     @staticmethod
     def build(graph: Graph) -> Plan:
@@ -63,7 +67,26 @@ class Plan:
             GraphError: when the graph breaks its own rules.
         """
         verify(graph)
-        return Plan(graph, Schedule.of(inline(graph)))
+        return Plan(graph)
+
+    @cached_property
+    def steps(self) -> Schedule:
+        """The nodes one by one, fused ones opened. Who only ships a plan need not ask."""
+        return self.decided or Schedule.of(inline(self.graph))
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """For each of the steps the recorded op that it comes from; empty: the same numbers."""
+        graph = self.graph
+        if all(node.body is None for node in graph.nodes):
+            return graph.origins
+        origins: list[int] = []
+        for number, node in enumerate(graph.nodes):
+            if node.body is None:
+                origins.append(graph.origin(number))
+            else:
+                origins.extend(map(node.body.origin, range(len(node.body.nodes))))
+        return tuple(origins)
 
     def with_fused(self, kept: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
         """The schedule in which only the fused nodes of these numbers are opened no further.

@@ -1,0 +1,59 @@
+"""``lazygt explain``: what a script would compute, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from lazygt.commands.base import Script, finish, run
+from lazygt.explain import DRY, Runs, dry, report_of, runs_of
+from lazygt.report import Report
+from lazygt.scripts import Ran
+from lazygt.session import Session
+
+_DRY = (
+    "Nothing was computed. What the script read of computed values was 0 (or False), so a branch "
+    "on them may differ from a real run."
+)
+_FAILED = " The script failed; this is what it recorded until then."
+
+
+def explain(context: typer.Context, script: Script) -> None:
+    """Record an unchanged script without computing anything, and say what it would cost.
+
+    For each of its lines: flops, bytes, launches and peak memory; what is fused, and why the rest
+    is not. A script that fails on the way is explained up to there, with exit code 1.
+    """
+    sessions: list[Session] = []
+
+    def opened(session: Session) -> None:
+        sessions.append(dry(session))
+
+    try:
+        ran = run(context, script, True, DRY, opened)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; explained is what was recorded until then", err=True)
+        ran = Ran(sessions, failed=True)
+    runs: list[Runs] = []
+    first = 0
+    for session in sessions:
+        runs += runs_of(session, first)
+        first += len(session.entries())
+    report = report_of(runs)
+    if report.plans:
+        _show(report, _DRY + (_FAILED if ran.failed else ""))
+    else:
+        typer.echo("no plan was built: the script recorded nothing on device lazygt")
+    finish(ran)
+
+
+def _show(report: Report, head: str) -> None:
+    """In the terminal's width and colours; everything, as plain text, into a file or pipe."""
+    if sys.stdout.isatty():
+        console = Console()
+        console.print(head, style="italic")
+        console.print(report)
+    else:
+        typer.echo(f"{head}\n{report}")

@@ -1,0 +1,96 @@
+"""``lazygt viz``: a plan of a script as a picture."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lazygt.commands.base import Inline, Script, fail, finish, run
+from lazygt.commands.dump import STAGES
+from lazygt.errors import LazyGTError
+from lazygt.graph.amounts import count
+from lazygt.graph.node import Graph
+from lazygt.graph.picture import SUFFIXES, Collapse, render
+from lazygt.runtime.plan import Plan
+from lazygt.session import Session
+
+_COLLAPSE: dict[str, Collapse] = {"auto": "auto", "always": True, "never": False}
+
+
+def viz(
+    context: typer.Context,
+    script: Script,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help=f"the file to write: {', '.join(SUFFIXES)}")
+    ] = Path("graph.html"),
+    plan: Annotated[
+        int | None,
+        typer.Option(help="draw this plan, counted from 0; by default the one of most ops"),
+    ] = None,
+    stage: Annotated[
+        str, typer.Option(help=f"draw the graph of this stage: {', '.join(STAGES)}")
+    ] = "plan",
+    collapse: Annotated[
+        str, typer.Option(help="one box a source line: auto (for large graphs), always, never")
+    ] = "auto",
+    inline: Inline = False,
+) -> None:  # fmt: skip
+    """Run an unchanged script and draw one of its plans.
+
+    A page (.html) needs no other program and no network; .svg and .png need Graphviz.
+    """
+    _check(context, output, stage, collapse)
+    ran = run(context, script, inline, {"keep_stages": True} if stage != "plan" else {})
+    plans = [(session, found) for session in ran.sessions for found in _plans(session)]
+    if plans:
+        number = _most_ops(plans) if plan is None else plan
+        if not 0 <= number < len(plans):
+            fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
+        graph = _graph(*plans[number], stage)
+        try:
+            render(graph, output, _COLLAPSE[collapse])
+        except (LazyGTError, OSError) as error:
+            fail(context, str(error))
+        typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")
+    elif not ran.failed:
+        fail(context, "no plan was built: the script recorded nothing on device lazygt")
+    finish(ran)
+
+
+def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
+    """End the command before the script runs when the picture could not be written after it."""
+    if stage not in STAGES:
+        fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
+    if collapse not in _COLLAPSE:
+        fail(context, f"--collapse is one of {', '.join(_COLLAPSE)}, not {collapse!r}")
+    if output.suffix not in SUFFIXES:
+        fail(context, f"{output.name!r} must end in one of {', '.join(SUFFIXES)}")
+    if not output.parent.is_dir():
+        fail(context, f"there is no folder {output.parent} to write {output.name} into")
+    if output.suffix in (".svg", ".png") and shutil.which("dot") is None:
+        fail(
+            context,
+            f"{output.suffix} needs Graphviz's program 'dot', which is not on PATH; install it "
+            f"(for example: apt-get install graphviz), or write .html or .dot",
+        )
+
+
+def _plans(session: Session) -> list[Plan]:
+    """A session's plans, numbered as ``lazygt dump`` numbers them."""
+    return [entry.plan for entry in session.entries()]
+
+
+def _graph(session: Session, plan: Plan, stage: str) -> Graph:
+    return plan.graph if stage == "plan" else dict(session.stages(plan))[stage]
+
+
+def _most_ops(plans: list[tuple[Session, Plan]]) -> int:
+    return max(range(len(plans)), key=lambda number: len(plans[number][1].steps.graph.nodes))
+
+
+def _ops(graph: Graph) -> str:
+    ops = sum(1 if node.body is None else len(node.body.nodes) for node in graph.nodes)
+    return count(ops, "op")

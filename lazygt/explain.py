@@ -1,0 +1,270 @@
+"""explain: what is going to be computed, at what cost, what is fused and why the rest is not.
+
+All numbers are counted from graphs; nothing is run. ``plan.explain()``, ``graph.explain()`` and
+``session.explain()`` make a Report; ``dry`` makes a session record and plan without computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lazygt.graph.amounts import count, duration
+from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
+from lazygt.graph.members import REDUCTIONS, is_member, numbers_of
+from lazygt.graph.node import Graph, Node
+from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
+from lazygt.report import Fused, LineCost, PlanCost, Report, Unfused
+from lazygt.runtime.dry import DryWorker
+from lazygt.runtime.link import InlineLink
+from lazygt.runtime.plan import Plan, Schedule
+from lazygt.session import Session
+
+#: Settings of a session that ``dry`` takes.
+DRY = {"executor": "inline", "workers": 1, "compile": "off", "keep_stages": True}
+
+
+class Runs(NamedTuple):
+    """A graph that is run so many times.
+
+    Attributes:
+        before: as the fuse pass found it, where that is known.
+    """
+
+    name: str
+    graph: Graph
+    times: int
+    before: Graph | None = None
+
+
+def explain_graph(graph: Graph) -> Report:
+    """One run of a graph."""
+    return report_of([Runs("graph", graph, 1)])
+
+
+def explain_plan(plan: Plan) -> Report:
+    """One run of a plan."""
+    return report_of([Runs(_name(plan), plan.graph, 1)])
+
+
+def explain_session(session: Session) -> Report:
+    """Every run so far of every plan that a session keeps; costs no sync point."""
+    return report_of(runs_of(session))
+
+
+def runs_of(session: Session, first: int = 0) -> list[Runs]:
+    """The plans that a session keeps, oldest first, but for those that only read the generator.
+
+    Args:
+        first: the number of the oldest; ``lazygt dump`` and ``lazygt viz`` number them so, too.
+    """
+    return [
+        Runs(
+            f"{number} {_name(each.plan)}",
+            each.plan.graph,
+            each.runs,
+            _before_fuse(session, each.plan),
+        )
+        for number, each in enumerate(session.entries(), first)
+        if not all(map(_is_bookkeeping, each.plan.graph.nodes))
+    ]
+
+
+def _before_fuse(session: Session, plan: Plan) -> Graph | None:
+    """What the fuse pass was given; None when the session keeps no stages."""
+    if not session.config.keep_stages:
+        return None
+    stages = session.stages(plan)
+    names = [name for name, _ in stages]
+    return stages[names.index(Fuse.name) - 1][1] if Fuse.name in names else None
+
+
+def dry(session: Session) -> Session:
+    """Make a session compute nothing: it records and builds plans, and its values are zeros.
+
+    Args:
+        session: opened with the settings DRY, before anything was shipped.
+
+    Raises:
+        ValueError: it computes already, or has workers of its own.
+    """
+    if session.config.executor != "inline" or session.entries():
+        raise ValueError(
+            "dry: the session must be inline and new: "
+            "`with lazygt.session(executor='inline') as s: lazygt.explain.dry(s)`"
+        )
+    link = InlineLink(DryWorker(max_plans=session.config.max_plans))
+    session._link = session._client.link = link
+    return session
+
+
+def report_of(runs: Iterable[Runs]) -> Report:
+    """The report of graphs, each run so many times."""
+    runs = list(runs)
+    lines: dict[str, LineCost] = {}
+    for each in runs:
+        _add_lines(lines, each)
+    plans = [_plan_cost(each) for each in runs]
+    dearest = sorted(lines.values(), key=lambda each: -(each.cost.flops + each.cost.bytes))
+    return Report(
+        _head(plans),
+        dearest,
+        plans,
+        _merged(row for each in runs for row in _fused(each)),
+        _merged(row for each in runs for row in _unfused(each)),
+    )
+
+
+def _name(plan: Plan) -> str:
+    return plan.digest.hex()[:12]
+
+
+def _is_bookkeeping(node: Node) -> bool:
+    """Whether a node only seeds, reads or sets the generator."""
+    return node.op.startswith("lazygt.") and node.body is None and family(node) == "random"
+
+
+def _head(plans: list[PlanCost]) -> tuple[str, ...]:
+    ran = sum(plan.runs for plan in plans)
+    return (
+        f"{count(ran, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
+        f"group counts as one launch at its first member's line.",
+        "Peak: the most bytes of a plan's own values alive at once.",
+    )
+
+
+def _add_lines(lines: dict[str, LineCost], runs: Runs) -> None:
+    """Add each op of a graph to the line that wrote it."""
+    graph = runs.graph
+    alive = alive_bytes(graph, Schedule.of(graph).frees)
+    for number, costs in enumerate(member_costs(graph)):
+        body = graph.nodes[number].body
+        if _is_bookkeeping(graph.nodes[number]):
+            continue
+        for member, cost in enumerate(costs):
+            line = graph.line(number) if body is None else body.line(member)
+            old = lines.get(line, LineCost(line, 0, Cost(), 0))
+            lines[line] = LineCost(
+                line, old.ops + runs.times, old.cost + _times(cost, runs.times),
+                max(old.peak, alive[number]),
+            )  # fmt: skip
+
+
+def _times(cost: Cost, times: int) -> Cost:
+    return Cost(
+        cost.flops * times, cost.bytes_read * times, cost.bytes_written * times,
+        cost.launches * times,
+    )  # fmt: skip
+
+
+def _plan_cost(runs: Runs) -> PlanCost:
+    graph = runs.graph
+    costs = [
+        each
+        for node, each in zip(graph.nodes, member_costs(graph), strict=True)
+        if not _is_bookkeeping(node)
+    ]
+    return PlanCost(
+        runs.name,
+        runs.times,
+        sum(map(len, costs)),
+        sum(node.body is not None for node in graph.nodes),
+        sum((cost for members in costs for cost in members), Cost()),
+        sum(meta.nbytes for meta in graph.inputs),
+        peak_bytes(graph, Schedule.of(graph).frees),
+    )
+
+
+# -- what is fused -------------------------------------------------------------------------------
+
+
+def _fused(runs: Runs) -> Iterator[Fused]:
+    for number, node in enumerate(runs.graph.nodes):
+        if node.body is not None:
+            around = Surroundings(node.body)
+            everything = range(len(node.body.nodes))
+            yield Fused(
+                runs.times,
+                tuple(base_name(member.op) for member in node.body.nodes),
+                runs.graph.line(number),
+                saved_bytes(around, everything),
+                worth(around, everything),
+            )
+
+
+def _unfused(runs: Runs) -> Iterator[Unfused]:
+    """What the fuse pass leaves alone, and what can't be a member although its like can."""
+    graph = runs.before or runs.graph
+    metas = graph.values
+    rows: dict[int, Unfused] = {}
+    for members, gain, closed in candidates(graph):
+        if gain > 0 and runs.before is not None:
+            continue  # it is fused
+        ops = tuple(base_name(graph.nodes[number].op) for number in members)
+        why = _why(len(members), gain, closed)
+        rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), why)
+    for number, node in enumerate(graph.nodes):
+        if not is_member(node, metas) and (why := _why_never(node)):
+            rows[number] = Unfused(runs.times, (base_name(node.op),), graph.line(number), why)
+    return (rows[number] for number in sorted(rows))
+
+
+def _why(members: int, gain: float, closed: str) -> str:
+    ended = f"; {closed}" if closed else ""
+    if members == 1:
+        return f"alone{ended or ': nothing follows it that could join it'}"
+    if gain > 0:
+        return f"would gain {duration(gain)}: the fuse pass has not run on this graph"
+    return f"too small: saves {duration(gain + CALL)}, and a call costs {duration(CALL)}{ended}"
+
+
+def _why_never(node: Node) -> str:
+    """Why a node can't be a member; empty where nobody would expect it to be one."""
+    kind = family(node)
+    if node.body is not None or _is_bookkeeping(node):
+        return ""
+    if kind == "random":
+        return "random: groups draw no numbers"
+    if "_foreach_" in node.op:
+        return "one call for many tensors as it is"
+    if kind == "reduction" and node.op not in REDUCTIONS:
+        return "groups don't take this reduction"
+    if kind in ("pointwise", "reduction"):
+        number = numbers_of(node) and "groups don't take its run-time number"
+        return number or "groups don't take this op, or not with these dtypes"
+    return ""
+
+
+def _merged(rows: Iterable[Any]) -> list[Any]:
+    """Rows that differ in their runs only, as one."""
+    times: dict[Any, int] = {}
+    for row in rows:
+        key = row._replace(runs=0)
+        times[key] = times.get(key, 0) + row.runs
+    return [key._replace(runs=runs) for key, runs in times.items()]
+
+
+# -- the Python faces ----------------------------------------------------------------------------
+
+
+def _to_networkx(graph: Graph) -> Any:
+    """The graph as networkx has it; see ``graph.picture.to_networkx``."""
+    # why: networkx takes a tenth of a second to load
+    from lazygt.graph.picture import to_networkx
+
+    return to_networkx(graph)
+
+
+def _render(graph: Graph, path: str | Path, collapse: Any = "auto") -> Path:
+    """Write a picture of the graph to a file; see ``graph.picture.render``."""
+    # why: networkx takes a tenth of a second to load
+    from lazygt.graph.picture import render
+
+    return render(graph, path, collapse)
+
+
+# Graphs, plans and sessions show themselves; set here because this file knows them and the passes.
+Graph.to_networkx, Graph.render, Graph.explain = _to_networkx, _render, explain_graph
+Plan.explain = explain_plan
+Session.explain = explain_session  # type: ignore[attr-defined]

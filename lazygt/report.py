@@ -1,0 +1,204 @@
+"""What a graph or a script costs, as tables: in a terminal, as plain text, and in a notebook."""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lazygt.graph.amounts import amount, duration
+from lazygt.graph.cost import Cost
+
+_LONGEST = 48
+_WIDEST = 1_000
+_HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
+
+
+class LineCost(NamedTuple):
+    """One of the user's lines over all runs, and the most bytes alive while an op of it runs."""
+
+    line: str
+    ops: int
+    cost: Cost
+    peak: int
+
+
+class PlanCost(NamedTuple):
+    """One plan: a single run of it, and how many there are."""
+
+    name: str
+    runs: int
+    ops: int
+    groups: int
+    cost: Cost
+    inputs: int
+    peak: int
+
+
+class Fused(NamedTuple):
+    """A group that is one node. ``saved``: bytes, ``gain``: seconds, both a run and estimated."""
+
+    runs: int
+    members: tuple[str, ...]
+    line: str
+    saved: int
+    gain: float
+
+
+class Unfused(NamedTuple):
+    """Ops that stay ops of their own although they compute no matrix product, and why."""
+
+    runs: int
+    members: tuple[str, ...]
+    line: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is going to be computed, and at what cost. Prints as tables, and shows in a notebook.
+
+    Attributes:
+        head: sentences that stand above the tables.
+        lines: the dearest first.
+    """
+
+    head: tuple[str, ...]
+    lines: Sequence[LineCost]
+    plans: Sequence[PlanCost]
+    fused: Sequence[Fused]
+    unfused: Sequence[Unfused]
+
+    @property
+    def total(self) -> Cost:
+        """The cost of all lines."""
+        return sum((each.cost for each in self.lines), Cost())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that any plan needs at once."""
+        return max((plan.peak for plan in self.plans), default=0)
+
+    def __rich__(self) -> Group:
+        parts: list[Text | Table] = [Text(line) for line in self.head]
+        for title, table in (
+            ("lines", self._lines()),
+            ("plans, one run of each", self._plans()),
+            ("fused, one run of each (estimates)", self._fused()),
+            ("not fused", self._unfused()),
+        ):
+            parts += [Text(f"\n{title}", style="bold"), table if table.row_count else Text("none")]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(
+            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDEST, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format=_HTML)
+
+    def _lines(self) -> Table:
+        table = _table("line", ">ops", ">launches", ">flops", ">share", ">read",
+                       ">written", ">share", ">peak", "source")  # fmt: skip
+        total = self.total
+        for line, ops, cost, peak in self.lines:
+            _add(table, shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+        ops = sum(each.ops for each in self.lines)
+        _add(table, "total", ops, *_amounts(total, total), _bytes(self.peak), "")
+        return table
+
+    def _plans(self) -> Table:
+        table = _table("plan", ">runs", ">ops", ">groups", ">launches",
+                       ">flops", ">read", ">written", ">inputs", ">peak")  # fmt: skip
+        for name, runs, ops, groups, cost, inputs, peak in self.plans:
+            _add(table, name, runs, ops, groups, cost.launches, amount(cost.flops, ""),
+                 _bytes(cost.bytes_read), _bytes(cost.bytes_written), _bytes(inputs),
+                 _bytes(peak))  # fmt: skip
+        return table
+
+    def _fused(self) -> Table:
+        table = _table(">runs", ">ops", "members", "line",
+                       ">bytes saved", ">gain")  # fmt: skip
+        for runs, members, line, saved, gain in self.fused:
+            _add(table, runs, len(members), names(members), shown(line), _bytes(saved),
+                 duration(gain))  # fmt: skip
+        return table
+
+    def _unfused(self) -> Table:
+        table = _table(">runs", ">ops", "members", "line", "why")
+        for runs, members, line, why in self.unfused:
+            _add(table, runs, len(members), names(members), shown(line), why)
+        return table
+
+
+def names(ops: Iterable[str]) -> str:
+    """``mul x2, add``: ops with how often each occurs, in the order of the first."""
+    text = ", ".join(
+        f"{op} x{times}" if times > 1 else op for op, times in Counter(ops).items()
+    )  # fmt: skip
+    return _cut(text)
+
+
+def shown(line: str) -> str:
+    """``file:line`` with a path below the current folder made relative."""
+    here = os.getcwd() + os.sep
+    return line.removeprefix(here)
+
+
+def source(line: str) -> str:
+    """What the user wrote at ``file:line``; empty when the file can't be read."""
+    path, _, number = line.rpartition(":")
+    return _cut(linecache.getline(path, int(number)).strip()) if path and number.isdigit() else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _bytes(number: int) -> str:
+    return amount(number, "B")
+
+
+def _amounts(cost: Cost, total: Cost) -> tuple[str, ...]:
+    return (
+        str(cost.launches),
+        amount(cost.flops, ""),
+        _share(cost.flops, total.flops),
+        _bytes(cost.bytes_read),
+        _bytes(cost.bytes_written),
+        _share(cost.bytes, total.bytes),
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _table(*columns: str) -> Table:
+    """An empty table; columns whose name begins with ``>`` stand to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left",
+                         no_wrap=right, overflow="fold")  # fmt: skip
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(str(cell)) for cell in cells))

@@ -1,0 +1,67 @@
+"""The commands in docs/seeing.md print what stands there, but for times and plan digests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "docs" / "seeing.md").read_text()
+    return [body for kind, body in BLOCK.findall(text) if kind == language]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(command, what it prints) of each line that begins with ``$``."""
+    found = []
+    for body in blocks("console"):
+        for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+def scrubbed(text: str) -> str:
+    text = re.sub(r"\b[0-9a-f]{12}\b", "DIGEST", text)
+    text = re.sub(r"\d+ bytes; run", "N bytes; run", text)
+    text = re.sub(r"\d+\.\d ms", "N ms", text)
+    return "\n".join(row.rstrip() for row in text.strip().splitlines())
+
+
+def test_there_is_an_example_of_every_command() -> None:
+    shown = " ".join(command for command, _ in commands())
+    for name in ("explain", "dump", "diff", "viz", "why", "profile"):
+        assert f"lazygt {name} " in shown
+
+
+def test_commands_print_what_is_said(tmp_path: Path) -> None:
+    (script,) = blocks("py")
+    (tmp_path / "step.py").write_text(script)
+    shell = f'lazygt() {{ "{sys.executable}" -m lazygt.cli "$@"; }}\n'
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "LAZYGT_COMPILE": "off",
+    }
+    for command, output in commands():
+        done = subprocess.run(
+            ["bash", "-c", shell + command],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert scrubbed(done.stdout) == scrubbed(output), f"{command}\n{done.stderr}"
