@@ -35,14 +35,15 @@ test-slow: test-fast
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow
 
 test-deep: $(STAMP)
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property --timeout 3600
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run
+BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run \
+	workloads peak_memory compile_cost
 
 bench: $(STAMP)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done

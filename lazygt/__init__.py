@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from lazygt import transfer
 from lazygt.errors import (
     CollectiveMismatch,
     ExecutionError,
@@ -46,4 +47,5 @@ __all__ = [
     "WorkerFrozen",
     "current",
     "session",
+    "transfer",
 ]

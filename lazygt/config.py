@@ -46,9 +46,7 @@ class Config:
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
-    cache_dir: str | None = _setting(
-        None, "where compiled code lies; None: ~/.cache/lazygt", str
-    )
+    cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt", str)
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
     @staticmethod

@@ -1,23 +1,16 @@
 """What an op's results will look like: by rule (``graph.shapes``), or found by running it on meta
-tensors, once a signature.
-
-A meta tensor has shape, strides and dtype but no memory. torch's own meta kernels raise torch's
-own errors for arguments that do not fit. A few of them ask which device they stand for; those
-run on fake tensors, which are meta tensors that claim to be on the workers' device.
+tensors (``graph.metarun``), once a signature.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import nullcontext
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Param, Ref
-from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
+from lazygt.graph.metarun import run_on_metas
+from lazygt.graph.node import Arg, Param, Ref
+from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes import Results, Shapes
 
 _LIMIT = 50_000
@@ -79,89 +72,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        by_device = f.name in BY_DEVICE
-        device = torch.device(self._device_type if by_device else "meta")
-        made: list[torch.Tensor] = []
-
-        def leaf(arg: Arg) -> Any:
-            if type(arg) is Ref:
-                made.append(metas[arg.index].empty(device))
-                return made[-1]
-            if type(arg) is Param:
-                return params[arg.index]
-            if type(arg) is tuple:
-                return [leaf(item) for item in arg]
-            return device if arg is DEVICE else arg
-
-        with undispatched(), torch.no_grad(), FakeTensorMode() if by_device else nullcontext():
-            margs = [leaf(arg) for arg in args]
-            mkwargs = {name: leaf(arg) for name, arg in kwargs}
-            try:
-                returned = f.func(*margs, **mkwargs)
-            except NotImplementedError:
-                return None
-        if f.name in _ONE_DTYPE:
-            _check_one_dtype(f, made)
-        written = [margs[i] for i in f.writes if i < len(margs)]
-        written += [mkwargs[name] for name in f.writes_named if name in mkwargs]
-        written_metas = tuple(TensorMeta.of(t) for t in _flat(written) if t is not None)
-        items = (returned,) if len(f.outputs) == 1 else tuple(returned or ())
-        fresh: list[TensorMeta | None] = []
-        for kind, item in zip(f.outputs, items, strict=True):
-            if kind[0] in "fv":
-                fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
-        if f.name in _NORMS and self._device_type == "cpu":
-            _mixed_statistics(made, fresh)
-        return tuple(_rooted(f, fresh)), written_metas
-
-
-#: Ops whose meta kernels let pass what their other kernels refuse: tensors of several dtypes.
-_ONE_DTYPE = frozenset(
-    f"aten.{name}.default"
-    for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "convolution")
-)
-
-
-def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
-    dtypes = list(dict.fromkeys(t.dtype for t in tensors))
-    if len(dtypes) > 1:
-        names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
-
-
-#: Their results 1 and 2 are the mean and the inverse deviation.
-_NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)
-
-
-def _mixed_statistics(tensors: list[torch.Tensor], fresh: list[TensorMeta | None]) -> None:
-    """On a CPU, half-precision input under float32 weights has float32 statistics.
-
-    torch's own fake kernels say they have the input's dtype, whatever the weights'.
-    """
-    if len({t.dtype for t in tensors}) == 1:
-        return
-    for i in (1, 2):
-        m = fresh[i]
-        if m is not None:
-            fresh[i] = TensorMeta(m.shape, m.stride, torch.float32)
-
-
-def _rooted(f: OpFacts, metas: list[TensorMeta | None]) -> list[TensorMeta | None]:
-    """Fresh results own their memory, so their offset is 0 whatever the meta kernel did."""
-    if f.views:
-        return metas
-    return [
-        TensorMeta(m.shape, m.stride, m.dtype, 0, m.conj, m.neg) if m and m.offset else m
-        for m in metas
-    ]
-
-
-def _flat(items: Any) -> Any:
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            yield from _flat(item)
-        else:
-            yield item
+        return run_on_metas(f, args, kwargs, metas, params, self._device_type)
 
 
 def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:

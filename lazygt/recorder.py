@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +20,24 @@ from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
-from lazygt.graph.ops import MASKABLE, OpFacts, facts, returned_write, writing_facts
+from lazygt.graph.ops import (
+    MASKABLE,
+    UNDECLARED_WRITES,
+    OpFacts,
+    facts,
+    writing_facts,
+)
 from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
-from lazygt.stretch import Shipper, Stretch, written_tensors
-from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
+from lazygt.stretch import Place, Shipper, Stretch, returned, written_tensors
+from lazygt.tensor import Cell, LazyTensor, meta_of, rebind, wrapper
 from lazygt.trie import Step, Trie
 
+Handler = Callable[..., Any]
+
 _NUMBERS = frozenset({int, float, bool, complex})
+#: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
+_CALLER = 4
 _PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, torch.layout,
                     torch.memory_format})  # fmt: skip
 
@@ -49,12 +58,12 @@ class Recorder:
         self.shipped_ops = 0
         #: (step, key, facts) of the first miss of the stretch, for stats and ``why``
         self.first_miss: tuple[Step, Any, OpFacts | None, Mark | None] | None = None
-        self._known: dict[int, tuple[OpFacts, Callable[..., Any] | None]] = {}
+        self._known: dict[int, tuple[OpFacts, Handler | None]] = {}
         self._forward: dict[int, int] = {}
         self._backward_mark: Mark | None = None
         self.backward_error: BaseException | None = None
         #: the op before which over-long stretches end, once one has
-        self.anchor: tuple[OpFacts | None, Mark | None] | None = None
+        self.anchor: Place | None = None
 
     # -- the hot path --------------------------------------------------------------------
 
@@ -67,92 +76,100 @@ class Recorder:
             NoSession: after the session closed.
             Exception: torch's own, when the op can't take such arguments.
         """
-        known = self._known.get(id(func))
-        f, special = known if known is not None else self._learn(func)
-        if self.closed:
-            raise closed_error()
-        if special is not None:
-            result = special(self, func, args, kwargs or {})
-            if result is not NotImplemented:
-                return result
-            if f.name in _BATCH_NORMS and args[_BATCH_NORMS[f.name]]:
-                f = writing_facts(func)
-        if f.random and not self.generator.started:
-            self.generator.start()
+        try:
+            known = self._known.get(id(func))
+            f, special = known if known is not None else self._learn(func)
+            if self.closed:
+                raise closed_error()
+            if special is not None:
+                result = special(self, func, args, kwargs or {})
+                if result is not NotImplemented:
+                    return result
+                if f.name in UNDECLARED_WRITES and args[UNDECLARED_WRITES[f.name][1]]:
+                    f = writing_facts(func)
+            if f.random and not self.generator.started:
+                self.generator.start()
+            return self._record(f, func, args, kwargs)
+        except BaseException:
+            self.stretch.settle()
+            raise
+
+    def _record(
+        self,
+        f: OpFacts,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
         stretch = self.stretch
-        params = stretch.params
-        before = len(params)
         serial = stretch.serial
         key: list[Any] = [f]
         add = key.append
-        try:
-            for a, hoist in zip(args, f.hoist):  # noqa: B905 - strict= costs 0.1 us an op
-                kind = type(a)
-                if kind is LazyTensor:
-                    cell = a._cell
-                    if cell.serial == serial and a._view is None:
+        for a, hoist in zip(args, f.hoist):  # noqa: B905 - strict= costs 0.1 us an op
+            kind = type(a)
+            if kind is LazyTensor:
+                cell = a._cell
+                if cell.serial == serial:
+                    view = a._view
+                    if view is None:
                         add(cell.index)
                         continue
-                    if cell.host is not None and f.pointwise:
-                        result = hostnumbers.compute(self, func, args, kwargs or {})
-                        if result is not NotImplemented:
-                            del params[before:]
-                            return result
-                    add(self.index_of(a))
-                elif hoist == 1 and kind in _NUMBERS:
-                    add(kind)
-                    params.append(a)
-                elif kind in _PLAIN:
-                    add(a)
-                elif kind is list and f.pointwise and hostnumbers.is_host(a):
+                    if view.base == cell.index and view.serial == serial:
+                        add(view.index)
+                        continue
+                elif cell.host is not None and f.pointwise:
                     result = hostnumbers.compute(self, func, args, kwargs or {})
                     if result is not NotImplemented:
-                        del params[before:]
+                        del stretch.params[stretch.step.params :]
                         return result
-                    add(self._key(a, hoist, f))
-                else:
-                    add(self._key(a, hoist, f))
-            if kwargs:
-                for name, a in kwargs.items():
-                    add(name)
-                    add(self._key(a, f.hoist_named.get(name, 0), f))
-            found = tuple(key)
-            step = stretch.step.children.get(found)
-            if step is None:
-                step = self._miss(stretch, found, f, args, kwargs or {}, before)
-        except BaseException:
-            del params[before:]
-            raise
+                add(self.index_of(a))
+            elif hoist == 1 and kind in _NUMBERS:
+                add(kind)
+                stretch.params.append(a)
+            elif kind in _PLAIN:
+                add(a)
+            elif kind is list and f.pointwise and hostnumbers.is_host(a):
+                result = hostnumbers.compute(self, func, args, kwargs or {})
+                if result is not NotImplemented:
+                    del stretch.params[stretch.step.params :]
+                    return result
+                add(self._key(a, hoist, f))
+            else:
+                add(self._key(a, hoist, f))
+        if kwargs:
+            for name, a in kwargs.items():
+                add(name)
+                add(self._key(a, f.hoist_named.get(name, 0), f))
+        found = tuple(key)
+        step = stretch.step.children.get(found)
+        if step is None:
+            step = self._miss(stretch, found, f, args, kwargs or {})
         stretch.step = step
-        stretch.marks.append(user_mark(1))
+        stretch.marks.append(user_mark(_CALLER))
         make = step.make
         if make is not None:
-            index = stretch.count
-            stretch.count = index + 1
-            cell = Cell(self, serial, index, make)
+            cell = Cell(self, serial, step.first, make)
             stretch.owners.append(weakref.ref(cell))
             return wrapper(make, cell, None)
         if step.itself and args[0]._view is None:
-            target = args[0]
-            cell = target._cell
-            index = stretch.count
-            stretch.count = index + 1
+            cell = args[0]._cell
             stretch.owners.append(weakref.ref(cell))
-            cell.serial, cell.index, cell.remote = serial, index, None
-            return target
+            cell.index, cell.serial, cell.remote = step.first, serial, None
+            return args[0]
         if f.one_view:
-            return views.handle(self, step, args, found)
+            return views.handle(self, step, args)
         if step.node is not None and step.node.dynamic:
             return dynamic.ask(self, stretch, f, args, kwargs or {})
-        return self._results(stretch, step, f, args, kwargs or {}, found)
+        return self._results(stretch, step, f, args, kwargs or {})
 
-    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Callable[..., Any] | None]:
+    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None]:
         # why: special's handlers are written against this module
         from lazygt.special import handler_of
 
         f = facts(func)
-        self._known[id(func)] = f, handler_of(f)
-        return self._known[id(func)]
+        special = handler_of(f) or (_either if f.name in UNDECLARED_WRITES else None)
+        self._known[id(func)] = f, special
+        return f, special
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
         """One argument as it stands in a step's key."""
@@ -165,7 +182,7 @@ class Recorder:
         if kind in _PLAIN:
             return a
         if kind is list or kind is tuple:
-            return tuple(self._key(item, 1 if hoist == 2 else 0, f) for item in a)
+            return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):
             return self.index_of(self.foreign(a, f))
         if kind is torch.device:
@@ -178,6 +195,28 @@ class Recorder:
                 f"draw on the CPU and .to('lazygt')"
             )
         return a
+
+    def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
+        """A list argument as it stands in a step's key; a schema's list is all of one kind."""
+        first = type(items[0]) if items else None
+        if hoist == 2:
+            kinds = tuple(map(type, items))
+            if _NUMBERS.issuperset(kinds):
+                self.stretch.params.extend(items)
+                return kinds
+        elif first is int or first is bool:
+            return tuple(items)
+        elif first is LazyTensor:
+            serial = self.serial
+            return tuple(
+                [
+                    t._cell.index
+                    if type(t) is LazyTensor and t._view is None and t._cell.serial == serial
+                    else self._key(t, 0, f)
+                    for t in items
+                ]
+            )
+        return tuple([self._key(item, 1 if hoist == 2 else 0, f) for item in items])
 
     def foreign(self, t: torch.Tensor, f: OpFacts) -> LazyTensor:
         """A CPU tensor among lazy ones: torch lets 0-dim ones mix, and CPU indices."""
@@ -222,9 +261,13 @@ class Recorder:
         if step is None:
             self._note_miss(stretch, cell.meta, None, None)
             step = self.trie.add(Step(stretch.step, cell.meta, input=cell.meta))
-        stretch.step = step
-        cell.serial, cell.index = stretch.serial, ~len(stretch.inputs)
-        stretch.inputs.append((weakref.ref(cell), cell.remote))
+        try:
+            stretch.inputs.append((weakref.ref(cell), cell.remote))
+            stretch.step = step
+        except BaseException:
+            stretch.settle()
+            raise
+        cell.index, cell.serial = ~(step.inputs - 1), stretch.serial
 
     def _write_blank(self, cell: Cell) -> None:
         """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
@@ -238,28 +281,24 @@ class Recorder:
     def own(self, cell: Cell, index: int) -> None:
         """The cell shows value ``index`` of the stretch from here on."""
         stretch = self.stretch
-        cell.serial, cell.index = stretch.serial, index
-        cell.remote = None
-        cell.blank = False
         stretch.owners[index] = weakref.ref(cell)
+        cell.blank, cell.index, cell.serial, cell.remote = False, index, stretch.serial, None
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
         """Advance by an op that the user did not write; returns its first result's number."""
-        stretch = self.stretch
-        step = stretch.step.children.get(key)
-        if step is None:
-            self._note_miss(stretch, key, f, None)
-            step = self.trie.add(Step(stretch.step, key, node, facts=f))
-        stretch.step = step
-        stretch.marks.append(user_mark(1))
-        return self._number(stretch, len(node.results))
-
-    @staticmethod
-    def _number(stretch: Stretch, count: int) -> int:
-        index = stretch.count
-        stretch.count += count
-        stretch.owners.extend([None] * count)
-        return index
+        try:
+            stretch = self.stretch
+            step = stretch.step.children.get(key)
+            if step is None:
+                self._note_miss(stretch, key, f, None)
+                step = self.trie.add(Step(stretch.step, key, node, facts=f))
+            stretch.step = step
+            stretch.marks.append(user_mark(1))
+            stretch.owners.extend([None] * (step.values - step.first))
+        except BaseException:
+            self.stretch.settle()
+            raise
+        return step.first
 
     # -- results of a step that is not just one fresh tensor -------------------------------
 
@@ -270,53 +309,31 @@ class Recorder:
         f: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        key: tuple[Any, ...],
     ) -> Any:
         node = step.node
         assert node is not None
-        first = self._number(stretch, len(node.results))
-        targets = list(written_tensors(f, args, kwargs))
-        for offset, (target, meta) in enumerate(zip(targets, node.written, strict=True)):
-            if meta.shape != tuple(target.shape) or meta.stride != target.stride():
-                self.resized(target, meta)
-            views.write(self, target, first + len(node.fresh) + offset)
-        if f.views and "f" not in "".join(f.outputs):
-            return views.handles(self, f, args, key, first, node.fresh)
-        return self._assemble(f, args, kwargs, first, list(node.fresh))
+        stretch.owners.extend([None] * (step.values - step.first))
+        if node.written:
+            targets = written_tensors(f, args, kwargs)
+            index = step.first + len(node.fresh)
+            for target, meta in zip(targets, node.written, strict=True):
+                shown = meta_of(target)
+                if meta.shape != shown.shape or meta.stride != shown.stride:
+                    self.resized(target, meta)
+                views.write(self, target, index)
+                index += 1
+        if f.outputs == ("vl",):
+            return views.handles(self, f, step, args)
+        made = [
+            self.show(index, meta) if meta is not None else None
+            for index, meta in enumerate(node.fresh, step.first)
+        ]
+        return returned(f, args, kwargs, made)
 
     def resized(self, t: LazyTensor, meta: TensorMeta) -> None:
         """``out=`` gave a tensor another shape: it shows a cell of its own from here on."""
         cell = Cell(self, 0, 0, meta)
         rebind(t, meta, cell, None)
-
-    def _assemble(
-        self,
-        f: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        first: int,
-        metas: list[TensorMeta | None],
-    ) -> Any:
-        """The op's return value out of fresh handles and the tensors it wrote."""
-        made: list[Any] = [
-            self.show(first + i, meta) if meta is not None else None for i, meta in enumerate(metas)
-        ]
-        out: list[Any] = []
-        lists = sum(1 for kind in f.outputs if kind == "fl")
-        single = len(f.outputs) - lists
-        for position, kind in enumerate(f.outputs):
-            if kind[0] == "w":
-                which = returned_write(f, position)
-                out.append(kwargs[which] if isinstance(which, str) else args[which])
-            elif kind == "fl":
-                taken = len(made) if lists == 1 and single == 0 else len(made) - (single - len(out))
-                out.append(made[:taken])
-                made = made[taken:]
-            else:
-                out.append(made.pop(0))
-        if not out:
-            return None
-        return out[0] if len(out) == 1 else tuple(out)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
         """A handle with a cell of its own for a value of the stretch."""
@@ -333,21 +350,19 @@ class Recorder:
         f: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        first_param: int,
     ) -> Step:
         """Infer the results and remember the step."""
         metas: dict[int, TensorMeta] = {}
-        counter = [first_param]
+        params = itertools.count(stretch.step.params)
 
         def template(a: Any, hoist: int) -> Arg:
             if isinstance(a, torch.Tensor):
                 lazy = a if isinstance(a, LazyTensor) else self.foreign(a, f)
                 index = self.index_of(lazy)
-                metas[index] = _meta_of(lazy)
+                metas[index] = meta_of(lazy)
                 return Ref(index)
             if hoist == 1 and type(a) in _NUMBERS:
-                counter[0] += 1
-                return Param(counter[0] - 1)
+                return Param(next(params))
             if type(a) in (list, tuple):
                 return tuple(template(item, 1 if hoist == 2 else 0) for item in a)
             return DEVICE if isinstance(a, torch.device) else a
@@ -367,9 +382,9 @@ class Recorder:
                 node = Node(f.name, targs, tkwargs, results[0], tuple(targets), results[1])
         self._note_miss(stretch, key, f, user_mark(1))
         step = Step(stretch.step, key, node, facts=f)
-        step.forward = self._link_backward(len(stretch.marks))
+        step.forward = self._link_backward(step.ops - 1)
         step.itself = (
-            f.outputs == ("w",) and f.writes == (0,) and node.written == (_meta_of(args[0]),)
+            f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
         )
         if f.views:
             step.make = None
@@ -425,17 +440,16 @@ class Recorder:
         value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
         if tuple(value.shape) != meta.shape:
             value = value.expand(meta.shape)
-        cell.serial, cell.blank = 0, False
+        host = remote = None
         if meta.numel == 1 and not meta.dtype.is_complex:
-            cell.host = value.clone().reshape(meta.shape)
-            cell.remote = None
+            host = value.clone().reshape(meta.shape)
         else:
-            cell.host = None
-            cell.remote = self.shipper.upload(value, meta)
+            remote = self.shipper.upload(value, meta)
+        cell.blank, cell.host, cell.remote, cell.serial = False, host, remote, 0
 
     def alias(self, t: LazyTensor) -> LazyTensor:
         """Another handle for the same values, with a version counter of its own."""
-        return wrapper(TensorMeta.of(t), t._cell, t._view)
+        return wrapper(meta_of(t), t._cell, t._view)
 
     # -- sync points ---------------------------------------------------------------------
 
@@ -505,22 +519,10 @@ class Recorder:
         """
         step = self.stretch.step
         if step.full:
-            self.anchor = self._rarest_repeated()
-        elif self.anchor != self._here() or not self.trie.half_full(step):
+            self.anchor = self.stretch.rarest_repeated()
+        elif self.anchor != self.stretch.here() or not self.trie.half_full(step):
             return
         self.flush("stretch too long")
-
-    def _here(self) -> tuple[OpFacts | None, Mark | None]:
-        stretch = self.stretch
-        return stretch.step.facts, stretch.marks[-1] if stretch.marks else None
-
-    def _rarest_repeated(self) -> tuple[OpFacts | None, Mark | None] | None:
-        ops = [step for step in self.stretch.step.path() if step.node is not None]
-        seen = Counter(
-            (step.facts, mark) for step, mark in zip(ops, self.stretch.marks, strict=True)
-        )
-        repeated = [place for place, times in seen.items() if times > 1]
-        return min(repeated, key=lambda place: seen[place], default=None)
 
     @property
     def backward_mark(self) -> Mark | None:
@@ -540,12 +542,6 @@ class Recorder:
 #: the serial of a cell that belongs to none.
 _SERIALS = itertools.count(1)
 
-_BATCH_NORMS = {
-    "aten.native_batch_norm.default": 5,
-    "aten.cudnn_batch_norm.default": 5,
-    "aten.miopen_batch_norm.default": 5,
-}
-
 #: Ops that take CPU index tensors on any device.
 _CPU_INDICES = frozenset(
     {
@@ -559,15 +555,16 @@ _CPU_INDICES = frozenset(
 )
 
 
+def _either(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of an op that is ordinary but for writing only when a flag is set."""
+    return NotImplemented
+
+
 def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
     """Whether an index contains a mask, so that the result's size depends on its values."""
     if f.name not in MASKABLE:
         return False
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-
-
-def _meta_of(t: LazyTensor) -> TensorMeta:
-    return TensorMeta.of(t)
 
 
 def closed_error() -> NoSession:

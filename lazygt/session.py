@@ -21,7 +21,9 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand, user_mark
 from lazygt.opened import current_session
-from lazygt.passes import PIPELINE, run_passes
+from lazygt.passes import PIPELINE
+from lazygt.passes.base import uncollected
+from lazygt.passes.template import Templates
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client, PlanEntry, RemoteValue
 from lazygt.runtime.compiling.artifacts import Cache
@@ -87,6 +89,7 @@ class Session:
         self._trie = Trie(
             config.max_plans, config.max_trie_nodes, config.max_graph_nodes, config.max_graph_bytes
         )
+        self._templates = Templates(PIPELINE, config.max_plans)
         self.recorder = Recorder(self, self._trie, kind)
         self._tiers = Tiers(self._client, kind, config.compile, Cache(config.cache_dir))
         self._owner = os.getpid()
@@ -266,6 +269,7 @@ class Session:
         self.last_plan = entry.plan
         return entry
 
+    @uncollected()
     def _build(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
         """The plan of a stretch."""
         begin = time.monotonic_ns()
@@ -273,19 +277,18 @@ class Session:
         lines = _lines(steps, stretch.marks, self.recorder.backward_mark)
         kinds = tuple(type(value).__name__ for value in stretch.params)
         recorded = build_graph(steps, outputs, lines, kinds)
-        stages = [("recorded", recorded)]
-        graph = run_passes(recorded, PIPELINE, self.config.check_passes, stages)
-        plan = Plan.build(graph)
+        stages = [("recorded", recorded)] if self.config.keep_stages else None
+        plan = Plan(self._templates.optimised(recorded, self.config.check_passes, stages))
         entry = self._client.entry_for(plan)
         self._missed(self._why_missed(stretch.step, recorded, outputs, reason), plan, begin)
-        if self.config.keep_stages:
+        if stages is not None:
             self._stages[plan.digest] = tuple(stages)
         if not entry.sent:
             self._built += 1
         self._tiers.built(entry)
         made = notebook.makers(steps)
         makers = tuple([made[index] for index in outputs])
-        return Kept(entry, outputs, plan.steps.graph.origins, makers)
+        return Kept(entry, outputs, plan.origins, makers)
 
     def _why_missed(
         self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str

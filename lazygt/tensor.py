@@ -45,7 +45,7 @@ class Cell:
 class ViewStep:
     """One view op between a cell and a handle: everything but the tensor it is applied to."""
 
-    __slots__ = ("args", "facts", "key", "kwargs", "position", "which")
+    __slots__ = ("args", "facts", "key", "kwargs", "meta", "position", "which")
 
     def __init__(
         self,
@@ -55,9 +55,12 @@ class ViewStep:
         args: tuple[Arg, ...],
         kwargs: tuple[tuple[str, Arg], ...],
         which: int,
+        meta: TensorMeta,
     ) -> None:
         self.facts, self.key, self.position = facts, key, position
         self.args, self.kwargs, self.which = args, kwargs, which
+        #: of its result number ``which``
+        self.meta = meta
 
 
 class View:
@@ -73,6 +76,7 @@ class View:
 class LazyTensor(torch.Tensor):
     """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute."""
 
+    __slots__ = ("_cell", "_view")
     _cell: Cell
     _view: View | None
 
@@ -159,8 +163,7 @@ class LazyTensor(torch.Tensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
-            if name not in ("_cell", "_view"):
-                setattr(twin, name, copy.deepcopy(value, memo))
+            setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -192,17 +195,19 @@ class LazyTensor(torch.Tensor):
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided
 #: The device by the name it has before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
 
 
 def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
     """A new handle."""
+    # by position: torch takes twice as long to read keywords
     if meta.plain:
-        t = _make_wrapper(LazyTensor, meta.shape, dtype=meta.dtype, device=DEVICE_0)
+        t = _make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, _STRIDED, DEVICE_0)
     else:
         t = _make_wrapper(LazyTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype,
-                          torch.strided, DEVICE_0)  # fmt: skip
+                          _STRIDED, DEVICE_0)  # fmt: skip
         if meta.conj:
             torch._C._set_conj(t, True)
         if meta.neg:
@@ -210,6 +215,12 @@ def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
     t._cell = cell
     t._view = view
     return t
+
+
+def meta_of(t: LazyTensor) -> TensorMeta:
+    """What a handle shows: ``TensorMeta.of`` without asking torch."""
+    view = t._view
+    return t._cell.meta if view is None else view.steps[-1].meta
 
 
 def rebind(t: LazyTensor, meta: TensorMeta, cell: Cell, view: View | None) -> None:

@@ -12,8 +12,9 @@ from collections import OrderedDict
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Graph, Node, Ref, map_arg
+from lazygt.graph.node import Arg, Graph, Node, Param
 from lazygt.graph.ops import OpFacts
+from lazygt.passes.base import renumbered
 from lazygt.tensor import ViewStep
 
 
@@ -23,29 +24,36 @@ class Step:
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
-        link: for an op that returns one view: what its handles keep of it.
+        links: for an op that returns views: what its handles keep of it, once some were made.
         full: the stretch is so long here that it has to be flushed.
         node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
         input: the meta of the input that enters here; None for an op.
         forward: for a backward op, the number of the forward op in the same stretch, or -1.
         nbytes: bytes of all results recorded up to here.
+        first: number of the op's first result.
+        ops, values, params, inputs: how many of each there are up to here, this step included.
     """
 
     __slots__ = (
         "children",
         "depth",
         "facts",
+        "first",
         "forward",
         "full",
         "input",
+        "inputs",
         "itself",
         "key",
-        "link",
+        "links",
         "make",
         "nbytes",
         "node",
+        "ops",
+        "params",
         "parent",
         "plans",
+        "values",
     )
 
     def __init__(
@@ -59,14 +67,21 @@ class Step:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
         self.children: dict[Any, Step] = {}
         self.plans: dict[tuple[int, ...], Any] = {}
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.nbytes: int = 0 if parent is None else parent.nbytes
+        self.depth = self.nbytes = self.ops = self.values = self.params = self.inputs = 0
+        if parent is not None:
+            self.depth, self.nbytes = parent.depth + 1, parent.nbytes
+            self.ops, self.values = parent.ops, parent.values
+            self.params, self.inputs = parent.params, parent.inputs + (input is not None)
+        self.first = self.values
         self.full = False
         self.itself = False
-        self.link: ViewStep | None = None
+        self.links: tuple[ViewStep, ...] | None = None
         self.make: TensorMeta | None = None
         self.forward = -1
         if node is not None:
+            self.ops += 1
+            self.values += len(node.fresh) + len(node.written)
+            self.params += _numbers((node.args, node.kwargs))
             self.nbytes += sum(m.nbytes for m in node.fresh if m is not None)
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
@@ -96,8 +111,8 @@ class Trie:
     def add(self, step: Step) -> Step:
         """Remember a step below its parent."""
         assert step.parent is not None
-        step.parent.children[step.key] = step
         step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
+        step.parent.children[step.key] = step
         self.steps += 1
         return step
 
@@ -152,27 +167,17 @@ def build_graph(
     steps: list[Step], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
     """The graph of a path through the trie: inputs first, then the results of the ops in order."""
-    inputs = tuple(step.input for step in steps if step.input is not None)
-    shift = len(inputs)
-
-    def leaf(arg: Arg) -> Arg:
-        if type(arg) is Ref:
-            return Ref(~arg.index if arg.index < 0 else arg.index + shift)
-        return arg
-
-    nodes = tuple(_renumbered(step.node, leaf, shift) for step in steps if step.node is not None)
-    numbered = tuple(index + shift for index in outputs)
-    return Graph(inputs, kinds, nodes, numbered, lines)
+    inputs = tuple([step.input for step in steps if step.input is not None])
+    recorded = [step.node for step in steps if step.node is not None]
+    shift, made = len(inputs), sum([len(node.results) for node in recorded])
+    numbers = {value: value + shift for value in range(made)}
+    numbers.update({~value: value for value in range(shift)})
+    nodes = tuple([renumbered(node, numbers) for node in recorded])
+    return Graph(inputs, kinds, nodes, tuple([numbers[value] for value in outputs]), lines)
 
 
-def _renumbered(node: Node, leaf: Any, shift: int) -> Node:
-
-    return Node(
-        node.op,
-        map_arg(node.args, leaf),
-        tuple((name, map_arg(arg, leaf)) for name, arg in node.kwargs),
-        node.fresh,
-        tuple(~i if i < 0 else i + shift for i in node.writes),
-        node.written,
-        node.dynamic,
-    )
+def _numbers(arg: Arg) -> int:
+    """How many run-time numbers there are in an argument."""
+    if type(arg) is tuple:
+        return sum(map(_numbers, arg))
+    return int(type(arg) is Param)

@@ -38,7 +38,7 @@ def replay(recorder: Recorder, view: View, cell: Cell) -> None:
             fresh = step.node.fresh
             first = recorder.internal(key, step.node, link.facts)
         index, meta = first + link.which, fresh[link.which]
-    view.serial, view.base, view.index = recorder.serial, base, index
+    view.index, view.base, view.serial = index, base, recorder.serial
 
 
 def write(recorder: Recorder, t: LazyTensor, index: int) -> None:
@@ -55,48 +55,45 @@ def write(recorder: Recorder, t: LazyTensor, index: int) -> None:
     key = (WRITE_BACK, base, index, tuple((link.key, link.which) for link in view.steps))
     node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (cell.meta,))
     recorder.own(cell, recorder.internal(key, node))
-    view.serial, view.base, view.index = recorder.serial, cell.index, index
+    view.index, view.base, view.serial = index, cell.index, recorder.serial
 
 
-def handle(
-    recorder: Recorder, step: Step, args: tuple[Any, ...], key: tuple[Any, ...]
-) -> LazyTensor:
+def handle(recorder: Recorder, step: Step, args: tuple[Any, ...]) -> LazyTensor:
     """The handle that an op with one view as its result returns."""
-    link, node, facts = step.link, step.node, step.facts
-    assert node is not None
-    assert facts is not None
-    if link is None:
-        link = step.link = ViewStep(facts, key, viewed_argument(facts), node.args, node.kwargs, 0)
-    stretch = recorder.stretch
-    index = stretch.count
-    stretch.count = index + 1
-    stretch.owners.append(None)
+    links = step.links
+    if links is None:
+        links = _links(step)
+    recorder.stretch.owners.append(None)
+    link = links[0]
     source: LazyTensor = args[link.position]
     cell, shown = source._cell, source._view
-    steps = (link,) if shown is None else (*shown.steps, link)
-    meta = node.fresh[0]
-    assert meta is not None
-    return wrapper(meta, cell, View(steps, recorder.serial, cell.index, index))
+    steps = links if shown is None else shown.steps + links
+    return wrapper(link.meta, cell, View(steps, recorder.serial, cell.index, step.first))
 
 
-def handles(
-    recorder: Recorder,
-    f: OpFacts,
-    args: tuple[Any, ...],
-    key: tuple[Any, ...],
-    first: int,
-    metas: tuple[TensorMeta | None, ...],
-) -> Any:
-    position = viewed_argument(f)
-    source: LazyTensor = args[position]
-    cell = source._cell
+def handles(recorder: Recorder, f: OpFacts, step: Step, args: tuple[Any, ...]) -> list[LazyTensor]:
+    """The handles that an op with a list of views as its result returns."""
+    links = step.links
+    if links is None:
+        links = _links(step)
+    source: LazyTensor = args[viewed_argument(f)]
+    cell, serial, first = source._cell, recorder.serial, step.first
     steps = source._view.steps if source._view is not None else ()
-    node = recorder.stretch.step.node
+    return [
+        wrapper(link.meta, cell, View((*steps, link), serial, cell.index, first + link.which))
+        for link in links
+    ]
+
+
+def _links(step: Step) -> tuple[ViewStep, ...]:
+    """What the handles of a view op's results keep of it; made once a step."""
+    node, f = step.node, step.facts
     assert node is not None
+    assert f is not None
+    position = viewed_argument(f)
     made = []
-    for which, meta in enumerate(metas):
+    for which, meta in enumerate(node.fresh):
         assert meta is not None
-        link = ViewStep(f, key, position, node.args, node.kwargs, which)
-        view = View((*steps, link), recorder.serial, cell.index, first + which)
-        made.append(wrapper(meta, cell, view))
-    return made if f.outputs[0] == "vl" else made[0]
+        made.append(ViewStep(f, step.key, position, node.args, node.kwargs, which, meta))
+    step.links = tuple(made)
+    return step.links

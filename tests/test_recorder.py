@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -140,3 +147,113 @@ def test_a_miss_names_the_first_op_that_differed() -> None:
     assert miss["op"] == "aten.log.default"
     assert "aten.exp.default" in miss["reason"]
     assert "test_recorder.py" in miss["line"]
+
+
+def test_batch_norm_updates_its_running_statistics() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(8, 4)
+    eager = nn.BatchNorm1d(4)
+    eager(data)
+    with lazygt.session(executor="inline"):
+        norm = nn.BatchNorm1d(4)
+        norm(data.to("lazygt"))
+        mean, tracked = norm.running_mean.cpu(), norm.num_batches_tracked.cpu()
+        norm.eval()(data.to("lazygt"))
+        assert torch.equal(norm.running_mean.cpu(), mean), "evaluation wrote the statistics"
+    torch.testing.assert_close(mean, eager.running_mean)
+    assert tracked.item() == 1
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------
+
+RECORDING = {
+    str(Path(lazygt.__file__).parent / f"{name}.py")
+    for name in ("hostnumbers", "recorder", "stretch", "tensor", "trie", "views")
+}
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line that the recording modules run."""
+
+    def __init__(self, n: int) -> None:
+        self.left, self.line = n, ""
+
+    def __enter__(self) -> InterruptAt:
+        self.outer = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        sys.settrace(self.outer)
+        return kind is KeyboardInterrupt and bool(self.line)
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in RECORDING:
+            return None
+        if event == "line" and not self.line:
+            self.left -= 1
+            if self.left < 0:
+                self.line = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.trace
+
+
+Operation = Callable[[torch.Tensor, torch.Tensor], Any]
+
+OPERATIONS: dict[str, Operation] = {
+    "add with a number": lambda x, y: torch.add(x, y, alpha=3),
+    "in place": lambda x, y: y.mul_(x),
+    "view": lambda x, y: y.view(-1, 2),
+    "written view": lambda x, y: y[:2].add_(x[:2]),
+    "several results": lambda x, y: y.view(2, -1).max(1),
+    "several views": lambda x, y: y.chunk(2),
+    "list in place": lambda x, y: torch._foreach_add_([x, y], [2.0, 3.0]),
+    "list": lambda x, y: torch._foreach_mul([x, y], 2.0),
+    "random": lambda x, y: torch.randn(3),
+    "out": lambda x, y: torch.add(x, y, out=torch.empty(0)),
+    "blank": lambda x, y: torch.empty(4).copy_(y[:4]),
+    "detach": lambda x, y: y.detach(),
+}
+
+
+def host_values(result: Any) -> list[list[Any]]:
+    tensors = result if isinstance(result, (list, tuple)) else [result]
+    return [t.tolist() for t in tensors]
+
+
+def states(operation: Operation, size: int) -> list[list[list[float]]]:
+    """What eager torch has in two tensors before the operation, after it, and in between."""
+    x, y = torch.arange(size) + 1.0, (torch.arange(size) + 1.0) * 2
+    before = [x.clone(), y.clone()]
+    operation(x, y)
+    return host_values(before), host_values([x, before[1]]), host_values([x, y])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["hit", "miss"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
+    name: str, known: bool
+) -> None:
+    operation = OPERATIONS[name]
+    for n in itertools.count():
+        size = 8 if known else 8 + 4 * n  # a new shape is a miss at every step
+        possible = states(operation, size)
+        with lazygt.session(executor="inline") as s:
+            base = torch.arange(size, device="cpu") + 1.0
+            if known:
+                operation(base.to("lazygt"), base.to("lazygt") * 2)
+                s.flush()
+            x = base.to("lazygt")
+            y = x * 2
+            with InterruptAt(n) as interrupt:
+                operation(x, y)
+            reached = s.recorder.stretch
+            step = reached.step
+            assert (len(reached.marks), len(reached.owners)) == (step.ops, step.values)
+            assert (len(reached.params), len(reached.inputs)) == (step.params, step.inputs)
+            later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same stretch
+            assert host_values([x, y]) in possible, f"interrupted at {interrupt.line}"
+            assert later.tolist() == (base * 5).tolist(), f"interrupted at {interrupt.line}"
+        if not interrupt.line:
+            break
+    assert n > 10, "hardly a line was interrupted"

@@ -13,7 +13,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param
-from lazygt.graph.ops import facts, overload
+from lazygt.graph.ops import Overload, facts, overload
 
 Metas = Sequence[TensorMeta | None]
 
@@ -36,21 +36,21 @@ _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
 _EXACT = (torch.float32, torch.float64)
 
-#: Where a run-time number may stand: op without its trailing ``_`` -> positions and keywords.
+#: Where a run-time number may stand: functional overload -> positions and keywords.
 NUMBERS: dict[str, tuple[int | str, ...]] = {
-    "add.Tensor": (1, "alpha"),
-    "sub.Tensor": (1, "alpha"),
-    "mul.Tensor": (1,),
-    "div.Tensor": (1,),
-    "rsub.Scalar": (1,),
-    "addcmul.default": ("value",),
-    "addcdiv.default": ("value",),
-    "lerp.Scalar": (2,),
-    "pow.Tensor_Scalar": (1,),
-    "gt.Scalar": (1,),
-    "ge.Scalar": (1,),
-    "lt.Scalar": (1,),
-    "le.Scalar": (1,),
+    "aten.add.Tensor": (1, "alpha"),
+    "aten.sub.Tensor": (1, "alpha"),
+    "aten.mul.Tensor": (1,),
+    "aten.div.Tensor": (1,),
+    "aten.rsub.Scalar": (1,),
+    "aten.addcmul.default": ("value",),
+    "aten.addcdiv.default": ("value",),
+    "aten.lerp.Scalar": (2,),
+    "aten.pow.Tensor_Scalar": (1,),
+    "aten.gt.Scalar": (1,),
+    "aten.ge.Scalar": (1,),
+    "aten.lt.Scalar": (1,),
+    "aten.le.Scalar": (1,),
 }
 
 
@@ -90,13 +90,6 @@ def _ordinary(node: Node, metas: Metas) -> bool:
     )
 
 
-def functional(op: str) -> str:
-    """The name and overload of an op without what says that it writes in place: ``add.Tensor``."""
-    _, name, which = op.split(".")
-    name = name.removesuffix("_")
-    return f"{name}.{'Tensor_Scalar' if name == 'pow' and which == 'Scalar' else which}"
-
-
 @cache
 def pure_form(op: str) -> tuple[str, str]:
     """The functional overload of a pointwise op or reduction, and the keyword that falls away.
@@ -104,22 +97,22 @@ def pure_form(op: str) -> tuple[str, str]:
     Raises:
         KeyError: there is none.
     """
-    schema = overload(op)._schema
-    written = [a.name for a in schema.arguments if a.alias_info is not None]
-    namespace, name, which = op.split(".")
-    if not written:
+    arguments = overload(op)._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None]
+    namespace, name, _ = op.split(".")
+    if not written or op == "aten.copy_.default":
         return op, ""
-    if written == ["self"] and name.endswith("_"):
-        if op == "aten.copy_.default":
-            return op, ""
-        name, which = functional(op).split(".")
-        return str(overload(f"{namespace}.{name}.{which}")), ""
-    kept = [(a.name, str(a.type)) for a in schema.arguments if a.name not in written]
-    for other in getattr(getattr(torch.ops, namespace), name).overloads():
-        found = f"{namespace}.{name}.{other}"
-        if [(a.name, str(a.type)) for a in overload(found)._schema.arguments] == kept:
-            return found, written[0]
+    in_place = written == ["self"] and name.endswith("_")
+    kept = [(a.name, str(a.type)) for a in arguments if in_place or a.name not in written]
+    for found in _overloads(namespace, name.removesuffix("_") if in_place else name):
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == kept:
+            return str(found), "" if in_place else written[0]
     raise KeyError(op)
+
+
+def _overloads(namespace: str, name: str) -> list[Overload]:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return [] if packet is None else [getattr(packet, which) for which in packet.overloads()]
 
 
 def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
@@ -136,7 +129,7 @@ def _takes_numbers(node: Node, metas: Metas) -> bool:
     numbers = numbers_of(node)
     if not numbers:
         return True
-    allowed = NUMBERS.get(functional(node.op), ())
+    allowed = NUMBERS.get(pure_form(node.op)[0], ())
     dtypes = {m.dtype for value in node.refs() if (m := metas[value]) is not None}
     return all(place in allowed for place, _ in numbers) and dtypes <= set(_EXACT) \
         and len(dtypes) == 1  # fmt: skip

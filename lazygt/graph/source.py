@@ -34,7 +34,10 @@ def user_mark(depth: int) -> Mark | None:
 
     There is none on autograd's own threads, where backward ops are recorded.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    try:
+        frame: FrameType | None = sys._getframe(depth)
+    except ValueError:  # fewer frames than that: one of autograd's threads
+        return None
     known = _library
     while frame is not None:
         code = frame.f_code

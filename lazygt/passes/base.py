@@ -6,7 +6,9 @@ all in the numbers of the graph it was given; ``rebuild`` renumbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from lazygt.errors import GraphError
@@ -17,7 +19,11 @@ from lazygt.graph.verify import verify
 
 
 class Pass(Protocol):
-    """A name and one method."""
+    """A name and one method.
+
+    What a pass does may depend on sizes only in the ways that ``passes.sizes`` lists, and it puts
+    no size into a graph that it has computed: a program in other sizes may not be asked again.
+    """
 
     name: str
 
@@ -39,6 +45,19 @@ class Placed(NamedTuple):
     source: int
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Put garbage collection off: a plan is made of many small objects, and leaves no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@uncollected()
 def run_passes(
     graph: Graph,
     passes: Iterable[Pass],

@@ -9,6 +9,7 @@ single ones; on CUDA its horizontal kernels compute the same formula.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,16 +41,18 @@ class Foreach:
 
 
 def _split(graph: Graph) -> Graph:
-    metas: Metas = graph.values
-    rows = [part for row in placed(graph) for part in _parts(row, metas)]
+    if not any(node.op in SPLIT for node in graph.nodes):
+        return graph
+    metas, memory = graph.values, dependencies(graph).memory
+    rows = [part for row in placed(graph) for part in _parts(row, metas, memory)]
     return rebuild(graph, rows) if len(rows) != len(graph.nodes) else graph
 
 
-def _parts(row: Placed, metas: Metas) -> Iterator[Placed]:
+def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]:
     """The node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
-    if form is None or not _is_plain(node, form):
+    if form is None or not _is_plain(node, form) or _sees_own_writes(node, form, memory):
         yield row
         return
     small = [which for which, arg in enumerate(node.args[0]) if _is_small(metas[arg.index])]
@@ -68,7 +71,21 @@ def _is_plain(node: Node, form: Form) -> bool:
     targets = tuple(arg.index for arg in node.args[0])
     count = len(node.args[0])
     results = node.writes == targets and not node.fresh if node.writes else len(node.fresh) == count
-    return results and len(set(targets)) == count and len(node.args) <= len(form.takes)
+    return results and len(node.args) <= len(form.takes)
+
+
+def _sees_own_writes(node: Node, form: Form, memory: Sequence[int]) -> bool:
+    """Whether what it computes for one tensor may depend on what it wrote to another.
+
+    ``_foreach_add_([a, b], [b, a])`` adds the new ``a`` to ``b``.
+    """
+    homes = Counter(
+        home
+        for which in range(len(node.writes))
+        for home in {memory[arg.index] for arg in form.narrow(node.args, which)[0]
+                     if type(arg) is Ref}
+    )  # fmt: skip
+    return any(homes[memory[target]] > 1 for target in node.writes)
 
 
 def _is_small(meta: TensorMeta | None) -> bool:
@@ -140,7 +157,7 @@ def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
     if len(tensors) != len(form.takes) - scalars or not all(_is_small(metas[t]) for t in tensors):
         return None
     rest = () if form.keyword else node.kwargs
-    if any(type(arg) is Param for _, arg in rest):
+    if rest and (scalars or any(type(arg) is Param for _, arg in rest)):
         return None
     made = node.results[0]
     assert made is not None

@@ -23,14 +23,12 @@ class Form(NamedTuple):
         takes: for each positional argument of ``wide``: EACH, a list with one item a tensor, or
             ALL, the same for every tensor.
         keyword: the keyword of ``single`` that takes the last positional argument of ``wide``.
-        rest: positional arguments of ``single`` that ``wide`` does not have.
     """
 
     wide: str
     single: str
     takes: tuple[str, ...]
     keyword: str = ""
-    rest: tuple[Arg, ...] = ()
 
     def narrow(
         self, args: tuple[Arg, ...], which: int
@@ -42,7 +40,7 @@ class Form(NamedTuple):
         )
         if self.keyword and len(mine) == len(self.takes):
             return mine[:-1], ((self.keyword, mine[-1]),)
-        return (*mine, *self.rest), ()
+        return mine, ()
 
     def widen(
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
@@ -92,9 +90,8 @@ def _forms() -> list[Form]:
         Form("aten._foreach_minimum.List", "aten.minimum.default", both),
         Form("aten._foreach_zero_.default", "aten.zero_.default", each),
         Form("aten._foreach_copy_.default", "aten.copy_.default", both),
-        Form("aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default", (EACH, ALL),
-             rest=(None, False)),
-    ]  # fmt: skip
+        Form("aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default", (EACH, ALL)),
+    ]
 
 
 _POWER = {"": "Tensor_Scalar", "_": "Scalar"}

@@ -17,7 +17,9 @@ class Order(NamedTuple):
     Attributes:
         before: for each node the numbers of the nodes that have to run before it: those that
             make what it reads; for a write those that read that memory before it, so that a
-            write in place stays one; for a node with an effect the last such before it.
+            write in place stays one; for a read of memory the last write to it, so that old and
+            new versions never meet in one node; for a node with an effect the last such before
+            it.
         memory: for each value the value that was first in the same memory.
     """
 
@@ -32,13 +34,17 @@ def dependencies(graph: Graph) -> Order:
     home = list(range(count))
     #: memory -> nodes that have read it since it was last written
     readers: dict[int, list[int]] = {}
+    #: memory -> the node that wrote it last
+    writer: dict[int, int] = {}
     last_effect = -1
     found = []
     for number, (node, results) in enumerate(graph.numbered()):
         before = {maker[value] for value in node.refs()}
+        before.update(writer.get(home[value], -1) for value in node.refs())
         for target in _targets(node):
             before.add(maker[target])
             before.update(readers.pop(home[target], ()))
+            writer[home[target]] = number
         for value in node.refs():
             readers.setdefault(home[value], []).append(number)
         if has_effect(node):

@@ -268,7 +268,7 @@ class Client:
 
     def pump(self) -> None:
         """Take the answers that are there already."""
-        while True:
+        while self._flights or self.swapping:  # a look costs a system call
             message = self._receive(0)
             if message is None:
                 return

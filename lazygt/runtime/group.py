@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.mesh import Mesh
 from lazygt.runtime.launchers.base import GroupSpec
 
 
+class Line(NamedTuple):
+    """This rank's place on one axis of the mesh: the group along it, its size, the index in it."""
+
+    group: Any
+    size: int
+    index: int
+
+
 class Group:
-    """This rank's membership in the default torch.distributed group.
+    """This rank's membership in the default torch.distributed group, and in one group an axis.
 
     Args:
         spec: the backend, where the ranks meet, and how many seconds they wait.
@@ -24,6 +34,7 @@ class Group:
 
     def __init__(self, spec: GroupSpec, rank: int, world_size: int) -> None:
         self._spec, self._rank, self._world_size = spec, rank, world_size
+        self._lines: dict[str, Line] = {}
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
         self._thread.start()
@@ -55,8 +66,27 @@ class Group:
                 world_size=self._world_size,
                 timeout=timedelta(seconds=self._spec.timeout),
             )
+            mesh = Mesh.parse(self._spec.mesh)
+            for axis in mesh.names:  # every rank makes every group, in the same order
+                self._lines[axis] = self._line(mesh, axis)
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
+
+    def _line(self, mesh: Mesh, axis: str) -> Line:
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in mesh.lines(axis)}
+        mine = next(ranks for ranks in groups if self._rank in ranks)
+        return Line(groups[mine], len(mine), mine.index(self._rank))
+
+    def line(self, axis: str) -> Line:
+        """This rank's place on an axis, once all ranks have joined.
+
+        Raises:
+            LazyGTError: this rank could not join, or the mesh has no such axis.
+        """
+        self.wait()
+        if axis not in self._lines:
+            raise LazyGTError(f"the mesh {self._spec.mesh!r} has no axis {axis!r}")
+        return self._lines[axis]
 
 
 _current: Group | None = None  # torch, too, has one default group a process
@@ -77,6 +107,17 @@ def wait() -> None:
     if _current is None:
         raise LazyGTError("this worker is alone: there is no process group")
     _current.wait()
+
+
+def line(axis: str) -> Line:
+    """This worker's place on an axis of the mesh.
+
+    Raises:
+        LazyGTError: this worker has no group, or the mesh no such axis.
+    """
+    if _current is None:
+        raise LazyGTError("this worker is alone: there is no process group")
+    return _current.line(axis)
 
 
 def leave() -> None:

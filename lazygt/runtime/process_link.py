@@ -51,6 +51,7 @@ class LinkSpec:
         max_message: bytes of the longest message either way.
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
         group_timeout: seconds a collective waits for the other ranks.
+        mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
         loads_torch: False for handlers that do without torch.
     """
@@ -65,6 +66,7 @@ class LinkSpec:
     max_message: int = channel.MAX_MESSAGE_BYTES
     arena_bytes: int = 64 << 20
     group_timeout: float = 300.0
+    mesh: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     loads_torch: bool = True
 
@@ -418,7 +420,8 @@ class _StartPlan:
             return None
         gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
         backend = backend_for(self.spec.device, self.spec.world_size, gpus)
-        return GroupSpec(backend, f"file://{self.directory}/group", self.spec.group_timeout)
+        return GroupSpec(backend, f"file://{self.directory}/group", self.spec.group_timeout,
+                         self.spec.mesh)  # fmt: skip
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "docs/concepts.md", "docs/tuning.md", "docs/seeing.md"]
+DOCUMENTS = ["README.md", "docs/concepts.md", "docs/passes.md", "docs/tuning.md", "docs/seeing.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -5,6 +5,7 @@ The inputs are odd on purpose: NaN, infinities, both zeros, a denormal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.alias import draws
+from lazygt.graph.alias import IN_PLACE, analyse, draws
+from lazygt.graph.inline import inline
+from lazygt.graph.members import is_member
 from lazygt.graph.verify import verify
 from lazygt.passes import PIPELINE, Pass, run_passes
+from lazygt.passes.fuse import MOST_MEMBERS, Fuse
+from lazygt.passes.lifetime import Lifetime
 from lazygt.runtime.wire import decode_graph, encode_graph
 from tests.passes.steps import PROGRAMS, Step, start
 from tests.passes.tools import difference, same_numbers, with_literals
@@ -58,6 +63,25 @@ def test_a_pass_changes_no_bit(one: Pass, program: list[Step]) -> None:
         same_numbers(graph, made)
 
 
+def test_every_pass_has_something_to_do() -> None:
+    """What the tests of this file are worth: on how many of the graphs each pass does something."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=40, derandomize=True, database=None)
+    @given(PROGRAMS)
+    def look(program: list[Step]) -> None:
+        for graph in recorded(program):
+            seen["graphs"] += 1
+            for one in PIPELINE:
+                made = one.run(graph)
+                seen[one.name] += made is not graph
+                graph = made
+
+    look()
+    for name in NAMES:
+        assert seen[name] >= 0.25 * seen["graphs"], seen
+
+
 @given(PROGRAMS)
 def test_the_pipeline_changes_no_bit(program: list[Step]) -> None:
     for graph in variants(program):
@@ -97,6 +121,40 @@ def test_a_pass_is_a_function(program: list[Step]) -> None:
             verify(made)
             again = one.run(decode_graph(encode_graph(graph)))
             assert encode_graph(again) == encode_graph(made), difference(str(made), str(again))
+
+
+@given(PROGRAMS)
+def test_lifetime_writes_in_place(program: list[Step]) -> None:
+    """It never makes a write that would have to copy, nor one into an input."""
+    for graph in recorded(program):
+        made = Lifetime().run(graph)
+        before, after = analyse(graph), analyse(made)
+        assert after.owned_inputs == before.owned_inputs
+        for old, new in zip(before.modes, after.modes, strict=True):
+            assert new == (old or new)
+            assert old or all(mode == IN_PLACE for mode in new)
+
+
+@given(PROGRAMS)
+def test_fused_nodes_open_to_what_they_were(program: list[Step]) -> None:
+    """The same nodes with the same lines and origins; only members inside, and never too many."""
+    for graph in recorded(program):
+        made = Fuse().run(graph)
+        opened = inline(made)
+        names = [sorted(map(str, zip(_ops(g), g.lines, _origins(g), strict=True)))
+                 for g in (graph, opened)]  # fmt: skip
+        assert names[0] == names[1]
+        for body in (node.body for node in made.nodes if node.body is not None):
+            assert 1 < len(body.nodes) <= MOST_MEMBERS
+            assert all(is_member(node, body.values) for node in body.nodes)
+
+
+def _ops(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+def _origins(graph: Graph) -> list[int]:
+    return [graph.origin(number) for number in range(len(graph.nodes))]
 
 
 @settings(max_examples=20)

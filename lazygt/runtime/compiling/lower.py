@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazygt.graph.members import functional, numbers_of, pure_form
+from lazygt.graph.members import numbers_of, pure_form
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
 
@@ -61,7 +61,7 @@ def _member(node: Node, values: dict[int, Tensor], numbers: tuple[Tensor, ...]) 
     kwargs = {name: leaf(arg) for name, arg in node.kwargs if name != dropped}
     if node.op == "aten.copy_.default":
         return torch.empty_like(args[0]).copy_(args[1])
-    by_tensor = _BY_TENSOR.get(functional(op)) if numbers_of(node) else None
+    by_tensor = _BY_TENSOR.get(op) if numbers_of(node) else None
     result: Tensor = (by_tensor or overload(op))(*args, **kwargs)
     made = node.results[0]
     assert made is not None
@@ -88,19 +88,25 @@ def _addcdiv(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
     return a + value * b / c
 
 
+def _pow(a: Any, exponent: Any) -> Tensor:
+    """As torch has it: square roots where they are meant, so NaN for -inf, where pow has inf."""
+    made = torch.where(exponent == 0.5, a.sqrt(), torch.pow(a, exponent))
+    return torch.where(exponent == -0.5, a.rsqrt(), made)
+
+
 #: Ops that take a number, as they are with a tensor of one element in its stead.
 _BY_TENSOR: dict[str, Callable[..., Any]] = {
-    "add.Tensor": _add,
-    "sub.Tensor": _sub,
-    "mul.Tensor": torch.mul,
-    "div.Tensor": torch.div,
-    "rsub.Scalar": _rsub,
-    "addcmul.default": _addcmul,
-    "addcdiv.default": _addcdiv,
-    "lerp.Scalar": torch.lerp,
-    "pow.Tensor_Scalar": torch.pow,
-    "gt.Scalar": torch.gt,
-    "ge.Scalar": torch.ge,
-    "lt.Scalar": torch.lt,
-    "le.Scalar": torch.le,
+    "aten.add.Tensor": _add,
+    "aten.sub.Tensor": _sub,
+    "aten.mul.Tensor": torch.mul,
+    "aten.div.Tensor": torch.div,
+    "aten.rsub.Scalar": _rsub,
+    "aten.addcmul.default": _addcmul,
+    "aten.addcdiv.default": _addcdiv,
+    "aten.lerp.Scalar": torch.lerp,
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.gt.Scalar": torch.gt,
+    "aten.ge.Scalar": torch.ge,
+    "aten.lt.Scalar": torch.lt,
+    "aten.le.Scalar": torch.le,
 }

@@ -20,11 +20,16 @@ WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """How the ranks find each other: torch's backend, its store's URL, and seconds to wait."""
+    """How the ranks find each other: torch's backend, its store's URL, and seconds to wait.
+
+    Attributes:
+        mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
+    """
 
     backend: str
     init_method: str
     timeout: float
+    mesh: str = ""
 
 
 @dataclass(frozen=True, slots=True)

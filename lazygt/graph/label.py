@@ -1,0 +1,139 @@
+"""Labels: how one value lies on the ranks of one mesh axis; and the ops that move it between them.
+
+A label says it for one axis; a value on a mesh has one label an axis.
+
+The collectives are nodes of a rank's graph like any other. All give row-major results, except
+``all_reduce`` and ``first``, which keep their operand's meta. Their arguments:
+
+    lazygt.all_reduce(value, op, axis)                   P(op) -> R
+    lazygt.all_gather(value, dim, size, axis)            S(dim) -> R
+    lazygt.reduce_scatter(value, dim, op, axis)          P(op) -> S(dim)
+    lazygt.all_to_all(value, split, concat, size, axis)  S(concat) -> S(split)
+    lazygt.shard(value, dim, axis)                       R -> S(dim), nothing is sent
+    lazygt.first(value, axis)                            R -> P(sum), nothing is sent
+
+``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+
+ALL_REDUCE = "lazygt.all_reduce"
+ALL_GATHER = "lazygt.all_gather"
+REDUCE_SCATTER = "lazygt.reduce_scatter"
+ALL_TO_ALL = "lazygt.all_to_all"
+SHARD = "lazygt.shard"
+FIRST = "lazygt.first"
+
+#: Ops for which all ranks of the axis must meet, in the same order.
+MEETINGS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+#: Ops whose result depends on which rank runs them.
+COLLECTIVE_OPS = MEETINGS | {SHARD, FIRST}
+
+REDUCE_OPS = ("sum", "max", "min", "prod")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank has the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Rank i has the i-th block along ``dim`` (from 0); blocks are ``shard_bounds``."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank has a value of the full shape; reduced with ``op`` they give the value."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Label = Replicated | Sharded | Partial
+
+
+def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where block ``index`` of ``parts`` starts and stops, as ``torch.chunk`` cuts.
+
+    The first blocks have ``ceil(size / parts)`` elements, the later ones what is left, maybe 0.
+    """
+    step = -(-size // parts)
+    return min(step * index, size), min(step * (index + 1), size)
+
+
+def block_size(size: int, parts: int, index: int) -> int:
+    """Elements of block ``index``."""
+    start, stop = shard_bounds(size, parts, index)
+    return stop - start
+
+
+def local_shape(shape: tuple[int, ...], label: Label, parts: int, index: int) -> tuple[int, ...]:
+    """The shape of what rank ``index`` has of a value of ``shape``."""
+    if not isinstance(label, Sharded):
+        return shape
+    block = block_size(shape[label.dim], parts, index)
+    return (*shape[: label.dim], block, *shape[label.dim + 1 :])
+
+
+def local_meta(meta: TensorMeta, label: Label, parts: int, index: int) -> TensorMeta:
+    """The meta of what rank ``index`` has of a value: row-major when it is a block."""
+    if not isinstance(label, Sharded):
+        return meta
+    shape = local_shape(meta.shape, label, parts, index)
+    return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)
+
+
+def label_of(placement: Any, rank: int) -> Label:
+    """The label of a ``torch.distributed.tensor`` placement for a tensor of ``rank`` dims.
+
+    Raises:
+        ValueError: a dim that the tensor does not have, or a placement that lazygt has no label
+            for.
+    """
+    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate, Shard
+
+    if isinstance(placement, Replicate):
+        return Replicated()
+    if type(placement) is Shard:
+        if not -rank <= placement.dim < rank:
+            raise ValueError(f"{placement}: a tensor of {rank} dims has no dim {placement.dim}")
+        return Sharded(placement.dim % rank)
+    if isinstance(placement, TorchPartial):
+        op = {"product": "prod"}.get(placement.reduce_op, placement.reduce_op)
+        if op in REDUCE_OPS:
+            return Partial(op)
+    raise ValueError(
+        f"{placement!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
+        f"Partial(op) with op one of {', '.join(REDUCE_OPS)}"
+    )
+
+
+def placement_of(label: Label) -> Any:
+    """The ``torch.distributed.tensor`` placement of a label."""
+    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate, Shard
+
+    if isinstance(label, Sharded):
+        return Shard(label.dim)
+    if isinstance(label, Partial):
+        return TorchPartial({"prod": "product"}.get(label.op, label.op))
+    return Replicate()

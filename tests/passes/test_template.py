@@ -1,0 +1,426 @@
+"""A program in other sizes: the template gives what the passes would make, or the passes run."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, target
+from hypothesis import strategies as st
+
+import lazygt
+from lazygt.errors import GraphError
+from lazygt.graph import Graph
+from lazygt.graph.node import Node, Ref
+from lazygt.passes import PIPELINE, run_passes
+from lazygt.passes.base import uncollected
+from lazygt.passes.foreach import SMALL
+from lazygt.passes.template import Templates
+from lazygt.runtime.plan import Plan
+from tests.passes.steps import NAMES, OPERANDS, OWN, PassStep
+from tests.passes.tools import difference, graph_of
+from tests.property.programs import State, Step
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+
+def same_as_passes(templates: Templates, graph: Graph) -> bool:
+    """Assert that a graph becomes what the passes make of it: nodes, text, lines and schedule.
+
+    Returns:
+        Whether it came out of a template.
+    """
+    before = templates.resized
+    made, wanted = templates.optimised(graph, check=True), run_passes(graph, PIPELINE)
+    assert made == wanted, difference(str(wanted), str(made))
+    assert (made.lines, made.origins) == (wanted.lines, wanted.origins)
+    ours, theirs = Plan(made), Plan.build(wanted)
+    assert str(ours) == str(theirs)  # the lines of fused members too
+    assert ours.digest == theirs.digest
+    assert ours.steps == theirs.steps
+    assert ours.origins == ours.steps.graph.origins == theirs.steps.graph.origins
+    return templates.resized > before
+
+
+def resized(first: Graph, *others: Graph, most: int = 8) -> list[bool]:
+    """For each of the other graphs, in turn, whether it came out of a template."""
+    templates = Templates(PIPELINE, most)
+    assert not same_as_passes(templates, first)
+    return [same_as_passes(templates, graph) for graph in others]
+
+
+# -- what is reused ----------------------------------------------------------------------------
+
+
+def layer(batch: int, picked: int = 3) -> Graph:
+    """Views, a chain that is fused, and slices, whose numbers are sizes."""
+    #           %0 [batch, 512] ──add──relu──┬──t──t──mul──> %6 ──slice──slice──> %8
+    #                                        └──────────┘
+    return graph_of(f"""
+        graph {{
+          %0: f32[{batch}, 512] = input
+          %1: f32[512] = input
+          %2: f32[{batch}, 512] = aten.add.Tensor(%0, %1)  # a.py:1
+          %3: f32[{batch}, 512] = aten.relu.default(%2)  # a.py:2
+          %4: f32[512, {batch}]@(1, 512) = aten.t.default(%3)  # a.py:3
+          %5: f32[{batch}, 512] = aten.t.default(%4)  # a.py:3
+          %6: f32[{batch}, 512] = aten.mul.Tensor(%5, %3)  # a.py:4
+          %7: f32[{batch}, 256]@(512, 1)+256 = aten.slice.Tensor(%6, 1, 256, 512)  # a.py:5
+          %8: f32[{picked}, 256]@(512, 1)+256 = aten.slice.Tensor(%7, 0, 0, {picked})  # a.py:6
+          return %6, %8
+        }}""")
+
+
+def test_another_batch_needs_no_pass() -> None:
+    assert resized(layer(48), layer(40), layer(47, 4), layer(48)) == [True, True, True]
+
+
+def test_what_is_fused_is_resized_inside() -> None:
+    templates = Templates(PIPELINE, 8)
+    templates.optimised(layer(48))
+    made = templates.optimised(layer(40))
+    assert templates.resized == 1
+    (fused,) = [node.body for node in made.nodes if node.body is not None]
+    assert [meta.shape for meta in fused.values if meta is not None] == [(40, 512), (512,)] + [
+        (40, 512)
+    ] * 3
+
+
+def test_nodes_without_a_new_size_are_shared() -> None:
+    text = """
+        %0: f32[{0}] = input
+        %1: f32[8192] = input
+        %2: f32[{0}] = aten.cumsum.default(%0, 0)
+        %3: f32[8192] = aten.cumsum.default(%1, 0)
+        return %2, %3
+        """
+    templates = Templates(PIPELINE, 8)
+    first, other = (templates.optimised(graph_of(text.format(n))) for n in (20, 30))
+    assert templates.resized == 1
+    assert other.nodes[1] is first.nodes[1]
+    assert other.nodes[0] is not first.nodes[0]
+
+
+def test_an_entry_of_the_size_of_a_constant_stays() -> None:
+    """The passes compute 32 + 32: a number of the program that happens to be a size of it."""
+    text = """
+        %0: i64[{0}] = aten.full.default([{0}], 32, dtype=torch.int64, device=device)
+        %1: i64[{0}] = aten.full.default([{0}], 32, dtype=torch.int64, device=device)
+        %2: i64[{0}] = aten.add.Tensor(%0, %1)
+        return %2
+        """
+    assert resized(graph_of(text.format(64)), graph_of(text.format(48))) == [True]
+    assert resized(graph_of(text.format(32)), graph_of(text.format(48))) == [True]
+
+
+def test_lists_and_keywords_hold_sizes() -> None:
+    text = """
+        %0: f32[{0}, 6] = input
+        %1: f32[{1}, 6] = input
+        %2: f32[{2}, 6] = aten.cat.default([%0, %1])
+        %3: f32[{0}, 6] = aten.slice.Tensor(%2, 0, 0, {0})
+        %4: f32[{0}] = aten.full.default([{0}], 1.5, dtype=torch.float32, device=device)
+        %5: i64[{2}] = aten.arange.start_step(0, {2}, 1, dtype=torch.int64, device=device)
+        return %2, %3, %4, %5
+        """
+    first, other = graph_of(text.format(20, 30, 50)), graph_of(text.format(21, 33, 54))
+    assert resized(first, other) == [True]
+
+
+# -- what is not -------------------------------------------------------------------------------
+
+
+def test_sizes_that_coincide_are_another_program() -> None:
+    assert resized(layer(48), layer(256), layer(512), layer(48, 48)) == [False, False, False]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_none_and_one_are_no_sizes_like_others(batch: int) -> None:
+    text = """
+        %0: f32[{0}, 6] = input
+        %1: f32[6] = input
+        %2: f32[{0}, 6] = aten.add.Tensor(%0, %1)
+        %3: f32[{0}, 6] = aten.exp.default(%2)
+        return %3
+        """
+    assert resized(graph_of(text.format(20)), graph_of(text.format(batch))) == [False]
+
+
+def test_lines_of_another_place_are_another_program() -> None:
+    text = """
+        graph {{
+          %0: f32[{0}] = input
+          %1: f32[{0}] = aten.exp.default(%0)  # {1}.py:1
+          return %1
+        }}"""
+    first, others = text.format(20, "a"), (text.format(30, "b"), text.format(30, "a"))
+    assert resized(graph_of(first), *map(graph_of, others)) == [False, True]
+
+
+TWINS = """
+    %0: f32[{0}] = input
+    %1: f32[{0}] = aten.exp.default(%0)
+    %2: f32[] = aten.median.default(%1)
+    %3: f32[{0}] = aten.exp.default(%0)
+    %4: f32[] = aten.median.default(%3)
+    return %2, %4
+    """
+
+
+def test_a_twin_too_large_to_keep() -> None:
+    """cse keeps 4096 bytes alive for a later twin, and not one more."""
+    small, larger, large = (graph_of(TWINS.format(n)) for n in (1000, 1024, 1025))
+    assert len(run_passes(larger, PIPELINE).nodes) < len(run_passes(large, PIPELINE).nodes)
+    assert resized(small, larger, large) == [True, False]
+
+
+MANY = """
+    %0: f32[{0}] = input
+    %1: f32[{0}] = input
+    %2: f32[{0}] = input
+    %3: f32[{0}] = input
+    %4: f32[{0}] = aten.sqrt.default(%0)
+    %5: f32[{0}] = aten.sqrt.default(%1)
+    %6: f32[{0}] = aten.sqrt.default(%2)
+    %7: f32[{0}] = aten.sqrt.default(%3)
+    return %4, %5, %6, %7
+    """
+
+
+def test_tensors_too_large_for_one_horizontal_op() -> None:
+    most = SMALL // 4
+    small, larger, large = (graph_of(MANY.format(n)) for n in (most - 9, most, most + 1))
+    assert len(run_passes(larger, PIPELINE).nodes) == 1
+    assert resized(small, larger, large) == [True, False]
+
+
+CHAIN = """
+    %0: f32[{0}] = input
+    %1: f32[{0}] = aten.exp.default(%0)
+    %2: f32[{0}] = aten.tanh.default(%1)
+    return %2
+    """
+
+
+def test_what_is_worth_fusing_is_decided_anew() -> None:
+    """Both answers are kept, and given again on either side."""
+    few, more, many, most, fewer = (
+        graph_of(CHAIN.format(n)) for n in (5000, 6000, 9000, 9900, 5500)
+    )
+    assert len(run_passes(more, PIPELINE).nodes) == 2
+    assert len(run_passes(many, PIPELINE).nodes) == 1
+    assert resized(few, more, many, most, fewer) == [True, False, True, True]
+
+
+LARGER = """
+    %0: f32[{0}] = input
+    %1: f32[{1}] = input
+    %2: f32[{0}] = aten.exp.default(%0)
+    %3: f32[] = aten.sum.default(%2)
+    %4: f32[{1}] = aten.add.Tensor(%1, %3)
+    return %4
+    """
+
+
+def test_which_tensor_is_larger_counts() -> None:
+    """A larger op does not join the group that it needs; a smaller one does."""
+    down, smaller, up = (
+        graph_of(LARGER.format(*sizes))
+        for sizes in ((30000, 20000), (31000, 20500), (20000, 30000))
+    )
+    assert run_passes(down, PIPELINE) != run_passes(up, PIPELINE)
+    assert resized(down, smaller, up) == [True, False]
+
+
+REGROUPED = """
+    %0: f32[7, 3, 5]@({0}, 5, 1) = input
+    %1: f32[7, 3, 1, 5]@({0}, 5, 5, 1) = aten.view.default(%0, [7, 3, 1, 5])
+    %2: f32[7, 1, 3, 5]@({0}, {0}, 5, 1) = aten.view.default(%1, [7, 1, 3, 5])
+    return %2
+    """
+
+
+def test_row_major_or_not_counts() -> None:
+    """A view of a view is one view of what is row-major."""
+    rows, apart, further = (
+        graph_of(REGROUPED.format(step).replace("@(15, 5, 1)", "").replace("@(15, 5, 5, 1)", "")
+                 .replace("@(15, 15, 5, 1)", ""))
+        for step in (15, 20, 22)
+    )  # fmt: skip
+    assert len(run_passes(rows, PIPELINE).nodes) < len(run_passes(apart, PIPELINE).nodes)
+    assert resized(rows, apart, further) == [False, True]
+
+
+COPIED = """
+    %0: f64[20] = input
+    %1: f32[20] = aten._to_copy.default(%0, dtype=torch.float32)
+    %2: f32[{0}] = aten.slice.Tensor(%1, 0, 0, {0})
+    %3: f32[3, {0}]@(0, 1) = aten.expand.default(%2, [3, {0}])
+    %4: f32[3, {0}]@(0, 1) = aten.clone.default(%3)
+    return %4
+    """
+
+
+def test_which_memory_is_larger_counts() -> None:
+    """A copy stays that lets go of more bytes than it has, be they fewer elements."""
+    fewer, more, most = (graph_of(COPIED.format(n)) for n in (10, 15, 16))
+    assert len(run_passes(fewer, PIPELINE).nodes) > len(run_passes(more, PIPELINE).nodes)
+    assert resized(fewer, more, most) == [False, True]
+
+
+def test_a_size_that_a_pass_computed_is_never_replaced() -> None:
+    """A pass that does arithmetic with sizes breaks the rule: its graphs are no templates."""
+
+    class Doubles:
+        name = "doubles"
+
+        def run(self, graph: Graph) -> Graph:
+            (node,) = graph.nodes
+            stop = 2 * node.args[3]
+            doubled = Node(node.op, (Ref(0), 0, 0, stop), (), node.fresh)
+            return replace(graph, nodes=(doubled,))
+
+    text = """
+        %0: f32[{0}] = input
+        %1: f32[{1}] = aten.slice.Tensor(%0, 0, 0, {1})
+        return %1
+        """
+    templates = Templates((*PIPELINE, Doubles()), 8)
+    stops = [
+        templates.optimised(graph_of(text.format(n, n // 4))).nodes[0].args[3] for n in (40, 60)
+    ]
+    assert stops == [20, 30]
+    assert templates.resized == 0
+
+
+# -- how much is kept, and what is asked besides -----------------------------------------------
+
+
+def test_the_program_used_longest_ago_is_forgotten() -> None:
+    chains = [graph_of(CHAIN.format(n)) for n in (5000, 5001, 5002)]
+    twins = [graph_of(TWINS.format(n)) for n in (500, 501, 502)]
+    mixed = [graph for pair in zip(chains, twins, strict=True) for graph in pair]
+    assert resized(*mixed, most=2) == [False, True, True, True, True]
+    assert resized(*mixed, most=1) == [False] * 5
+
+
+def test_who_asks_for_stages_gets_every_pass() -> None:
+    templates = Templates(PIPELINE, 8)
+    templates.optimised(layer(48))
+    stages: list[tuple[str, Graph]] = []
+    made = templates.optimised(layer(40), stages=stages)
+    assert [name for name, _ in stages] == [one.name for one in PIPELINE]
+    assert stages[-1][1] is made
+    assert templates.resized == 0
+
+
+def test_a_broken_graph_is_refused() -> None:
+    graph = layer(48)
+    broken = Graph(graph.inputs, (), (Node("aten.exp.default", (Ref(9),)),), ())
+    with pytest.raises(GraphError, match="reads %9, which is not defined before it"):
+        Templates((), 8).optimised(broken)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_put_off_and_goes_on_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(ZeroDivisionError), uncollected():
+            with uncollected():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+# -- whatever the program ----------------------------------------------------------------------
+
+
+#: Steps that make no tensor of a size of their own.
+SIZED = st.one_of(
+    st.builds(PassStep, st.sampled_from(sorted(set(OWN) - {"dead_draw"})), *OPERANDS),
+    st.builds(Step, st.sampled_from(sorted(set(NAMES) - {"full", "ramp", "leaf", "random"})),
+              *OPERANDS),
+)  # fmt: skip
+SIZES = st.sampled_from([2, 3, 5, 8, 24, 32, 33, 64, 1024, 1025, 4096, 4097])
+
+
+def start(device: str, rows: int, columns: int) -> State:
+    ramp = torch.arange(float(rows * columns), device=device).view(rows, columns)
+    row = torch.full((columns,), 0.5, device=device)
+    return State(device, [ramp, ramp * 0.5, row, ramp.long(), ramp.half(), row.exp(), ramp.t() * 2])
+
+
+def accepted(program: list[Step], state: State) -> list[Step]:
+    """The steps that eager torch takes: shapes fit, and there is a kernel."""
+    taken = []
+    for step in program:
+        before = list(state.tensors)
+        try:
+            step.run(state)
+        except (RuntimeError, IndexError, ValueError):
+            state.tensors = before
+            continue
+        taken.append(step)
+    return taken
+
+
+def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
+    """The graphs that a program records after its start, before any pass."""
+    taken = accepted(program, start("cpu", rows, columns))
+    with lazygt.session(executor="inline", keep_stages=True) as s:
+        state = start("lazygt", rows, columns)
+        s.flush()
+        for step in taken:
+            step.run(state)
+        s.flush()
+        return [s.stages(plan)[0][1] for plan in s.plans()[1:]]
+
+
+@given(
+    st.lists(SIZED, min_size=3, max_size=25),
+    st.lists(st.tuples(SIZES, SIZES), min_size=2, max_size=4),
+)
+def test_a_template_makes_what_the_passes_make(
+    program: list[Step], sizes: list[tuple[int, int]]
+) -> None:
+    templates = Templates(PIPELINE, 100)
+    for rows, columns in sizes:
+        if rows * columns <= 1 << 17:
+            for graph in recorded(program, rows, columns):
+                same_as_passes(templates, graph)
+    target(float(templates.resized), label="resized")
+
+
+def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> float:
+    x = torch.linspace(-1, 1, batch * 6, device=next(model.parameters()).device).view(batch, 6)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def losses(device: str, batches: list[int]) -> list[float]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 4)]
+    model = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return [training_step(model, optimizer, batch) for batch in batches]
+
+
+def test_a_session_trains_on_varying_batches() -> None:
+    batches = [20, 20, 20, 21, 23, 22, 25, 20, 29, 27]
+    with lazygt.session(executor="inline", check_passes=True) as s:
+        ours = losses("lazygt", batches)
+        assert s._templates.resized >= 5
+    assert ours == losses("cpu", batches)
