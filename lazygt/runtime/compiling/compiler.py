@@ -20,6 +20,7 @@ from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.interrupts import HOLD
+from lazygt.runtime.launchers.local import same_package
 
 #: What the pipe to the process holds, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -140,12 +141,20 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 def _start(cache: Path) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
+        **same_package(),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "lazygt.runtime.compiling.service", str(os.getpid()), str(cache)],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "lazygt.runtime.compiling.service",
+            str(os.getpid()),
+            str(cache),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -138,11 +138,15 @@ def _environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
-    if str(_PACKAGE_ROOT) not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        # Run from a checkout: the worker must find the same lazygt as the client.
-        inherited = os.environ.get("PYTHONPATH")
-        given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), inherited)))
-    return given
+    return given | same_package()
+
+
+def same_package() -> dict[str, str]:
+    """The variable with which another Python process finds the same lazygt as this one."""
+    if str(_PACKAGE_ROOT) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        return {}
+    inherited = os.environ.get("PYTHONPATH")  # run from a checkout
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), inherited)))}
 
 
 def _signal_name(number: int) -> str:
