@@ -1,0 +1,204 @@
+"""The control connection: small messages beside the data, over a local socket.
+
+A message is 4 bytes of length and a msgpack map with a ``kind``; file descriptors ride along. The
+socket lies in a directory that only its user can enter, and the kernel names the peer's process,
+whose end is noticed at once even if a child that it forked still holds the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from lazygt.errors import ProtocolError, SecurityError
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 16
+_FDS_AT_ONCE = 8
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Message = Mapping[str, Any]
+
+
+class PeerGone(Exception):
+    """The other end's process or connection has ended."""
+
+
+class Deadline:
+    """A point in time, ``seconds`` after it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to go, never below 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def expired(self) -> bool:
+        return self.remaining == 0.0
+
+
+class Connection:
+    """One end of a control connection; used by one thread.
+
+    Attributes:
+        pid: the process at the other end.
+
+    Raises:
+        SecurityError: the other end belongs to another user.
+        PeerGone: it has ended already.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._received = bytearray()
+        self._fds: deque[int] = deque()
+        sock.setblocking(False)
+        size = _CREDENTIALS.size
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        self.pid, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid != os.getuid():
+            sock.close()
+            raise SecurityError(f"process {self.pid} of another user ({uid}) asked for weights")
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError as error:
+            sock.close()
+            raise PeerGone from error
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """To poll for reading: the socket, and the other process's end."""
+        return self._sock.fileno(), self._pidfd
+
+    def send(self, message: Message, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+        """Send a message.
+
+        Raises:
+            PeerGone: there is no one to send it to.
+            TimeoutError: the other end has not read what came before until the deadline.
+        """
+        body = msgpack.packb(message)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        while data:
+            try:
+                sent = socket.send_fds(self._sock, [data], fds)
+            except BlockingIOError:
+                self._wait_for_room(deadline)
+                continue
+            except OSError as error:
+                raise PeerGone from error
+            data, fds = data[sent:], ()
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have arrived; does not wait.
+
+        Raises:
+            PeerGone: the other end has gone, and all it said has been yielded.
+            ProtocolError: it does not follow the protocol.
+        """
+        ended = self._fill()
+        while (message := self._take()) is not None:
+            yield message
+        if ended or self.has_ended(0.0):
+            raise PeerGone
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether the other process has ended; waits at most so long for that."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(seconds * 1e3))
+
+    def take_fd(self) -> int:
+        """The next file descriptor that came with a message.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        if not self._fds:
+            raise ProtocolError("a message promised a file descriptor and none came")
+        return self._fds.popleft()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if self._pidfd < 0:
+            return
+        self._sock.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _wait_for_room(self, deadline: Deadline) -> None:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLOUT)
+        poller.register(self._pidfd, select.POLLIN)
+        ready = dict(poller.poll(deadline.remaining * 1e3))
+        if self._pidfd in ready:
+            raise PeerGone
+        if not ready:
+            raise TimeoutError(f"process {self.pid} does not read its messages")
+
+    def _fill(self) -> bool:
+        """Read what there is; True when the connection has ended."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_AT_ONCE)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            self._fds.extend(fds)
+            if not data:
+                return True
+            self._received += data
+
+    def _take(self) -> dict[str, Any] | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a control message of {length} bytes is too long")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        try:
+            message = msgpack.unpackb(body)
+        except ValueError as error:
+            raise ProtocolError(f"a control message cannot be read: {error}") from error
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise ProtocolError("a control message must be a map with a kind")
+        return message
+
+
+def connect(address: str) -> Connection:
+    """Connect to the socket at a path.
+
+    Raises:
+        OSError: nobody listens there.
+        PeerGone, SecurityError: see `Connection`.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return Connection(sock)

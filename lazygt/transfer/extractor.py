@@ -1,0 +1,144 @@
+"""Extractors: what a model is made of. They know no transport and no threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lazygt.transfer.spec import DTYPE_NAMES, Manifest, ParamSpec
+
+
+class Chunk(NamedTuple):
+    """The parameters of one module, with those tied to earlier ones left out.
+
+    The tensors may have another dtype than their spec: the sender casts while it copies. They
+    must stay as they are until the transfer ends, so an extractor never reuses their memory.
+    """
+
+    module: str
+    params: Sequence[tuple[ParamSpec, Tensor]]
+
+
+class Extractor(Protocol):
+    """Where the weights come from.
+
+    `chunks` covers every parameter of `manifest` that is no alias, once, in the same order.
+    """
+
+    def manifest(self) -> Manifest:
+        """What will travel; moves no data."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The parameters, a module at a time; a fresh pass at each call."""
+
+
+def parent_module(name: str) -> str:
+    """``layers.0.attention.weight`` -> ``layers.0.attention``."""
+    return name.rpartition(".")[0]
+
+
+class ModuleExtractor:
+    """The parameters and persistent buffers of a torch module, or the entries of a mapping.
+
+    Works on the CPU, on GPUs, and in a lazygt session, where each chunk is fetched from the
+    workers when it is asked for.
+
+    Args:
+        module: read anew at each transfer.
+        cast: name pattern (as in a shell: ``*``, ``?``) -> dtype. The first that matches a
+            floating-point parameter decides; without a match it travels as it is.
+        group: name -> the module it travels with; neighbours of one group form a chunk.
+        rename: name -> the name that receivers know it by.
+
+    Raises:
+        TypeError: a parameter is sparse, sharded or without memory; when it is read.
+        ValueError: tied parameters would get different dtypes; when it is read.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Mapping[str, Tensor],
+        *,
+        cast: Mapping[str, torch.dtype] | None = None,
+        group: Callable[[str], str] = parent_module,
+        rename: Callable[[str], str] | None = None,
+    ) -> None:
+        self._module = module
+        self._cast = dict(cast or {})
+        self._group = group
+        self._rename = rename or (lambda name: name)
+
+    def manifest(self) -> Manifest:
+        """Names, dtypes on the wire, shapes and ties, in the module's order."""
+        return Manifest(tuple(spec for _, spec, _ in self._entries()))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """One chunk a module; lazygt tensors come as fetched CPU tensors."""
+        own = (entry for entry in self._entries() if entry[1].alias_of is None)
+        for module, entries in groupby(own, key=lambda entry: self._group(entry[0])):
+            yield Chunk(module, [(spec, _reachable(tensor, spec)) for _, spec, tensor in entries])
+
+    def _entries(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
+        first: dict[object, ParamSpec] = {}
+        for name, tensor in self._named():
+            _check_dense(name, tensor)
+            dtype = DTYPE_NAMES[self._dtype_for(name, tensor)]
+            wire_name, shape = self._rename(name), tuple(tensor.shape)
+            target = first.setdefault(_identity(tensor), ParamSpec(wire_name, dtype, shape))
+            if target.name != wire_name and target.dtype != dtype:
+                raise ValueError(
+                    f"{wire_name} is tied to {target.name}, but the casts send one as {dtype} and "
+                    f"the other as {target.dtype}; give both the same"
+                )
+            tie = None if target.name == wire_name else target.name
+            yield name, ParamSpec(wire_name, dtype, shape, tie), tensor
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(self._module, nn.Module):
+            yield from self._module.state_dict(keep_vars=True).items()
+        else:
+            yield from self._module.items()
+
+    def _dtype_for(self, name: str, tensor: Tensor) -> torch.dtype:
+        if tensor.dtype.is_floating_point:
+            for pattern, dtype in self._cast.items():
+                if fnmatchcase(name, pattern):
+                    return dtype
+        return tensor.dtype
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for tensors that are the same memory seen in the same way."""
+    if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel():
+        return id(tensor)
+    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.device, place, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """The tensor in memory that this process can read."""
+    if tensor.device.type in {"cpu", "cuda"}:
+        return tensor.detach()
+    # Cast where it lies, so that fewer bytes are fetched.
+    return tensor.detach().to(spec.torch_dtype).cpu()
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    kind = None
+    if not isinstance(tensor, Tensor):
+        kind = f"a {type(tensor).__name__} and no tensor"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "sparse or quantized; send a dense copy of it"
+    elif tensor.is_meta:
+        kind = "on device meta, without values; materialise the module first"
+    elif hasattr(tensor, "full_tensor"):
+        kind = "sharded over several ranks; gather it with full_tensor() first"
+    elif tensor.dtype not in DTYPE_NAMES:
+        kind = f"of dtype {tensor.dtype}, which does not travel"
+    if kind is not None:
+        raise TypeError(f"parameter {name!r} is {kind}")

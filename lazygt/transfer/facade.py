@@ -1,0 +1,47 @@
+"""``lazygt.transfer(...)``: an extractor, a sender and a progress bar tied together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lazygt.transfer.extractor import Extractor, ModuleExtractor
+from lazygt.transfer.report import Progress, TransferReport
+from lazygt.transfer.sender import Sender
+
+
+def transfer(
+    source: nn.Module | Mapping[str, Tensor] | Extractor,
+    sender: Sender,
+    *,
+    version: int | None = None,
+    timeout: float = 60.0,
+    progress: bool | None = None,
+) -> TransferReport:
+    """Give every receiver of ``sender`` the weights of ``source``, or none of them.
+
+    Args:
+        source: a module (also one in a lazygt session), a mapping of tensors, or an extractor
+            made with casts, groups or other names.
+        version: greater than the receivers' own; by default the last one plus 1.
+        timeout: seconds for the whole transfer.
+        progress: draw a bar; None: where standard error is a terminal.
+
+    Raises:
+        TransferError: it failed; receivers keep their version, and it may be tried again at
+            once. Its subclasses say who and why: see `lazygt.transfer.errors`.
+    """
+    if isinstance(source, nn.Module | Mapping):
+        source = ModuleExtractor(source)
+    off = None if progress is None else not progress
+    with tqdm(
+        desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=off
+    ) as bar:
+
+        def show(at: Progress) -> None:
+            bar.total = at.total
+            bar.update(at.done - bar.n)
+
+        return sender.send(source, version=version, timeout=timeout, progress=show)

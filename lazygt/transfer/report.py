@@ -1,0 +1,60 @@
+"""What a transfer tells while it runs and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a transfer has come, in bytes and requests."""
+
+    done: int
+    total: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """A transfer that has been committed.
+
+    Attributes:
+        version: what receivers have now.
+        nbytes: bytes of the parameters; ties count once.
+        params, aliases: parameters with bytes of their own, and names tied to one of them.
+        unchanged: parameters that did not travel because the receivers had them.
+        chunks, requests: what the extractor yielded, and what the sender made of it.
+        seconds: from the call to the last receiver's word that it has the version.
+        phases: seconds by phase: begin, data, prepare, commit.
+        pauses: seconds by receiver for which new readings could have been held up by the flip.
+        lost: receivers that went away after the decision to commit.
+    """
+
+    version: int
+    nbytes: int
+    params: int
+    aliases: int
+    unchanged: int
+    chunks: int
+    requests: int
+    seconds: float
+    phases: Mapping[str, float]
+    pauses: Mapping[str, float]
+    lost: tuple[str, ...] = ()
+
+    @property
+    def gb_per_second(self) -> float:
+        """1e9 bytes a second, whole transfer."""
+        return self.nbytes / self.seconds / 1e9
+
+    def __str__(self) -> str:
+        pause = max(self.pauses.values(), default=0.0)
+        skipped = f", {self.unchanged} unchanged" if self.unchanged else ""
+        lost = f"; LOST: {', '.join(self.lost)}" if self.lost else ""
+        return (
+            f"version {self.version}: {self.params} parameters{skipped}, "
+            f"{self.nbytes / 1e6:.1f} MB in {self.requests} requests to {len(self.pauses)} "
+            f"receiver(s), {self.seconds * 1e3:.1f} ms ({self.gb_per_second:.2f} GB/s), "
+            f"pause {pause * 1e6:.0f} us{lost}"
+        )

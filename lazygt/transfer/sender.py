@@ -1,0 +1,411 @@
+"""The life of a transfer, seen from the sender; a strategy fills in how bytes move.
+
+    begin ->     manifest, version, where the bytes will be      <- ready | refuse
+    data ->      one request: pieces with their checksums        <- staged | refuse
+    prepare ->   no more data                                    <- prepared | refuse
+    commit ->    flip to the new version                         <- committed
+    abort ->     (instead, at any point before commit) forget it
+
+Readers see the new version after commit only, and commit goes out only when every receiver has
+said *prepared*: all bytes are there and have the right checksums.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from lazygt.transfer.batches import Batcher, Request
+from lazygt.transfer.bytework import Crew, checksum_named, sha256, wire_bytes
+from lazygt.transfer.control import Deadline, Message
+from lazygt.transfer.errors import (
+    ReceiverDied,
+    ReceiverFrozen,
+    ReceiverRefused,
+    TransferError,
+)
+from lazygt.transfer.extractor import Chunk, Extractor
+from lazygt.transfer.peers import Peer, Peers
+from lazygt.transfer.report import Progress, TransferReport
+from lazygt.transfer.spec import Manifest, ParamSpec
+
+_ABORT_SECONDS = 0.1  # for a message of 30 bytes; who does not take it is told by what comes next
+_COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
+
+
+class Outgoing:
+    """A transfer on its way: what all its parts need to know.
+
+    Attributes:
+        number: counts the sender's transfers, also those that failed.
+        tensors: parameters that the extractor has yielded and no request has taken yet.
+    """
+
+    def __init__(self, number: int, version: int, manifest: Manifest, deadline: Deadline) -> None:
+        self.number, self.version, self.manifest = number, version, manifest
+        self.deadline = deadline
+        self.tensors: dict[int, Tensor] = {}
+        self._bytes: dict[int, Tensor] = {}
+        self.unchanged: list[int] = []
+        self.digests: dict[int, bytes] = {}
+        self.requests = self.chunks = self.done = 0
+        self.phases: dict[str, float] = {}
+
+    def travelling(self, number: int) -> Tensor:
+        """A parameter's bytes as they travel, flat uint8, on its own device."""
+        if number not in self._bytes:
+            dtype = self.manifest.params[number].torch_dtype
+            self._bytes[number] = wire_bytes(self.tensors[number], dtype)
+        return self._bytes[number]
+
+    def drop(self, number: int) -> None:
+        """A parameter has been carried to its end."""
+        self.tensors.pop(number)
+        self._bytes.pop(number, None)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note how long the block takes."""
+        begin = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - begin
+
+
+class _Hooks:
+    """What a strategy may fill in."""
+
+    def invitation(self, out: Outgoing, peer: Peer) -> tuple[Message, Sequence[int]]:
+        """What ``begin`` says besides, and file descriptors to go with it."""
+        return {}, ()
+
+    def finish(self, out: Outgoing) -> None:
+        """Announce what is still on its way; there is no more data."""
+
+    def keep(self, out: Outgoing, unchanged: Sequence[int]) -> None:
+        """Nothing travels for these parameters."""
+
+    def ended(self, out: Outgoing, *, committed: bool) -> None:
+        """A transfer is over."""
+
+    def forget(self) -> None:
+        """A receiver that was dropped may be alive: touch no memory that it can see."""
+
+    def release(self) -> None:
+        """Give back what the strategy holds; called once, by `close`."""
+
+
+class Sender(_Hooks, ABC):
+    """Sends models to the receivers that are connected; used by one thread.
+
+    A strategy is a subclass in a file of its own, with its receiver beside it.
+
+    Args:
+        verify: the checksum of every piece: crc32, xor64 or none.
+        skip_unchanged: leave out CPU parameters whose bytes (by SHA-256) are those of the last
+            version, when all receivers have that one.
+
+    Attributes:
+        address: what receivers connect to, a path that only this user can reach.
+        version: the last one that was committed; 0: none.
+    """
+
+    strategy: ClassVar[str]
+
+    def __init__(self, *, verify: str = "crc32", skip_unchanged: bool = False) -> None:
+        self._check = checksum_named(verify)
+        self._verify = verify
+        self._skip = skip_unchanged
+        self._peers = Peers(self.strategy)
+        self._crew = Crew()
+        self._transfers = 0
+        self._digests: dict[int, bytes] = {}
+        self._sent: Manifest | None = None
+        self.version = 0
+
+    # -- what a strategy has to fill in ------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def threshold(self) -> int:
+        """Bytes of a request; 0: each chunk is a request."""
+
+    @abstractmethod
+    def prepare(self, out: Outgoing, peers: Sequence[Peer]) -> None:
+        """Get ready for a transfer to these receivers."""
+
+    @abstractmethod
+    def carry(self, out: Outgoing, request: Request) -> None:
+        """Move a request's bytes, and `announce` it."""
+
+    # -- for everyone ----------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return self._peers.address
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Names of the receivers that are connected."""
+        return tuple(peer.name for peer in self._peers.connected)
+
+    def wait_for_receivers(self, count: int, timeout: float = 60.0) -> None:
+        """Wait until so many receivers are connected.
+
+        Raises:
+            TransferError: they were not, within ``timeout`` seconds.
+        """
+        self._peers.wait_for_connected(count, Deadline(timeout))
+
+    def send(
+        self,
+        extractor: Extractor,
+        *,
+        version: int | None = None,
+        timeout: float = 60.0,
+        progress: Callable[[Progress], object] | None = None,
+    ) -> TransferReport:
+        """Send a model to every connected receiver: all get the new version, or none does.
+
+        Args:
+            version: greater than the receivers' own; by default the last one plus 1.
+            timeout: seconds for the whole transfer.
+            progress: called after each request.
+
+        Raises:
+            TransferError: see `lazygt.transfer.errors`. Receivers have their old version, and the
+                next transfer may be tried at once.
+        """
+        version = self.version + 1 if version is None else version
+        self._transfers += 1
+        out = Outgoing(self._transfers, version, extractor.manifest(), Deadline(timeout))
+        begin = time.perf_counter()
+        peers = self._open()
+        committed = False
+        try:
+            self._stage(out, extractor, peers, progress)
+            committed = True
+            self.version, self._sent, self._digests = version, out.manifest, out.digests
+            lost = self._commit(out)
+        except BaseException:
+            if not committed:
+                self._abort(out)
+            raise
+        finally:
+            self._peers.active = []
+            self.ended(out, committed=committed)
+        return self._report(out, peers, lost, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Hang up on the receivers, which keep what they have. Idempotent."""
+        if self._peers.closed:
+            return
+        self._peers.close()
+        self._crew.close()
+        self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- for strategies --------------------------------------------------------------------
+
+    def announce(self, out: Outgoing, request: Request, checks: Sequence[int], **more: Any) -> None:
+        """Tell the receivers of a request; ``checks`` are the checksums of its pieces."""
+        out.requests += 1
+        out.done += sum(piece.nbytes for piece in request)
+        message = {"kind": "data", "pieces": [list(piece) for piece in request], **more}
+        self._tell_all(out, {**message, "checks": list(checks)})
+
+    def wait_staged(self, out: Outgoing, requests: int) -> None:
+        """Wait until every receiver has taken in so many requests."""
+        self._peers.wait(lambda peer: peer.staged >= requests, out.deadline)
+
+    # -- the steps -------------------------------------------------------------------------
+
+    def _open(self) -> list[Peer]:
+        if self._peers.closed:
+            raise TransferError("this sender is closed; make a new one")
+        self._peers.pump(0.0)
+        if self._peers.suspect:
+            self._peers.suspect = False
+            self._digests = {}
+            self.forget()
+        if not self._peers.connected:
+            raise TransferError(
+                f"no receiver is connected to {self.address}; start one with this address and "
+                f"call wait_for_receivers(1)"
+            )
+        self._peers.active = list(self._peers.connected)
+        for peer in self._peers.active:
+            peer.expect(self._transfers)
+        return list(self._peers.active)
+
+    def _stage(
+        self,
+        out: Outgoing,
+        extractor: Extractor,
+        peers: list[Peer],
+        progress: Callable[[Progress], object] | None,
+    ) -> None:
+        self._peers.during = "begin"
+        with out.phase("begin"):
+            self._begin(out, peers)
+        self._peers.during = "data"
+        with out.phase("data"):
+            for _ in self._requests(out, extractor, peers):
+                if progress is not None:
+                    progress(Progress(out.done, out.manifest.nbytes, out.requests))
+            self.finish(out)
+        self._peers.during = "prepare"
+        with out.phase("prepare"):
+            self.keep(out, out.unchanged)
+            self._tell_all(out, {"kind": "prepare", "unchanged": out.unchanged})
+            self._peers.wait(lambda peer: "prepared" in peer.said, out.deadline)
+        if progress is not None:
+            progress(Progress(out.manifest.nbytes, out.manifest.nbytes, out.requests))
+
+    def _begin(self, out: Outgoing, peers: list[Peer]) -> None:
+        self.prepare(out, peers)
+        general = {
+            "kind": "begin",
+            "transfer": out.number,
+            "version": out.version,
+            "manifest": out.manifest.to_wire(),
+            "seconds": out.deadline.remaining,
+            "verify": self._verify,
+        }
+        for peer in peers:
+            more, fds = self.invitation(out, peer)
+            self._peers.tell(peer, {**general, **more}, out.deadline, fds)
+        self._peers.wait(lambda peer: "ready" in peer.said, out.deadline)
+        for peer in peers:
+            peer.version = peer.said["ready"]["version"]
+
+    def _requests(
+        self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
+    ) -> Iterator[None]:
+        """Carry one request after the other."""
+        batcher = Batcher(out.manifest, self.threshold)
+        skip = self._skip and self._all_have_last(out, peers)
+        for chunk in extractor.chunks():
+            out.chunks += 1
+            for request in batcher.add(self._changed(out, chunk, skip=skip)):
+                self._carry(out, request)
+                yield
+            self._peers.pump(0.0)  # so that a death is noticed while chunks are being made
+        for request in batcher.flush():
+            self._carry(out, request)
+            yield
+
+    def _carry(self, out: Outgoing, request: Request) -> None:
+        self.carry(out, request)
+        for piece in request:
+            if piece.begin + piece.nbytes == out.manifest.params[piece.param].nbytes:
+                out.drop(piece.param)
+        if out.deadline.expired:
+            raise TransferError(
+                f"the deadline of {out.deadline.seconds:g} s passed after {out.done} of "
+                f"{out.manifest.nbytes} bytes; give transfer() a longer timeout"
+            )
+
+    def _changed(self, out: Outgoing, chunk: Chunk, *, skip: bool) -> list[int]:
+        """Take in a chunk; the positions of the parameters that must travel."""
+        travelling = []
+        for spec, tensor in chunk.params:
+            number = _checked(out.manifest, spec, tensor)
+            if self._skip and tensor.device.type == "cpu":
+                same = wire_bytes(tensor, spec.torch_dtype)
+                out.digests[number] = sha256(same)
+            if skip and self._digests.get(number, b"") == out.digests.get(number):
+                out.unchanged.append(number)
+                out.done += spec.nbytes
+            else:
+                out.tensors[number] = tensor
+                travelling.append(number)
+        return travelling
+
+    def _all_have_last(self, out: Outgoing, peers: Sequence[Peer]) -> bool:
+        return (
+            self._sent is not None
+            and self._sent.digest == out.manifest.digest
+            and all(peer.version == self.version for peer in peers)
+        )
+
+    def _commit(self, out: Outgoing) -> tuple[str, ...]:
+        """Tell everyone to flip; names who went away now: the decision has been made."""
+        self._peers.during = "commit"
+        lost: list[str] = []
+        deadline = Deadline(max(out.deadline.remaining, _COMMIT_SECONDS))
+        message = {"kind": "commit", "transfer": out.number}
+        untold = list(self._peers.active)
+        with out.phase("commit"):
+            while True:
+                try:
+                    while untold:
+                        self._peers.tell(untold.pop(), message, deadline, ())
+                    self._peers.wait(lambda peer: "committed" in peer.said, deadline)
+                    return tuple(lost)
+                except (ReceiverDied, ReceiverRefused) as error:
+                    lost.append(error.receiver)
+                    self._peers.drop_named(error.receiver)
+                except ReceiverFrozen as error:
+                    lost += error.receivers
+
+    def _abort(self, out: Outgoing) -> None:
+        for peer in list(self._peers.active):
+            try:
+                message = {"kind": "abort", "transfer": out.number}
+                self._peers.tell(peer, message, Deadline(_ABORT_SECONDS), ())
+            except TransferError:
+                continue  # the first failure is what the caller hears of; this one is dropped too
+
+    def _tell_all(self, out: Outgoing, message: Message) -> None:
+        self._peers.tell_all({**message, "transfer": out.number}, out.deadline)
+
+    def _report(
+        self, out: Outgoing, peers: list[Peer], lost: tuple[str, ...], seconds: float
+    ) -> TransferReport:
+        own = [spec for spec in out.manifest.params if spec.alias_of is None]
+        pauses = {
+            peer.name: float(peer.said["committed"]["pause"])
+            for peer in peers
+            if "committed" in peer.said
+        }
+        return TransferReport(
+            version=out.version,
+            nbytes=out.manifest.nbytes,
+            params=len(own),
+            aliases=len(out.manifest.params) - len(own),
+            unchanged=len(out.unchanged),
+            chunks=out.chunks,
+            requests=out.requests,
+            seconds=seconds,
+            phases=out.phases,
+            pauses=pauses,
+            lost=lost,
+        )
+
+
+def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:
+    """The position of a parameter that the extractor has yielded, if it is what was announced."""
+    number = manifest.index.get(spec.name)
+    if number is None or manifest.params[number] != spec or tuple(tensor.shape) != spec.shape:
+        announced = "nothing of that name" if number is None else str(manifest.params[number])
+        raise TransferError(
+            f"the extractor yielded {spec.name} as {spec} with a tensor of shape "
+            f"{list(tensor.shape)}, but its manifest announced {announced}; mend the extractor"
+        )
+    return number

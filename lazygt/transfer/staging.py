@@ -1,0 +1,44 @@
+"""A receiver's own memory for new versions, given back when the last tensor in it has died."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lazygt.runtime.shm import Arena, tensor_over
+
+
+class Staging:
+    """Makes flat uint8 buffers on one device. Freed host memory is kept and used again.
+
+    Fresh host memory costs twice as much to fill as memory that was used before; torch's own
+    allocator does the same for a GPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._arena: Arena | None = None
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """``nbytes`` of uint8.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: there is not as much left.
+        """
+        if self.device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._arena is None:
+            self._arena = Arena.create(max(nbytes, 1))
+        slot = self._arena.allocate(nbytes)
+        return tensor_over(self._arena, slot.offset, nbytes, self._free)
+
+    def close(self) -> None:
+        """Give freed memory back; tensors that live on keep theirs. Idempotent."""
+        if self._arena is not None:
+            arena, self._arena = self._arena, None
+            arena.close()
+
+    def _free(self, offset: int) -> None:
+        arena = self._arena
+        if arena is not None:
+            arena.free(offset)
