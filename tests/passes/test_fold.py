@@ -51,6 +51,36 @@ def test_a_longer_way_round_of_views() -> None:
     )
 
 
+def test_views_between_the_products_of_two_linear_layers() -> None:
+    # %0 ──view──> %3 ──mm──> %4 ──view──> %5 ──view──> %6 = %4 ──mm──> %7 ──view──> %8
+    check_numbers(
+        FOLD,
+        """
+        %0: f32[2, 3, 4] = input
+        %1: f32[4, 5] = input
+        %2: f32[5, 4] = input
+        %3: f32[6, 4] = aten.view.default(%0, [6, 4])
+        %4: f32[6, 5] = aten.mm.default(%3, %1)
+        %5: f32[2, 3, 5] = aten.view.default(%4, [2, 3, 5])
+        %6: f32[6, 5] = aten.view.default(%5, [6, 5])
+        %7: f32[6, 4] = aten.mm.default(%6, %2)
+        %8: f32[2, 3, 4] = aten.view.default(%7, [2, 3, 4])
+        return %8
+        """,
+        """
+        %0: f32[2, 3, 4] = input
+        %1: f32[4, 5] = input
+        %2: f32[5, 4] = input
+        %3: f32[6, 4] = aten.view.default(%0, [6, 4])
+        %4: f32[6, 5] = aten.mm.default(%3, %1)
+        %5: f32[2, 3, 5] = aten.view.default(%4, [2, 3, 5])
+        %6: f32[6, 4] = aten.mm.default(%4, %2)
+        %7: f32[2, 3, 4] = aten.view.default(%6, [2, 3, 4])
+        return %7
+        """,
+    )
+
+
 def test_bits_seen_as_another_dtype_and_back() -> None:
     check_numbers(
         FOLD,
