@@ -88,12 +88,6 @@ def _addcdiv(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
     return a + value * b / c
 
 
-def _pow(a: Any, exponent: Any) -> Tensor:
-    """As torch has it: square roots where they are meant, so NaN for -inf, where pow has inf."""
-    made = torch.where(exponent == 0.5, a.sqrt(), torch.pow(a, exponent))
-    return torch.where(exponent == -0.5, a.rsqrt(), made)
-
-
 #: Ops that take a number, as they are with a tensor of one element in its stead.
 _BY_TENSOR: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": _add,
@@ -104,7 +98,6 @@ _BY_TENSOR: dict[str, Callable[..., Any]] = {
     "aten.addcmul.default": _addcmul,
     "aten.addcdiv.default": _addcdiv,
     "aten.lerp.Scalar": torch.lerp,
-    "aten.pow.Tensor_Scalar": _pow,
     "aten.gt.Scalar": torch.gt,
     "aten.ge.Scalar": torch.ge,
     "aten.lt.Scalar": torch.lt,

@@ -1,8 +1,8 @@
 """The compile process: ``python -m lazygt.runtime.compiling.service CLIENT_PID CACHE``.
 
 Takes requests on its standard input, one msgpack map each, and answers each on its standard
-output. It runs at the lowest priority, on one thread, and ends with its client: when the pipe is
-closed or the client is gone, it kills its process group, compilers and all.
+output. It runs on one thread, at the idle priority that its client gives it. It ends with its
+client: when the pipe is closed or the client is gone, it kills its process group, compilers and all.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ _OPTIONS = {
 
 def main() -> None:
     """Serve until the client goes."""
-    os.nice(19)
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # only what nobody else wants
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what compilers print is no answer
