@@ -36,7 +36,8 @@ _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
 _EXACT = (torch.float32, torch.float64)
 
-#: Where a run-time number may stand: functional overload -> positions and keywords.
+#: Where a run-time number may stand: functional overload -> positions and keywords. Not as an
+#: exponent: torch multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
 NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.add.Tensor": (1, "alpha"),
     "aten.sub.Tensor": (1, "alpha"),
@@ -46,7 +47,6 @@ NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.addcmul.default": ("value",),
     "aten.addcdiv.default": ("value",),
     "aten.lerp.Scalar": (2,),
-    "aten.pow.Tensor_Scalar": (1,),
     "aten.gt.Scalar": (1,),
     "aten.ge.Scalar": (1,),
     "aten.lt.Scalar": (1,),

@@ -70,6 +70,7 @@ def test_functional_forms(op: str, pure: tuple[str, str]) -> None:
         "%2: f32[2, 3] = aten.add_.Tensor(%0, %1) writes %0",
         "%2: f32[2, 3] = aten.add.out(%0, %0, out=%1) writes %1",
         "%2: f32[2, 3] = aten.mul.Tensor(%0, $0)",
+        "%2: f32[2, 3] = aten.pow.Tensor_Scalar(%0, 2)",
         "%2: f32[2, 3] = aten.add.out(%0, %0, alpha=$0, out=%1) writes %1",
         "%2: f64[2, 3] = aten._to_copy.default(%0, dtype=torch.float64)",
         "%2: f32[2, 3] = aten.copy_.default(%0, %1) writes %0",
@@ -97,6 +98,7 @@ def test_members(row: str) -> None:
         # a run-time number where no tensor may stand, or where the arithmetic would be another
         "%2: f32[2, 3] = aten.clamp.default(%0, $0)",
         "%2: f32[2, 3] = aten.leaky_relu.default(%0, $0)",
+        "%2: f32[2, 3] = aten.pow.Tensor_Scalar(%0, $0)",
         "%2: f32[2, 3] = aten.div.Tensor_mode(%0, $0, rounding_mode='floor')",
         "%2: f32[] = aten.linalg_vector_norm.default(%0, $0)",
         "%2: f32[2] = aten.sum.IntList_out(%0, [1], out=%1) writes %1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lazygt.passes.foreach import SMALL, Foreach
 from tests.passes.tools import check_numbers, graph_of, keeps, same_numbers
@@ -224,3 +225,31 @@ def test_draws_keep_their_order() -> None:
     assert draws == ["aten.randn_like.default", "aten.rand_like.default"] * 2
     assert len(made.nodes) == 5
     same_numbers(graph, made)
+
+
+def test_a_draw_that_has_to_wait_holds_back_the_next() -> None:
+    # the first draw reads %4, which moves down to %9; the second needs nothing, and comes after it
+    text = f"""{FOUR}
+%4: f32[3] = aten.sigmoid.default(%0)
+%5: f32[3] = aten.bernoulli.default(%4)
+%6: f32[3] = aten.rand_like.default(%0)
+%7: f32[3] = aten.sigmoid.default(%1)
+%8: f32[3] = aten.sigmoid.default(%2)
+%9: f32[3] = aten.sigmoid.default(%3)
+{returning(*range(5, 10))}"""
+    graph = graph_of(text)
+    made = FOREACH.run(graph)
+    assert [node.op for node in made.nodes] == [
+        "aten._foreach_sigmoid.default",
+        "aten.bernoulli.default",
+        "aten.rand_like.default",
+    ]
+    ordinary = [torch.linspace(-1, 1, 3) for _ in graph.inputs]
+    same_numbers(graph, made, ordinary)
+
+
+def test_operands_of_different_dtypes_do_not_meet() -> None:
+    # all four results are f32
+    rows = rows_of("aten.mul.Tensor(%n, %0)", first=5)
+    mixed = rows.replace("%2, %0", "%2, %4").replace("%3, %0", "%3, %4")
+    keeps(FOREACH, f"{FOUR}\n%4: i64[3] = input\n{mixed}\n{returning(5, 6, 7, 8)}")

@@ -192,14 +192,14 @@ def test_memory_made_inside_is_no_operand() -> None:
 
 
 def test_run_time_numbers_in_ops_that_write_to_a_given_tensor() -> None:
-    """``1 - x**2`` on memory that lifetime has found."""
+    """``1 - (y + n * x)`` on memory that lifetime has found."""
     opens_to_itself(
         """
         %0: f32[9000] = input
         $0: float = param
         $1: int = param
         %1: f32[9000] = aten.exp.default(%0)
-        %2: f32[9000] = aten.pow.Tensor_Scalar_out(%1, $0, out=%1) writes %1
+        %2: f32[9000] = aten.add.out(%0, %1, alpha=$0, out=%1) writes %1
         %3: f32[9000] = aten.rsub.Scalar_out(%2, $1, out=%2) writes %2
         return %3
         """

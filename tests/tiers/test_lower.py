@@ -18,7 +18,7 @@ from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import wire
-from lazygt.runtime.compiling import artifacts
+from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.compiling.lower import _BY_TENSOR, Members
 from lazygt.runtime.compiling.service import answer
@@ -221,7 +221,7 @@ def _numbers(node: Node, params: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of drawn programs, as the compile process answers for them."""
-    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path))
+    cache = Cache(str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for group, numbers in some_groups(3):
@@ -230,11 +230,11 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "key": key, "body": wire.encode_graph(group.body), "writes": group.writes,
             "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
             "device": "cpu",
-        })  # fmt: skip
+        }, cache)  # fmt: skip
         assert told == {"key": key, "error": ""}, group.body
         operands = [t.nan_to_num(posinf=2.0, neginf=-2.0) for t in inputs_for(group.body)]
         wanted = one_by_one(group, operands, numbers)
-        compiled = Compiled(group, artifacts.code_path(key), CPU)
+        compiled = Compiled(group, cache.code(key), CPU)
         mine = [operand.clone() for operand in operands]
         made = compiled(*mine, *numbers)
         found = [made] if group.fresh == 1 else list(made)

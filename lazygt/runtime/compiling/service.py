@@ -2,7 +2,7 @@
 
 Takes requests on its standard input, one msgpack map each, and answers each on its standard
 output. It runs on one thread, at the idle priority that its client gives it. It ends with its
-client: when the pipe is closed or the client is gone, it kills its process group, compilers and all.
+client: when the pipe is closed or the client is gone, it kills its own process group.
 """
 
 from __future__ import annotations
