@@ -12,12 +12,17 @@ os.environ["LAZYGT_CHECK_PASSES"] = "1"
 # Compiled code rounds differently: tests of the compiled tier ask for it.
 os.environ["LAZYGT_COMPILE"] = "off"
 
+import signal
 from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests compare bits with eager torch, and a sum over two threads adds in another order.
 torch.set_num_threads(1)
