@@ -1,0 +1,269 @@
+"""Builder: one rank's graph, written node by node; every result's meta is inferred.
+
+Ranks of an axis get graphs of their own, since their blocks may differ in size. They meet in the
+same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lazygt.errors import GraphError
+from lazygt.graph.label import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    REDUCE_SCATTER,
+    SHARD,
+    Label,
+    Partial,
+    Replicated,
+    Sharded,
+    block_size,
+    shard_bounds,
+)
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.graph.metarun import Results, run_on_metas
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
+from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, writing_facts
+from lazygt.passes.arguments import changed, numbers, schema, tuples, with_operands, written_by
+
+#: A run-time number of each kind: metas depend on the kind alone.
+_SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
+_LIMIT = 20_000
+_seen: OrderedDict[Any, Results | None] = OrderedDict()
+
+
+class Builder:
+    """The graph of rank ``index`` of ``parts`` on mesh axis ``axis``.
+
+    Attributes:
+        nodes: written so far.
+        metas: the meta of every value so far.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorMeta],
+        params: Sequence[str] = (),
+        *,
+        axis: str,
+        parts: int,
+        index: int,
+        device_type: str = "cpu",
+    ) -> None:
+        self.inputs, self.params = tuple(inputs), tuple(params)
+        self.axis, self.parts, self.index = axis, parts, index
+        self.nodes: list[Node] = []
+        self.metas: list[TensorMeta | None] = list(inputs)
+        self._device_type = device_type
+        self._samples = [_SAMPLES[kind] for kind in self.params]
+
+    def graph(self, outputs: Sequence[Ref]) -> Graph:
+        """All that was written."""
+        return Graph(self.inputs, self.params, tuple(self.nodes), tuple(o.index for o in outputs))
+
+    def meta(self, value: Ref) -> TensorMeta:
+        """The local meta of a value."""
+        found = self.metas[value.index]
+        assert found is not None, f"%{value.index} is an undefined tensor"
+        return found
+
+    def shape(self, value: Ref) -> tuple[int, ...]:
+        """The local shape of a value."""
+        return self.meta(value).shape
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Where this rank's block of a dim of global ``size`` starts and stops."""
+        return shard_bounds(size, self.parts, self.index)
+
+    def rank_offset(self, size: int) -> int:
+        """Where this rank's block of a dim of global ``size`` starts."""
+        return self.bounds(size)[0]
+
+    def block(self, size: int) -> int:
+        """Elements of this rank's block of a dim of global ``size``."""
+        return block_size(size, self.parts, self.index)
+
+    # aten ops
+
+    def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Add a node; its result, or a tuple of them when the op gives several.
+
+        Raises:
+            Exception: torch's own, when the op does not take such arguments.
+        """
+        values = self.node(name, tuples(args), tuple((k, tuples(v)) for k, v in kwargs.items()))
+        return values[0] if len(values) == 1 else values
+
+    def node(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+        writing: bool = False,
+    ) -> tuple[Ref | None, ...]:
+        """Add a node; all its results, the new versions of what it writes last.
+
+        Args:
+            writing: the op writes although its schema does not say so (``UNDECLARED_WRITES``).
+        """
+        function = overload(name)
+        f = writing_facts(function) if writing else facts(function)
+        found = self._infer(f, args, kwargs)
+        if found is None:
+            raise GraphError(f"{name}: its results' shapes depend on values; run it on whole ones")
+        fresh, written = found
+        return self.add(Node(name, args, kwargs, fresh, written_by(f, args, kwargs), written))
+
+    def rerun(self, node: Node, operands: Sequence[Ref], **changes: Any) -> tuple[Ref | None, ...]:
+        """Add ``node``'s op on other operands, with some arguments changed by name."""
+        if node.op.startswith("lazygt."):
+            raise GraphError(f"{node.op} has no schema: its rule says how it runs on blocks")
+        args, kwargs = with_operands(node, operands)
+        if changes:
+            args, kwargs = changed(node.op, args, kwargs, changes)
+        writing = node.op in UNDECLARED_WRITES and bool(node.writes)
+        return self.node(node.op, args, kwargs, writing)
+
+    def bind(self, node: Node, operands: Sequence[Ref]) -> dict[str, Arg]:
+        """``node``'s arguments by name, with the local operands; defaults filled in."""
+        args, kwargs = with_operands(node, operands)
+        arguments = schema(node.op)
+        named = {name: default for name, _, default in arguments}
+        named.update(zip(named, args, strict=False))
+        named.update(kwargs)
+        return named
+
+    def full(self, shape: Sequence[int], value: Arg, like: Ref) -> Ref:
+        """A new tensor with the dtype of ``like``."""
+        dtype = self.meta(like).dtype
+        made: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
+        return made
+
+    def reshape(self, value: Ref, shape: Sequence[int]) -> Ref:
+        """``value`` in another shape: a view where its strides allow one."""
+        try:
+            viewed: Ref = self.op("aten.view.default", value, tuple(shape))
+        except (RuntimeError, ValueError):  # torch's way to say that the strides do not fit
+            viewed = self.op("aten._unsafe_view.default", self.rows(value), tuple(shape))
+        return viewed
+
+    def rows(self, value: Ref) -> Ref:
+        """``value`` in row-major memory."""
+        if self.meta(value).plain:
+            return value
+        meta = self.meta(value)
+        return self.restrided(value, contiguous_stride(meta.shape))
+
+    def restrided(self, value: Ref, stride: Sequence[int]) -> Ref:
+        """A copy of ``value`` in memory laid out as ``stride`` says."""
+        meta = self.meta(value)
+        made = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
+                       dtype=meta.dtype, device=DEVICE)  # fmt: skip
+        copy: Ref = self.op("aten.copy_.default", made, value)
+        return copy
+
+    # collectives; see graph.label
+
+    def all_reduce(self, value: Ref, op: str = "sum") -> Ref:
+        """The values of all ranks, reduced."""
+        return self._collective(ALL_REDUCE, (value, op), self._resized(value, {}))
+
+    def all_gather(self, value: Ref, dim: int, size: int) -> Ref:
+        """The blocks of all ranks, of ``size`` together along ``dim``."""
+        return self._collective(ALL_GATHER, (value, dim, size), self._resized(value, {dim: size}))
+
+    def reduce_scatter(self, value: Ref, dim: int, op: str = "sum") -> Ref:
+        """This rank's block along ``dim`` of the reduced values."""
+        meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
+        return self._collective(REDUCE_SCATTER, (value, dim, op), meta)
+
+    def all_to_all(self, value: Ref, split: int, concat: int, size: int) -> Ref:
+        """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
+        sizes = {split: self.block(self.shape(value)[split]), concat: size}
+        meta = self._resized(value, sizes)
+        return self._collective(ALL_TO_ALL, (value, split, concat, size), meta)
+
+    def shard(self, value: Ref, dim: int) -> Ref:
+        """This rank's block along ``dim`` of what every rank has."""
+        meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
+        return self._collective(SHARD, (value, dim), meta)
+
+    def first(self, value: Ref) -> Ref:
+        """``value`` on rank 0 of the axis, zeros elsewhere."""
+        return self._collective(FIRST, (value,), self._resized(value, {}))
+
+    def convert(self, value: Ref, shape: Sequence[int], have: Label, want: Label) -> Ref:
+        """``value`` of global ``shape`` with another label.
+
+        Raises:
+            GraphError: there is no way from the one to the other.
+        """
+        if have == want:
+            return value
+        match have, want:
+            case Replicated(), Sharded(dim):
+                return self.shard(value, dim)
+            case Replicated(), Partial(op) if op in ("max", "min"):
+                return value
+            case Replicated(), Partial("sum"):
+                return self.first(value)
+            case Sharded(dim), Sharded(split):
+                return self.all_to_all(value, split, dim, shape[dim])
+            case Partial(op), Sharded(dim):
+                return self.reduce_scatter(value, dim, op)
+            case Sharded(dim), _:
+                return self.convert(self.all_gather(value, dim, shape[dim]), shape,
+                                    Replicated(), want)  # fmt: skip
+            case Partial(op), _:
+                return self.convert(self.all_reduce(value, op), shape, Replicated(), want)
+        raise GraphError(f"no way from {have} to {want}")
+
+    def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
+        """The row-major meta of ``value`` with other sizes for some dims."""
+        meta = self.meta(value)
+        shape = tuple(sizes.get(dim, size) for dim, size in enumerate(meta.shape))
+        return intern(shape, contiguous_stride(shape), meta.dtype)
+
+    def _collective(self, name: str, args: tuple[Arg, ...], meta: TensorMeta) -> Ref:
+        (made,) = self.add(Node(name, (*args, self.axis), (), (meta,)))
+        assert made is not None
+        return made
+
+    def add(self, node: Node) -> tuple[Ref | None, ...]:
+        """Add a node as it stands; all its results."""
+        start = len(self.metas)
+        self.nodes.append(node)
+        self.metas.extend(node.results)
+        return tuple(
+            None if meta is None else ref(start + number)
+            for number, meta in enumerate(node.results)
+        )
+
+    def _infer(
+        self, f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+    ) -> Results | None:
+        key = (f, self._device_type, self._signature(args), self._signature(kwargs))
+        if key in _seen:
+            _seen.move_to_end(key)
+            return _seen[key]
+        metas = {n: self.meta(ref(n)) for n in numbers((args, kwargs))}
+        found = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
+        _seen[key] = found
+        if len(_seen) > _LIMIT:
+            _seen.popitem(last=False)
+        return found
+
+    def _signature(self, arg: Arg) -> Any:
+        kind = type(arg)
+        if kind is Ref:
+            return self.metas[arg.index]
+        if kind is Param:
+            return kind, self.params[arg.index]
+        if kind is tuple:
+            return tuple([self._signature(item) for item in arg])
+        return kind, arg

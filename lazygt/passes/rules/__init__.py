@@ -1,0 +1,103 @@
+"""Sharding rules: what an op can do on the ranks of one mesh axis. One file an op family."""
+
+from __future__ import annotations
+
+import torch
+
+from lazygt.graph.label import Partial
+from lazygt.graph.node import FUSED, Node
+from lazygt.passes.rules import (
+    attention,
+    batchnorm,
+    collectives,
+    convolution,
+    embedding,
+    factories,
+    indexing,
+    loss,
+    matmul,
+    moving,
+    normalisation,
+    optimizer,
+    pointwise,
+    pooling,
+    reduction,
+    softmax,
+    sorting,
+    statistics,
+    views,
+    writeback,
+)
+from lazygt.passes.rules.base import Collective, Metas, R, Row, Rule
+
+RULES: dict[str, Rule] = {
+    **attention.RULES,
+    **batchnorm.RULES,
+    **collectives.RULES,
+    **convolution.RULES,
+    **embedding.RULES,
+    **factories.RULES,
+    **indexing.RULES,
+    **loss.RULES,
+    **matmul.RULES,
+    **moving.RULES,
+    **normalisation.RULES,
+    **optimizer.RULES,
+    **pointwise.RULES,
+    **pooling.RULES,
+    **reduction.RULES,
+    **softmax.RULES,
+    **sorting.RULES,
+    **statistics.RULES,
+    **views.RULES,
+    **writeback.RULES,
+}
+
+__all__ = ["RULES", "Collective", "Metas", "Row", "Rule", "has_rule", "rows_of"]
+
+
+def rows_of(node: Node, metas: Metas, parts: int) -> tuple[Row, ...]:
+    """Every way to run a node on ``parts`` ranks of one axis; the first has R everywhere.
+
+    Args:
+        metas: the meta of every value of the node's graph, by number.
+    """
+    whole = Row((R,) * len(node.refs()), (R,) * len(node.results))
+    rule = None if node.op == FUSED or node.dynamic else _rule(node.op)
+    found = {(whole.inputs, whole.outputs): whole}
+    dtypes = _dtypes(node, metas) if rule else ()
+    for row in rule(node, metas, parts) if rule else ():
+        if not _reducible(row, dtypes):
+            continue
+        known = found.get((row.inputs, row.outputs))
+        if known is None or known is whole:  # a rule may say how the op runs on whole values
+            found[row.inputs, row.outputs] = row
+    return tuple(found.values())
+
+
+def _dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
+    """Of the operands and results; None for undefined tensors."""
+    tensors = [*(metas[number] for number in node.refs()), *node.results]
+    return tuple([meta.dtype if meta is not None else None for meta in tensors])
+
+
+def _reducible(row: Row, dtypes: tuple[torch.dtype | None, ...]) -> bool:
+    """Whether torch can reduce what the row leaves partial: no sum of bools, no complex maximum."""
+    for label, dtype in zip(row.inputs + row.outputs, dtypes, strict=True):
+        if isinstance(label, Partial) and dtype is not None:
+            summed = label.op in ("sum", "prod")
+            if dtype == torch.bool if summed else dtype.is_complex:
+                return False
+    return True
+
+
+def has_rule(op: str) -> bool:
+    """Whether any row but R everywhere may be found for an op."""
+    return _rule(op) is not None
+
+
+def _rule(op: str) -> Rule | None:
+    found = RULES.get(op)
+    if found is None and pointwise.is_pointwise(op):
+        return pointwise.rows
+    return found

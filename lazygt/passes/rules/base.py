@@ -1,0 +1,147 @@
+"""What sharding rules are made of: rows, and a node's arguments by name.
+
+A row is one way to run one op on the ranks of one mesh axis: the label of every operand, the
+label of every result, and how the op is done on the blocks. A rule lists the rows of an op; the
+row with R everywhere always stands and no rule names it. A row is right for every size of its
+dims, also where ranks have blocks of other sizes or none; what is not, its rule leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import Label, Partial, Replicated, Sharded, shard_bounds
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Ref
+from lazygt.passes.arguments import bound, numbers
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+R = Replicated()
+P = Partial("sum")
+PMAX, PMIN, PPROD = Partial("max"), Partial("min"), Partial("prod")
+S = Sharded
+
+Metas = Sequence[TensorMeta | None]
+Values = Sequence[Ref | None]
+#: Adds a node's local program; gives its results. ``operands`` are local, in order of refs().
+Lower = Callable[["Builder", Node, Sequence[Ref]], Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective inside a row, for its cost: kind without ``lazygt.``, payload bytes a rank."""
+
+    kind: str
+    nbytes: int
+    reduce_op: str = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run an op on the ranks of one axis.
+
+    Attributes:
+        inputs: a label for each of ``node.refs()``; a repeated value counts each time.
+        outputs: a label for each of ``node.results``.
+        lower: adds the local program; None: the same op runs on the blocks.
+        comm: the collectives that ``lower`` adds.
+    """
+
+    inputs: tuple[Label, ...]
+    outputs: tuple[Label, ...]
+    lower: Lower | None = None
+    comm: tuple[Collective, ...] = ()
+
+    def by(self, lower: Lower | None, comm: Sequence[Collective] = ()) -> Row:
+        """The same labels, with another local program and the collectives inside it."""
+        return replace(self, lower=lower, comm=tuple(comm))
+
+    def __str__(self) -> str:
+        inputs, outputs = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
+        inside = "".join(f" +{c.kind}" for c in self.comm)
+        return f"({inputs}) -> ({outputs}){inside}"
+
+
+#: The rows of one node, besides all R, for an axis of ``parts`` ranks.
+Rule = Callable[[Node, Metas, int], Sequence[Row]]
+#: label of each operand by its argument's name: one for all tensors of a list, or one each
+Labels = Label | Sequence[Label]
+
+
+class Call:
+    """A node with its arguments by name, as its schema names them; defaults filled in."""
+
+    def __init__(self, node: Node, metas: Metas, parts: int) -> None:
+        self.node, self.metas, self.parts = node, metas, parts
+        self.args = bound(node)
+
+    def __getitem__(self, name: str) -> Arg:
+        return self.args[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the argument is a tensor."""
+        return type(self.args.get(name)) is Ref
+
+    def meta(self, name: str) -> TensorMeta:
+        """The global meta of a tensor argument."""
+        number: int = self.args[name].index
+        found = self.metas[number]
+        assert found is not None, f"{self.node.op}: {name} is an undefined tensor"
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of a tensor argument."""
+        return self.meta(name).shape
+
+    def dim(self, name: str, rank: int) -> int:
+        """A dim argument counted from the front."""
+        return int(self.args[name]) % rank if rank else 0
+
+    def result(self, which: int = 0) -> TensorMeta:
+        """The global meta of a result."""
+        found = self.node.results[which]
+        assert found is not None, f"{self.node.op}: result {which} is undefined"
+        return found
+
+    def row(
+        self,
+        outputs: Labels,
+        /,
+        **labels: Labels,
+    ) -> Row:
+        """A row from labels by argument; tensors that are not named are R, undefined results too.
+
+        Args:
+            outputs: one label for all results, or one each.
+        """
+        inputs: list[Label] = []
+        for name, arg in self.args.items():
+            refs = numbers(arg)
+            given = labels.get(name, R)
+            inputs += [given] * len(refs) if isinstance(given, Label) else given
+        results = self.node.results
+        made = [outputs] * len(results) if isinstance(outputs, Label) else outputs
+        kept = tuple(
+            R if meta is None else label for meta, label in zip(results, made, strict=True)
+        )
+        return Row(tuple(inputs), kept)
+
+
+def splittable(shape: tuple[int, ...]) -> list[int]:
+    """The dims that are worth a block a rank: those with more than one element."""
+    return [dim for dim, size in enumerate(shape) if size > 1]
+
+
+def every_rank_has_some(size: int, parts: int) -> bool:
+    """Whether no block is empty."""
+    start, stop = shard_bounds(size, parts, parts - 1)
+    return stop > start
+
+
+def table(names: str, rule: Rule) -> Mapping[str, Rule]:
+    """One rule for several ops: names without ``aten.``, separated by spaces."""
+    return {f"aten.{name}": rule for name in names.split()}

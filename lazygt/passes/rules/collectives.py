@@ -1,0 +1,73 @@
+"""Collectives of mesh axes that were sharded before: on another axis their other dims may be cut.
+
+What they move between ranks of their own axis, each rank of this axis moves for its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    REDUCE_SCATTER,
+    SHARD,
+    Label,
+    Partial,
+    local_shape,
+)
+from lazygt.graph.meta import contiguous_stride, intern
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.rules.base import Lower, Metas, Row, Rule, S, Values, splittable
+from lazygt.passes.rules.views import PARTIALS
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+_KEEP_DIMS = (ALL_REDUCE, FIRST)
+
+
+def _moved_dims(node: Node) -> tuple[int, ...]:
+    """The dims that the collective itself cuts or puts together."""
+    if node.op in _KEEP_DIMS:
+        return ()
+    return tuple(node.args[1:3]) if node.op == ALL_TO_ALL else (node.args[1],)
+
+
+def _partials(node: Node) -> Sequence[Partial]:
+    """Parts of parts: the two reductions must be the same one."""
+    if node.op == FIRST:
+        return (Partial("sum"),)
+    if node.op in (ALL_REDUCE, REDUCE_SCATTER):
+        op = node.args[2 if node.op == REDUCE_SCATTER else 1]
+        return tuple(label for label in PARTIALS if label.op == op)
+    return PARTIALS
+
+
+def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    meta = metas[node.args[0].index]
+    if meta is None:
+        return ()
+    moved = _moved_dims(node)
+    labels: list[Label] = [S(dim) for dim in splittable(meta.shape) if dim not in moved]
+    return [Row((label,), (label,), _again(label)) for label in (*labels, *_partials(node))]
+
+
+def _again(label: Label) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        (made,) = node.results
+        assert made is not None
+        shape = local_shape(made.shape, label, build.parts, build.index)
+        meta = intern(shape, contiguous_stride(shape), made.dtype)
+        return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
+
+    return lower
+
+
+RULES: dict[str, Rule] = dict.fromkeys(
+    (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, FIRST), _rows
+)

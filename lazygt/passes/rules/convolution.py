@@ -1,0 +1,145 @@
+"""Convolutions: split by samples, by outgoing channels, by incoming channels, or by groups.
+
+Kernels take no block without channels, so a rank that has none gives zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import Label
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.rules.base import Call, Lower, Metas, P, R, Row, Rule, S, Values, table
+from lazygt.passes.rules.lower import lower_row, zeros, zeros_when_empty
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+
+def _weight_dims(call: Call) -> tuple[int, int]:
+    """The weight's dims of outgoing and of incoming channels."""
+    return (1, 0) if call["transposed"] else (0, 1)
+
+
+def _batched(call: Call) -> bool:
+    return len(call.shape("input")) == len(call.shape("weight"))
+
+
+def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    if not _batched(call):
+        return ()
+    out, into = _weight_dims(call)
+    samples, channels, made = call.shape("input")[0], call.shape("input")[1], call.result().shape[1]
+    bias = call.has("bias")
+    rows = [call.row(S(0), input=S(0))] if samples > 1 else []
+    incoming: list[Row] = []
+    if call["groups"] == 1 and made > 1:
+        rows.append(call.row(S(1), weight=S(out), **({"bias": S(0)} if bias else {})))
+    if call["groups"] == 1 and channels > 1:
+        incoming.append(_incoming(call, into))
+    if call["groups"] > 1 and call["groups"] % parts == 0:
+        split: dict[str, Label] = {"bias": S(0)} if bias else {}
+        rows.append(call.row(S(1), input=S(1), weight=S(0), **split).by(_fewer_groups))
+    return [*(zeros_when_empty(call, row) for row in rows), *incoming, *_linear_rows(call)]
+
+
+def _incoming(call: Call, into: int) -> Row:
+    """A rank without incoming channels still adds its share of the bias."""
+    row = call.row(P, input=S(1), weight=S(into), **({"bias": P} if call.has("bias") else {}))
+    result = call.result()
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        if build.meta(args["input"]).numel:
+            return build.rerun(node, operands)
+        made = zeros(build, result, P)
+        if args["bias"] is None:
+            return (made,)
+        ones = [1] * (len(result.shape) - 2)
+        bias = build.reshape(args["bias"], (1, result.shape[1], *ones))
+        return (build.op("aten.add.Tensor", made, bias),)
+
+    return row.by(lower)
+
+
+def _linear_rows(call: Call) -> list[Row]:
+    bias: dict[str, Label] = {"bias": P} if call.has("bias") else {}
+    return [call.row(P, **{name: P}, **bias) for name in ("input", "weight")]
+
+
+def _fewer_groups(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    groups = build.bind(node, operands)["groups"]
+    return build.rerun(node, operands, groups=groups // build.parts)
+
+
+def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    if not _batched(call):
+        return ()
+    out, into = _weight_dims(call)
+    samples, channels = call.shape("input")[:2]
+    made, groups = call.shape("grad_output")[1], call["groups"]
+    rows: list[Row] = []
+    incoming: list[Row] = []
+    if samples > 1:
+        rows.append(call.row((S(0), P, P), grad_output=S(0), input=S(0)))
+    if groups == 1 and made > 1:
+        row = call.row((P, S(out), S(0)), grad_output=S(1), weight=S(out))
+        rows.append(row.by(_own_bias(made)))
+    if groups == 1 and channels > 1:
+        incoming.append(_incoming_backward(call, into))
+    if groups > 1 and groups % parts == 0:
+        row = call.row((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
+        rows.append(row.by(_fewer_groups_backward(made)))
+    split = [zeros_when_empty(call, row) for row in rows]
+    return [*split, *incoming, call.row(P, grad_output=P)]
+
+
+def _incoming_backward(call: Call, into: int) -> Row:
+    """The bias apart from the rest: its gradient is whole on a rank without incoming channels."""
+    row = call.row((S(1), S(into), R), input=S(1), weight=S(into))
+    wanted = tuple(call["output_mask"])
+    dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
+    inner = zeros_when_empty(call, row.by(_without_bias(wanted)))
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        made = [*lower_row(build, inner, node, operands)]
+        if wanted[2]:
+            gradient = build.bind(node, operands)["grad_output"]
+            made[2] = build.op("aten.sum.dim_IntList", gradient, dims)
+        return made
+
+    return row.by(lower)
+
+
+def _without_bias(wanted: tuple[bool, ...]) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, output_mask=(*wanted[:2], False))
+
+    return lower
+
+
+def _own_bias(made: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        sizes = build.bind(node, operands)["bias_sizes"]
+        mine = None if sizes is None else (build.block(made),)
+        return build.rerun(node, operands, bias_sizes=mine)
+
+    return lower
+
+
+def _fewer_groups_backward(made: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        mine = None if args["bias_sizes"] is None else (build.block(made),)
+        return build.rerun(node, operands, groups=args["groups"] // build.parts, bias_sizes=mine)
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    **table("convolution.default", _forward),
+    **table("convolution_backward.default", _backward),
+}

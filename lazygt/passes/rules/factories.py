@@ -1,0 +1,147 @@
+"""Ops that make tensors of their shape alone: any label, and no rank needs another's.
+
+``like`` ops take whatever label their operand has, since nothing of it but its shape is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import Label, local_shape
+from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.node import DEVICE, Arg, Node, Ref
+from lazygt.passes.rules.base import (
+    PMAX,
+    PMIN,
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
+from lazygt.passes.rules.views import sized
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+#: What the tensor is filled with; None: nothing.
+_FILLS: dict[str, int | None] = {"zeros": 0, "ones": 1, "empty": None, "empty_strided": None}
+
+
+def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """zeros, ones, full, empty."""
+    call = Call(node, metas, parts)
+    shape = call.result().shape
+    return [call.row(S(dim)).by(sized(S(dim), shape, parts)) for dim in splittable(shape)]
+
+
+def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Blocks are row-major, whatever the whole would be."""
+    call = Call(node, metas, parts)
+    made = call.result()
+    return [call.row(S(dim)).by(_anew(made, S(dim))) for dim in splittable(made.shape)]
+
+
+def _like(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    made = call.result()
+    splits, shape = splittable(made.shape), call.shape("self")
+    have: list[Label] = [*map(S, splittable(shape)), P, PMAX, PMIN]
+    found = [call.row(R, self=label).by(_anew(made, R)) for label in have]
+    for dim in splits:
+        found += [
+            call.row(S(dim), self=label).by(_anew(made, S(dim)))
+            for label in (R, S(dim), P, PMAX, PMIN)
+            if label != S(dim) or dim in splittable(shape)
+        ]
+    return found
+
+
+def _anew(made: TensorMeta, label: Label) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        shape = local_shape(made.shape, label, build.parts, build.index)
+        stride = made.stride if label == R else contiguous_stride(shape)
+        empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=made.dtype,
+                              device=DEVICE)  # fmt: skip
+        value = _fill(build.bind(node, operands), node.op)
+        if value is None:
+            return (empty,)
+        return (build.op("aten.fill_.Scalar", empty, value),)
+
+    return lower
+
+
+def _fill(args: dict[str, Arg], op: str) -> Arg:
+    name = op.split(".")[1].removeprefix("new_").removesuffix("_like")
+    return args["fill_value"] if name == "full" else _FILLS[name]
+
+
+def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Whole numbers only: a block's first number is then exact."""
+    call = Call(node, metas, parts)
+    start, step = call.args.get("start", 0), call.args.get("step", 1)
+    size = call.result().numel
+    if size < 2 or type(start) is not int or type(step) is not int:
+        return ()
+    dtype = call.result().dtype
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        a, b = build.bounds(size)
+        return (build.op("aten.arange.start_step", start + a * step, start + b * step, step,
+                         dtype=dtype, device=DEVICE),)  # fmt: skip
+
+    return [call.row(S(0), out=S(0)).by(lower)]
+
+
+def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Whole random tensors: their numbers are one device's; what they are like need not be."""
+    call = Call(node, metas, parts)
+    made = call.meta("self")
+    have: list[Label] = [*map(S, splittable(made.shape)), P]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        whole = build.op("aten.empty_strided.default", made.shape, made.stride, dtype=made.dtype,
+                         device=DEVICE)  # fmt: skip
+        return build.rerun(node, [whole])
+
+    return [call.row(R, self=label).by(lower) for label in have]
+
+
+def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Every rank drops from a whole tensor of ones, and keeps its block of that."""
+    call = Call(node, metas, parts)
+    meta = call.meta("input")
+
+    def lowered(dim: int) -> Lower:
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            ones = build.op("aten.ones.default", meta.shape, dtype=meta.dtype, device=DEVICE)
+            scales, mask = (build.shard(one, dim) for one in build.rerun(node, [ones]) if one)
+            return build.op("aten.mul.Tensor", operands[0], scales), mask
+
+        return lower
+
+    return [call.row(S(dim), input=S(dim)).by(lowered(dim)) for dim in splittable(meta.shape)]
+
+
+RULES: dict[str, Rule] = {
+    **table(
+        "zeros.default ones.default full.default empty.memory_format",
+        _sized,
+    ),
+    **table(
+        "zeros_like.default ones_like.default full_like.default empty_like.default "
+        "new_zeros.default new_ones.default new_full.default new_empty.default",
+        _like,
+    ),
+    **table("native_dropout.default", _dropout),
+    **table("empty_strided.default", _strided),
+    **table("arange.default arange.start arange.start_step arange.start_out", _arange),
+    **table("rand_like.default randn_like.default randint_like.default", _only_shape),
+}

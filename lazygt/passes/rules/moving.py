@@ -1,0 +1,274 @@
+"""Cutting and joining: cat, stack, split, slice, select, pad, flip, roll, and their gradients.
+
+Dims that are not cut pass through, as do partial sums. A piece of a split dim may lie on several
+ranks; each places its part of it among zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.label import Label
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.rules.base import (
+    Call,
+    Lower,
+    Metas,
+    P,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
+from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.views import PARTIALS, sized
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+
+def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    shape = call.result().shape
+    dim = call.dim("dim", len(shape))
+    ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
+    # torch lets an empty 1-d tensor stand among tensors of any rank
+    split = [d for d in splittable(shape) if d != dim] if set(ranks) == {len(shape)} else []
+    found = [call.row(S(d), tensors=S(d)) for d in split]
+    return found + [call.row(label, tensors=label) for label in _partials(call)]
+
+
+def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    shape = call.result().shape
+    dim = call.dim("dim", len(shape))
+    found = [call.row(S(d), tensors=S(d - (d > dim))) for d in splittable(shape) if d != dim]
+    return found + [call.row(label, tensors=label) for label in _partials(call)]
+
+
+def _partials(call: Call) -> list[Label]:
+    """What passes through; sums must not be rounded to a narrower dtype, or be of bools."""
+    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    same = {meta.dtype for meta in metas} == {call.result().dtype}
+    return list(PARTIALS) if same and call.result().dtype != torch.bool else []
+
+
+def _cut(gone: bool) -> Rule:
+    """Of an op that cuts along ``dim`` into results; ``gone``: without that dim."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        shape = call.shape("self")
+        dim = call.dim("dim", len(shape))
+        found = [
+            call.row(S(d - (gone and d > dim)), self=S(d)) for d in splittable(shape) if d != dim
+        ]
+        return found + [call.row(label, self=label) for label in PARTIALS]
+
+    return rows
+
+
+def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Along the cut dim: each rank's part of the slice among zeros, when steps are 1."""
+    call = Call(node, metas, parts)
+    shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
+    found = [*_cut(gone=False)(node, metas, parts)]
+    first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
+    if shape[dim] < 2:
+        return found
+    if (first, last, step) == (0, shape[dim], 1):
+        return [*found, call.row(S(dim), self=S(dim))]
+    if step == 1 and last > first and call.meta("self").dtype != torch.bool:
+        found.append(call.row(P, self=S(dim)).by(_own_part(dim, shape[dim], first, last)))
+    return found
+
+
+def _own_part(dim: int, size: int, first: int, last: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        start, stop = build.bounds(size)
+        a, b = min(max(first, start), last), max(min(last, stop), first)
+        b = max(a, b)
+        mine = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
+        after = [0, 0] * (len(build.shape(value)) - 1 - dim)
+        padding = (*after, a - first, last - b)
+        return (build.op("aten.constant_pad_nd.default", mine, padding, 0),)
+
+    return lower
+
+
+def _select(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
+    found = [*_cut(gone=True)(node, metas, parts)]
+    if shape[dim] > 1 and call.meta("self").dtype != torch.bool:
+        at = call["index"] % shape[dim]
+        found.append(call.row(P, self=S(dim)).by(_owned(dim, shape[dim], at)))
+    return found
+
+
+def _owned(dim: int, size: int, at: int) -> Lower:
+    """The element of the rank that has it; zeros of the others."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        start, stop = build.bounds(size)
+        if start <= at < stop:
+            return (build.op("aten.select.int", value, dim, at - start),)
+        shape = build.shape(value)
+        return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
+
+    return lower
+
+
+def _placed(gone: bool) -> Rule:
+    """Of select_backward and slice_backward: a gradient among zeros of ``input_sizes``."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        shape = tuple(call["input_sizes"])
+        dim = call.dim("dim", len(shape))
+        found = [
+            call.row(S(d), grad_output=S(d - (gone and d > dim))).by(
+                sized(S(d), shape, parts, "input_sizes")
+            )
+            for d in splittable(shape)
+            if d != dim
+        ]
+        if shape[dim] > 1:
+            found.append(call.row(S(dim)).by(_placed_and_cut(dim)))
+        return [*found, call.row(P, grad_output=P)]
+
+    return rows
+
+
+def _placed_and_cut(dim: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (made,) = build.rerun(node, operands)
+        assert made is not None
+        return (build.shard(made, dim),)
+
+    return lower
+
+
+def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
+    """Of an op that mixes elements only along some dims."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        mixed = touched(call)
+        found = [
+            call.row(S(d), self=S(d)) for d in splittable(call.shape("self")) if d not in mixed
+        ]
+        return [*found, call.row(P, self=P)] if linear else found
+
+    return rows
+
+
+def _dims(call: Call) -> set[int]:
+    rank = len(call.shape("self"))
+    dims = call["dims"]
+    return {d % rank for d in dims} if dims else set(range(rank))
+
+
+def _padded(call: Call) -> set[int]:
+    rank, pad = len(call.shape("self")), call["pad"]
+    return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+
+
+def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    value = Call(node, metas, parts)["value"]
+    zero = type(value) in (int, float) and value == 0
+    return _untouched(_padded, linear=zero)(node, metas, parts)
+
+
+def _transform(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Fourier transforms: kernels take no empty blocks."""
+    call = Call(node, metas, parts)
+    rank = len(call.shape("self"))
+    mixed = {d % rank for d in call["dim"]}
+    split = [d for d in splittable(call.shape("self")) if d not in mixed]
+    found = [zeros_when_empty(call, call.row(S(d), self=S(d))) for d in split]
+    return [*found, call.row(P, self=P)]
+
+
+def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Dims that are there once."""
+    call = Call(node, metas, parts)
+    shape, repeats = call.shape("self"), call["repeats"]
+    new = len(repeats) - len(shape)
+    once = [d for d in splittable(shape) if repeats[d + new] == 1]
+    return [*(call.row(S(d + new), self=S(d)) for d in once), call.row(P, self=P)]
+
+
+def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """The two dims of the diagonal become the last one."""
+    call = Call(node, metas, parts)
+    rank = len(call.shape("self"))
+    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    split = [d for d in splittable(call.shape("self")) if d not in gone]
+    found = [call.row(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
+    return found + [call.row(label, self=label) for label in PARTIALS]
+
+
+def _into(gone: bool) -> Rule:
+    """Of select_scatter and slice_scatter: ``src`` in the place of a cut along ``dim``."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        shape = call.shape("self")
+        dim = call.dim("dim", len(shape))
+        split = [d for d in splittable(shape) if d != dim]
+        found = [call.row(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
+        return found + [call.row(label, self=label, src=label) for label in _partials(call)]
+
+    return rows
+
+
+def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """tril and triu: the diagonal is counted from where the block starts."""
+    call = Call(node, metas, parts)
+    shape = call.shape("self")
+    found = []
+    for dim in splittable(shape):
+        towards = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
+        lower = _shifted(shape[dim], towards) if towards else None
+        found.append(call.row(S(dim), self=S(dim)).by(lower))
+    return [*found, call.row(P, self=P)]
+
+
+def _shifted(size: int, towards: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        diagonal = build.bind(node, operands)["diagonal"]
+        return build.rerun(node, operands, diagonal=diagonal + towards * build.rank_offset(size))
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    **table("cat.default", _cat),
+    **table("stack.default", _stack),
+    **table(
+        "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default "
+        "split_copy.Tensor split_with_sizes_copy.default narrow.default",
+        _cut(gone=False),
+    ),
+    **table("unbind.int unbind_copy.int", _cut(gone=True)),
+    **table("slice.Tensor slice_copy.Tensor", _slice),
+    **table("select.int select_copy.int", _select),
+    **table("select_backward.default", _placed(gone=True)),
+    **table("slice_backward.default", _placed(gone=False)),
+    **table("select_scatter.default", _into(gone=True)),
+    **table("slice_scatter.default", _into(gone=False)),
+    **table("repeat.default", _repeat),
+    **table("diagonal.default diagonal_copy.default", _diagonal),
+    **table("_fft_c2c.default _fft_r2c.default _fft_c2r.default", _transform),
+    **table("flip.default roll.default", _untouched(_dims)),
+    **table("constant_pad_nd.default", _pad),
+    **table("tril.default triu.default tril_.default triu_.default", _triangle),
+}

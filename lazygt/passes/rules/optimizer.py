@@ -1,0 +1,141 @@
+"""Horizontal ops on lists of tensors: the steps of optimizers.
+
+A row gives the tensors of a list the same label, those that can have it; the others are R. To
+have each tensor choose for itself, unmerge the node first (``passes.unmerge``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import Label, Sharded
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.arguments import numbers
+from lazygt.passes.forms import EACH, SPLIT
+from lazygt.passes.rules import pointwise, statistics
+from lazygt.passes.rules.base import Call, Lower, Metas, R, Row, Rule, S, Values
+from lazygt.passes.rules.lower import lower_row
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+#: Steps on whole lists of parameters.
+FUSED_STEPS = frozenset(
+    f"aten._fused_{name}.{which}"
+    for name in ("adam_", "adamw_", "sgd_", "adagrad_")
+    for which in ("default", "tensor_lr")
+)
+
+
+def singles(node: Node) -> list[Node]:
+    """The ops on one tensor that a horizontal op of ``forms.SPLIT`` stands for."""
+    form = SPLIT[node.op]
+    made = []
+    for which in range(len(node.args[0])):
+        args, kwargs = form.narrow(node.args, which)
+        kept = (*kwargs, *node.kwargs)
+        fresh = node.fresh[which : which + 1]
+        written = node.written[which : which + 1]
+        made.append(Node(form.single, args, kept, fresh, node.writes[which : which + 1], written))
+    return made
+
+
+def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """For each label that some tensor can have, the rows of all tensors put side by side."""
+    rule = statistics.RULES.get(SPLIT[node.op].single, pointwise.rows)
+    options: list[dict[Label, Row]] = []
+    for single in singles(node):
+        whole = Row((R,) * len(single.refs()), (R,) * len(single.results))
+        rows = [whole, *rule(single, metas, parts)]
+        options.append({row.inputs[0]: row for row in reversed(rows)})
+    labels = dict.fromkeys(label for rows in options for label in rows if label != R)
+    return [
+        row for label in labels
+        if (row := _side_by_side(node, [rows.get(label, rows[R]) for rows in options])) is not None
+    ]  # fmt: skip
+
+
+def _side_by_side(node: Node, rows: list[Row]) -> Row | None:
+    inputs: list[Label] = []
+    place = 0
+    for kind, arg in zip(SPLIT[node.op].takes, node.args, strict=False):
+        if not numbers(arg):
+            continue
+        labels = [row.inputs[place] for row in rows]
+        if kind != EACH and set(labels) != {R}:
+            return None
+        inputs += labels if kind == EACH else labels[:1]
+        place += 1
+    comm = [one for row in rows for one in row.comm]
+    outputs = tuple(label for row in rows for label in row.outputs)
+    return Row(tuple(inputs), outputs, _each(rows), tuple(comm))
+
+
+def _each(rows: Sequence[Row]) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        local = dict(zip(_positions(node), operands, strict=True))
+        made: list[Ref | None] = []
+        for which, (single, row) in enumerate(zip(singles(node), rows, strict=True)):
+            mine = [local[place, which] if (place, which) in local else local[place, -1]
+                    for place in _tensor_places(node)]  # fmt: skip
+            made += lower_row(build, row, single, mine)
+        return made
+
+    return lower
+
+
+def _tensor_places(node: Node) -> list[int]:
+    return [place for place, arg in enumerate(node.args) if numbers(arg)]
+
+
+def _positions(node: Node) -> list[tuple[int, int]]:
+    """(argument, which of its list) of each of ``node.refs()``; -1: of no list."""
+    found = []
+    for place in _tensor_places(node):
+        arg = node.args[place]
+        found += [(place, which) for which in range(len(arg))] if type(arg) is tuple else [
+            (place, -1)
+        ]  # fmt: skip
+    return found
+
+
+def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Parameters, gradients and moments split alike; steps and learning rates stay whole."""
+    call = Call(node, metas, parts)
+    lists = {
+        name: [meta for n in found if (meta := metas[n]) is not None]
+        for name, arg in call.args.items()
+        if type(arg) is tuple and (found := numbers(arg))
+    }
+    shapes = [meta.shape for meta in lists["self"]]
+    rank = max(map(len, shapes), default=0)
+    rows = []
+    for dim in range(rank):
+        labels = {name: _aligned(metas, shapes, dim) for name, metas in lists.items()}
+        if S(dim) in labels["self"]:
+            written = [_label_of(call, labels, value) for value in node.writes]
+            rows.append(call.row(written, **labels))
+    return rows
+
+
+def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -> list[Label]:
+    return [
+        Sharded(dim) if meta.shape == shape and dim < len(shape) and shape[dim] > 1 else R
+        for meta, shape in zip(metas, shapes, strict=True)
+    ]
+
+
+def _label_of(call: Call, labels: dict[str, list[Label]], value: int) -> Label:
+    for name, given in labels.items():
+        found = numbers(call.args[name])
+        if value in found:
+            return given[found.index(value)]
+    return R
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(SPLIT, _horizontal),
+    **dict.fromkeys(FUSED_STEPS, _fused),
+}

@@ -1,0 +1,62 @@
+"""Pooling and upsampling: samples and channels pass through; space stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lazygt.graph.node import Node
+from lazygt.passes.rules.base import Call, Metas, P, Row, Rule, S, splittable, table
+from lazygt.passes.rules.lower import zeros_when_empty
+
+_WINDOWS = {"1d": 1, "2d": 2, "3d": 3}
+
+
+def _rule(linear: str = "") -> Rule:
+    """``linear``: the tensor that the op is linear in, when every other is R."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        names = [name for name in call.args if call.has(name)]
+        lead = len(call.shape(names[0])) - _spatial(node.op)
+        found = [
+            zeros_when_empty(call, call.row(S(dim), **dict.fromkeys(names, S(dim))))
+            for dim in splittable(call.shape(names[0]))
+            if dim < lead and _keeps(call, names, dim)
+        ]
+        return [*found, call.row(P, **{linear: P})] if linear else found
+
+    return rows
+
+
+def _keeps(call: Call, names: list[str], dim: int) -> bool:
+    """Whether every operand and result has this dim in the same size."""
+    size = call.shape(names[0])[dim]
+    results = [meta.shape[dim] for meta in call.node.results if meta is not None]
+    return all(call.shape(name)[dim] == size for name in names) and set(results) == {size}
+
+
+def _spatial(op: str) -> int:
+    return next(count for text, count in _WINDOWS.items() if text in op)
+
+
+RULES: dict[str, Rule] = {
+    **table(
+        "max_pool2d_with_indices.default max_pool3d_with_indices.default "
+        "adaptive_max_pool2d.default adaptive_max_pool3d.default",
+        _rule(),
+    ),
+    **table(
+        "avg_pool1d.default adaptive_avg_pool1d.default avg_pool2d.default avg_pool3d.default "
+        "upsample_nearest2d.default upsample_bilinear2d.default upsample_bicubic2d.default "
+        "reflection_pad3d.default replication_pad3d.default _adaptive_avg_pool2d.default "
+        "_adaptive_avg_pool3d.default reflection_pad1d.default reflection_pad2d.default "
+        "replication_pad1d.default replication_pad2d.default",
+        _rule("self"),
+    ),
+    **table(
+        "max_pool2d_with_indices_backward.default avg_pool2d_backward.default "
+        "avg_pool3d_backward.default _adaptive_avg_pool2d_backward.default "
+        "_adaptive_avg_pool3d_backward.default",
+        _rule("grad_output"),
+    ),
+}

@@ -1,0 +1,197 @@
+"""Views that only move dims about, and views that group them anew.
+
+Elements keep their values, so partial results pass through. Sizes among the arguments become
+those of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from lazygt.graph.label import Label, local_shape, shard_bounds
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.rules.base import (
+    PMAX,
+    PMIN,
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+PARTIALS = (P, PMAX, PMIN)
+#: Where each dim of the operand is in the result; None: it is gone.
+DimMap = Callable[[Call], Sequence[int | None]]
+
+
+def _mapped(dims: DimMap) -> Rule:
+    """Of a view whose result has the operand's dims in other places."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        places = dims(call)
+        found = [
+            call.row(S(place), self=S(dim))
+            for dim in splittable(call.shape("self"))
+            if (place := places[dim]) is not None
+        ]
+        return found + [call.row(label, self=label) for label in PARTIALS]
+
+    return rows
+
+
+def _same(call: Call) -> Sequence[int | None]:
+    return range(len(call.shape("self")))
+
+
+def _t(call: Call) -> Sequence[int | None]:
+    return range(len(call.shape("self")))[::-1]
+
+
+def _transpose(call: Call) -> Sequence[int | None]:
+    places = list(range(len(call.shape("self"))))
+    if places:
+        a, b = call.dim("dim0", len(places)), call.dim("dim1", len(places))
+        places[a], places[b] = places[b], places[a]
+    return places
+
+
+def _permute(call: Call) -> Sequence[int | None]:
+    rank = len(call.shape("self"))
+    order = [dim % rank for dim in call["dims"]]
+    return [order.index(dim) for dim in range(rank)]
+
+
+def _unsqueeze(call: Call) -> Sequence[int | None]:
+    rank = len(call.shape("self"))
+    at = call.dim("dim", rank + 1)
+    return [dim + (dim >= at) for dim in range(rank)]
+
+
+def _squeezed(call: Call) -> set[int]:
+    """Only dims of global size 1 go; a block of size 1 stays."""
+    shape, dims = call.shape("self"), call.args.get("dim")
+    rank = len(shape)
+    given = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    return {dim % rank for dim in given if rank and shape[dim % rank] == 1}
+
+
+def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """With the dims that go by name, since blocks of size 1 must not."""
+    call = Call(node, metas, parts)
+    gone = _squeezed(call)
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(gone))),)
+
+    found = [
+        call.row(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(lower)
+        for dim in splittable(call.shape("self"))
+    ]
+    return found + [call.row(label, self=label) for label in PARTIALS]
+
+
+def sized(label: Label, shape: tuple[int, ...], parts: int, name: str = "size") -> Lower:
+    """The same op with the block's sizes of a result of ``shape`` for its argument ``name``."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        sizes = local_shape(shape, label, parts, build.index)
+        return build.rerun(node, operands, **{name: sizes})
+
+    return lower
+
+
+def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    have, made = call.shape("self"), call.result().shape
+    new = len(made) - len(have)
+    found = [call.row(label, self=label) for label in PARTIALS]
+    for dim in splittable(made):
+        own = dim - new
+        label = S(own) if own >= 0 and have[own] == made[dim] else R
+        found.append(call.row(S(dim), self=label).by(sized(S(dim), made, parts)))
+    return found
+
+
+def _view(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    made = call.result().shape
+    pairs = aligned_dims(call.shape("self"), made, parts)
+    found = [call.row(S(b), self=S(a)).by(_reshaped(made, S(b), parts)) for a, b in pairs]
+    anyhow = [call.row(label, self=label) for label in (R, *PARTIALS)]
+    return found + [row.by(_reshaped(made, R, parts)) for row in anyhow]
+
+
+def _reshaped(shape: tuple[int, ...], label: Label, parts: int) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return (build.reshape(operands[0], local_shape(shape, label, parts, build.index)),)
+
+    return lower
+
+
+def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """On whole values only, in memory laid out as recorded: strides say what is seen."""
+    wanted = [metas[number] for number in node.refs()]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        kept = [
+            build.restrided(value, meta.stride)
+            if meta is not None
+            and build.meta(value).stride != meta.stride
+            and meta.extent == meta.numel
+            else value
+            for value, meta in zip(operands, wanted, strict=True)
+        ]
+        return build.rerun(node, kept)
+
+    return [Call(node, metas, parts).row(R).by(lower)]
+
+
+def aligned_dims(have: tuple[int, ...], made: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
+    """The pairs of dims, before and after a reshape, whose blocks hold the same elements."""
+    pairs = []
+    for a in splittable(have):
+        before, inner = prod(have[:a]), prod(have[a + 1 :])
+        for b in splittable(made):
+            if prod(made[:b]) == before and _same_blocks(
+                have[a], inner, made[b], prod(made[b + 1 :]), parts
+            ):
+                pairs.append((a, b))
+    return pairs
+
+
+def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:
+    return all(
+        x * inside_a == y * inside_b
+        for rank in range(parts)
+        for x, y in zip(shard_bounds(a, parts, rank), shard_bounds(b, parts, rank), strict=True)
+    )
+
+
+RULES: dict[str, Rule] = {
+    **table(
+        "detach.default alias.default lift_fresh.default lift.default detach_copy.default "
+        "alias_copy.default",
+        _mapped(_same),
+    ),
+    **table("t.default", _mapped(_t)),
+    **table("transpose.int", _mapped(_transpose)),
+    **table("permute.default", _mapped(_permute)),
+    **table("unsqueeze.default", _mapped(_unsqueeze)),
+    **table("squeeze.default squeeze.dim squeeze.dims", _squeeze),
+    **table("expand.default", _expand),
+    **table("as_strided.default as_strided_copy.default view.dtype", _as_strided),
+    **table("view.default _unsafe_view.default reshape.default", _view),
+}
