@@ -5,6 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lazygt.config import mesh_axes
+from lazygt.graph.label import Label
+
+#: How a value lies on a mesh: one label an axis, in its order.
+Placement = tuple[Label, ...]
+
+
+class Stored(NamedTuple):
+    """How a value is kept between two runs.
+
+    Attributes:
+        pinned: it is also used so, and never moved for an op that would be faster otherwise.
+    """
+
+    labels: Placement
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +38,7 @@ class Mesh:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(axes: Mapping[str, int]) -> Mesh:
+    def of(axes: Mapping[str, Any]) -> Mesh:
         """The mesh with these axes.
 
         Raises:
@@ -40,13 +58,7 @@ class Mesh:
         Raises:
             ValueError: for any other text.
         """
-        axes: dict[str, int] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, size = part.partition("=")
-            if not equals or not size.strip().isdigit() or name.strip() in axes:
-                raise ValueError(f"{text!r} is not a mesh such as 'data=2,model=4'")
-            axes[name.strip()] = int(size)
-        return Mesh.of(axes)
+        return Mesh.of(mesh_axes(text))
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))

@@ -7,8 +7,9 @@ Joining waits for every other rank, and most plans need no collective, so a thre
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,8 @@ from lazygt.graph.mesh import Mesh
 from lazygt.runtime.launchers.base import GroupSpec
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Line:
     """This rank's place on one axis of the mesh: the group along it, its size, the index in it."""
 
     group: Any
@@ -46,11 +48,25 @@ class Group:
             LazyGTError: this rank could not join, with torch's reason.
         """
         self._thread.join()
+        if isinstance(self._failure, LazyGTError):
+            raise self._failure
         if self._failure is not None:
             raise LazyGTError(
                 f"rank {self._rank} of {self._world_size} could not join the "
                 f"{self._spec.backend} group: {self._failure}"
             ) from self._failure
+
+    def abandon(self, reason: str) -> None:
+        """Leave while others may be waiting: their collectives fail at once, as all later ones do.
+
+        Args:
+            reason: why; what later collectives of this rank say.
+        """
+        if self._failure is not None or self._thread.is_alive():
+            return
+        self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
+        self._lines.clear()
+        dist.destroy_process_group()
 
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
@@ -73,7 +89,10 @@ class Group:
             self._failure = error
 
     def _line(self, mesh: Mesh, axis: str) -> Line:
-        groups = {ranks: dist.new_group(list(ranks)) for ranks in mesh.lines(axis)}
+        if mesh.size(axis) == self._world_size:
+            return Line(dist.group.WORLD, self._world_size, self._rank)
+        seconds = timedelta(seconds=self._spec.timeout)
+        groups = {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}
         mine = next(ranks for ranks in groups if self._rank in ranks)
         return Line(groups[mine], len(mine), mine.index(self._rank))
 
@@ -118,6 +137,12 @@ def line(axis: str) -> Line:
     if _current is None:
         raise LazyGTError("this worker is alone: there is no process group")
     return _current.line(axis)
+
+
+def abandon(reason: str) -> None:
+    """Leave the group for good, so that no other rank waits in a collective for this one."""
+    if _current is not None:
+        _current.abandon(reason)
 
 
 def leave() -> None:

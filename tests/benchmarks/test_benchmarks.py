@@ -80,6 +80,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("workloads", "--rounds 1 --quick --only W5 --without torch.compile", "W5, 60 steps s"),
         ("peak_memory", "--quick --only SGD", "living bytes at most 1.05x eager's"),
         ("compile_cost", "--rounds 1 --sizes 40 80", "all passes"),
+        ("placement", "--rounds 1 --layers 1 2", "fully sharded"),
     ],
 )
 def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:

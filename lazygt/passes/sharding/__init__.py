@@ -1,0 +1,1 @@
+"""Sharding: placements chosen for one mesh axis after another."""

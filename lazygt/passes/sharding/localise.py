@@ -1,0 +1,152 @@
+"""From the whole program to each rank's: blocks for values, collectives where labels change.
+
+One mesh axis at a time. Every rank of the axis gets a graph of its own, since blocks may differ in
+size; all of them meet in the same collectives in the same order, because they are written by the
+same walk over the same global graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lazygt.graph.label import Label, Partial, Replicated, local_meta
+from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
+from lazygt.passes.build import Builder
+from lazygt.passes.rules.base import Row
+from lazygt.passes.rules.lower import lower_row
+
+R = Replicated()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided for a graph on one axis.
+
+    Attributes:
+        rows: of each node.
+        kept: value -> the labels that its users find, in the order to make them; a value that is
+            not here is used as it was made.
+        inputs: the label that each input comes with.
+    """
+
+    rows: Sequence[Row]
+    kept: Mapping[int, tuple[Label, ...]]
+    inputs: Sequence[Label]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The local program of one rank of an axis, and the label of each of its outputs."""
+
+    graph: Graph
+    outputs: tuple[Label, ...]
+
+
+def localise(
+    graph: Graph,
+    choice: Choice,
+    axis: str,
+    parts: int,
+    index: int,
+    wanted: Mapping[int, Label] | None = None,
+) -> Local:
+    """The program of rank ``index`` of ``parts`` on ``axis``.
+
+    Args:
+        wanted: output value -> the label that it must have. Others have the label that they were
+            made with; a partial sum is reduced.
+    """
+    return _Walk(graph, choice, axis, parts, index).run(wanted or {})
+
+
+class _Walk:
+    def __init__(self, graph: Graph, choice: Choice, axis: str, parts: int, index: int) -> None:
+        self.graph, self.choice, self.values = graph, choice, graph.values
+        metas = [
+            local_meta(meta, label, parts, index)
+            for meta, label in zip(graph.inputs, choice.inputs, strict=True)
+        ]
+        self.build = Builder(metas, graph.params, axis=axis, parts=parts, index=index)
+        #: value -> label -> the local value
+        self.have: list[dict[Label, Ref]] = [
+            {label: ref(number)} for number, label in enumerate(choice.inputs)
+        ]
+        self.lines: list[str] = []
+        self.origins: list[int] = []
+
+    def run(self, wanted: Mapping[int, Label]) -> Local:
+        for number, (node, row) in enumerate(zip(self.graph.nodes, self.choice.rows, strict=True)):
+            operands = [
+                self.get(v, label) for v, label in zip(node.refs(), row.inputs, strict=True)
+            ]
+            results = self._node(node, row, operands)
+            for made, label in zip(results, row.outputs, strict=True):
+                self.have.append({} if made is None else {label: made})
+            self._from(number)
+        labels = tuple(self._final(value, wanted) for value in self.graph.outputs)
+        outputs = [self.get(v, la) for v, la in zip(self.graph.outputs, labels, strict=True)]
+        self._from(max(len(self.graph.nodes) - 1, 0))
+        whole = self.build.graph(outputs)
+        lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
+        return Local(lined, labels)
+
+    def _node(self, node: Node, row: Row, operands: Sequence[Ref]) -> Sequence[Ref | None]:
+        if row.lower is None and (node.op.startswith("lazygt.") or node.dynamic):
+            return self._as_it_is(node, operands)
+        return lower_row(self.build, row, node, operands)
+
+    def _as_it_is(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
+        """A node without a schema, or with results that only values tell, on whole operands."""
+        renamed = dict(zip(node.refs(), operands, strict=True))
+        args = map_arg(node.args, lambda arg: renamed[arg.index] if type(arg) is Ref else arg)
+        kwargs = tuple(
+            (k, map_arg(a, lambda arg: renamed[arg.index] if type(arg) is Ref else arg))
+            for k, a in node.kwargs
+        )
+        writes = tuple(renamed[value].index for value in node.writes)
+        return self.build.add(
+            Node(node.op, args, kwargs, node.fresh, writes, node.written, node.dynamic)
+        )
+
+    def get(self, value: int, label: Label) -> Ref:
+        """A value with a label, moved there if it is not."""
+        have = self.have[value]
+        found = have.get(label)
+        if found is not None:
+            return found
+        base = self._base(value)
+        source = R if R in have else base
+        meta = self.values[value]
+        assert meta is not None
+        made = self.build.convert(have[source], meta.shape, source, label)
+        have[label] = made
+        return made
+
+    def _base(self, value: int) -> Label:
+        """The label that a value is kept with; made from what it was made with."""
+        have = self.have[value]
+        first = next(iter(have))
+        kept = self.choice.kept.get(value)
+        if kept and kept[0] not in have:
+            meta = self.values[value]
+            assert meta is not None
+            have[kept[0]] = self.build.convert(have[first], meta.shape, first, kept[0])
+        return kept[0] if kept else first
+
+    def _final(self, value: int, wanted: Mapping[int, Label]) -> Label:
+        if value in wanted:
+            return wanted[value]
+        if next(iter(self.have[value])) == R:
+            return R  # it is whole at no cost: blocks would lead where nobody asked for them
+        base = self._base(value)
+        if not isinstance(base, Partial):
+            return base
+        whole = (label for label in self.have[value] if not isinstance(label, Partial))
+        return next(whole, R)
+
+    def _from(self, number: int) -> None:
+        """What was added since comes from node ``number``."""
+        added = len(self.build.nodes) - len(self.origins)
+        self.origins += [self.graph.origin(number)] * added
+        self.lines += [self.graph.line(number)] * added

@@ -1,0 +1,277 @@
+"""The choice of placements on one mesh axis, as a problem for the solver.
+
+A variable a node: which row it runs as. A variable a value with several users: the label that it
+is kept with for all of them, and one more where it is partial. A factor for every node's
+time, and one for every use: the time to make what the user takes of what there is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lazygt.graph.label import Label, Partial, Replicated, Sharded
+from lazygt.graph.node import Graph
+from lazygt.passes.rules.base import Metas, Row
+from lazygt.passes.sharding.catalogue import Entry, RowsOf, catalogue
+from lazygt.passes.sharding.cost import Machine, reshard_kind
+from lazygt.passes.sharding.prices import Labels, Options, Prices
+from lazygt.passes.sharding.reach import Annotation, open_entries
+from lazygt.passes.solver import Problem, Solution
+from lazygt.passes.tables import Factor, Table
+
+R = Replicated()
+_WHOLE = Annotation(R)
+#: Which operands of a node.
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A problem with what its variables stand for.
+
+    Attributes:
+        problem: costs are in ticks (picoseconds).
+        entries: the rows of each node; variable ``n`` chooses one for node ``n``.
+        kept: value -> (its variable, the labels that its users find by each choice, in the order
+            to make them). A value that is not here is used as it was made.
+    """
+
+    problem: Problem
+    entries: Sequence[Entry]
+    kept: Mapping[int, tuple[int, Options]]
+
+    def rows(self, solution: Solution) -> list[Row]:
+        """The row of each node."""
+        chosen = zip(self.entries, solution.choices, strict=False)
+        return [entry.rows[choice] for entry, choice in chosen]
+
+    def labels(self, solution: Solution) -> dict[int, Labels]:
+        """The labels of each value in ``kept``."""
+        return {v: options[solution.choices[at]] for v, (at, options) in self.kept.items()}
+
+
+def build_problem(
+    graph: Graph,
+    rows_of: RowsOf,
+    parts: int,
+    machine: Machine,
+    annotations: Mapping[int, Annotation] | None = None,
+    outputs: Sequence[Collection[Label] | None] = (),
+    explore: bool = False,
+) -> Question:
+    """The placements of a graph's values on an axis of ``parts`` ranks, to be solved.
+
+    Args:
+        rows_of: the rows of a node; asked once for each kind of node.
+        annotations: by number of the value; an input without one is given whole.
+        outputs: for each output the labels that it may have; None, and for all when there is
+            nothing: any.
+        explore: shard also what no annotation leads to.
+
+    Raises:
+        ValueError: an annotation for a value that is not there, or labels for another number of
+            outputs.
+    """
+    annotations = annotations or {}
+    metas = graph.values
+    _check(graph, len(metas), annotations, outputs)
+    entries, numbers = catalogue(graph, metas, rows_of, parts, machine)
+    opened = open_entries(graph, entries, numbers, annotations, explore)
+    build = _Build(graph, metas, opened, Prices(machine, parts))
+    allowed = _allowed(graph, outputs)
+    for value, users in enumerate(_users(graph, len(metas))):
+        if users or value in allowed:
+            build.value(value, users, annotations.get(value), allowed.get(value, []))
+    constant = Factor((), np.array(build.constant))
+    return Question(Problem(build.sizes, [constant, *build.factors]), opened, build.kept)
+
+
+def _check(
+    graph: Graph,
+    count: int,
+    annotations: Mapping[int, Annotation],
+    outputs: Sequence[Collection[Label] | None],
+) -> None:
+    for value in annotations:
+        if not 0 <= value < count:
+            raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")
+    if outputs and len(outputs) != len(graph.outputs):
+        raise ValueError(
+            f"labels for {len(outputs)} outputs, but the graph has {len(graph.outputs)}"
+        )
+
+
+def _users(graph: Graph, count: int) -> list[dict[int, Places]]:
+    """For each value, the nodes that read it and in which of their operands."""
+    users: list[dict[int, Places]] = [{} for _ in range(count)]
+    for number, node in enumerate(graph.nodes):
+        for place, value in enumerate(node.refs()):
+            found = users[value]
+            found[number] = (*found[number], place) if number in found else (place,)
+    return users
+
+
+def _allowed(
+    graph: Graph, outputs: Sequence[Collection[Label] | None]
+) -> dict[int, list[Collection[Label]]]:
+    """The sets of labels that each value must have one of, as an output."""
+    allowed: dict[int, list[Collection[Label]]] = {}
+    for value, labels in zip(graph.outputs, outputs, strict=False):
+        if labels is not None and labels not in allowed.setdefault(value, []):
+            allowed[value].append(labels)
+    return allowed
+
+
+class _Build:
+    """Variables and factors, node by node and value by value."""
+
+    def __init__(
+        self, graph: Graph, metas: Metas, entries: Sequence[Entry], prices: Prices
+    ) -> None:
+        self.sizes = [len(entry.rows) for entry in entries]
+        self.factors: list[Factor] = []
+        self.constant = 0.0
+        self.kept: dict[int, tuple[int, Options]] = {}
+        self._entries, self._prices = entries, prices
+        self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
+        self._makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
+        for number, node in enumerate(graph.nodes):
+            self._makers += [(number, place) for place in range(len(node.results))]
+        self._columns: dict[tuple[int, bool, Places], Options] = {}
+        self._states: dict[tuple[object, ...], Options] = {}
+        self._firsts: dict[int, Options] = {}
+        works = {id(entry) for entry in {id(entry): entry for entry in entries}.values()
+                 if entry.costs.any()}  # fmt: skip
+        for number, entry in enumerate(entries):
+            self._charge(number, entry.costs if id(entry) in works else None)
+
+    def value(
+        self,
+        value: int,
+        users: Mapping[int, Places],
+        annotation: Annotation | None,
+        allowed: Sequence[Collection[Label]],
+    ) -> None:
+        """Connect whoever makes a value with all who use it."""
+        nbytes, maker = self._nbytes[value], self._makers[value]
+        wants = [self._column(user, False, places) for user, places in users.items()]
+        wants += [self._same(tuple([(label,) for label in labels])) for labels in allowed]
+        kind = "given" if annotation is None else annotation.kind
+        variable = None if maker is None else maker[0]
+        have = self._made(maker, annotation or _WHOLE, wants)
+        if len(wants) > 1 or kind == ("free" if maker is None else "pinned"):
+            pin = annotation.label if annotation is not None and kind == "pinned" else None
+            options = self._options(have, pin, wants)
+            kept = self._keep(value, options)
+            if maker is None and annotation is not None and kind == "free":
+                # one tick: it decides between what else costs the same
+                unlike = [float(option[0] != annotation.label) for option in options]
+                self._charge(kept, np.array(unlike))
+            else:
+                self._couple(variable, have, kept, self._first(options), nbytes)
+            variable, have = kept, options
+        for user, want in zip(users, wants, strict=False):
+            self._couple(variable, have, user, want, nbytes)
+        for labels in allowed:
+            costs = [min(self._prices.make(h, (a,), nbytes) for a in labels) for h in have]
+            self._charge(variable, np.array(costs))
+
+    def _keep(self, value: int, options: Options) -> int:
+        """A new variable for the labels that a value is kept with."""
+        variable = len(self.sizes)
+        self.sizes.append(len(options))
+        self.kept[value] = variable, options
+        self._charge(variable, self._prices.copies(options, self._nbytes[value]))
+        return variable
+
+    def _made(
+        self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
+    ) -> Options:
+        """The labels that a value may come with."""
+        if maker is not None:
+            return self._column(maker[0], True, (maker[1],))
+        labels = {annotation.label}
+        if annotation.kind == "free":
+            every = {label for want in wants for option in want for label in option}
+            labels |= {label for label in every if not isinstance(label, Partial)}
+        return self._same(tuple([(label,) for label in sorted(labels, key=str)]))
+
+    def _charge(self, variable: int | None, costs: Table | None) -> None:
+        if costs is None:
+            return
+        if variable is None or len(costs) == 1:
+            self.constant += costs.item()
+        else:
+            self.factors.append(Factor((variable,), costs))
+
+    def _couple(self, a: int | None, have: Options, b: int, want: Options, nbytes: int) -> None:
+        table = self._prices.table(have, want, nbytes)
+        if table is not None and a is None:
+            self._charge(b, table[0])
+        elif table is not None and a is not None:
+            self.factors.append(Factor((a, b), table))
+
+    def _first(self, options: Options) -> Options:
+        """The label that each option starts with."""
+        found = self._firsts.get(id(options))
+        if found is None:
+            first = tuple([option[:1] for option in options])
+            found = self._firsts[id(options)] = self._same(first)
+        return found
+
+    def _options(self, made: Options, pin: Label | None, wants: Sequence[Options]) -> Options:
+        key = id(made), pin, *map(id, wants)
+        found = self._states.get(key)
+        if found is None:
+            kept = _kept_labels(made, wants) if pin is None else ((pin,),)
+            found = self._states[key] = self._same(kept)
+        return found
+
+    def _column(self, node: int, result: bool, places: Places) -> Options:
+        """What each row of a node gives for a result, or wants of an operand named at places."""
+        entry = self._entries[node]
+        key = id(entry), result, places
+        found = self._columns.get(key)
+        if found is None:
+            labels = [row.outputs if result else row.inputs for row in entry.rows]
+            column = [tuple(dict.fromkeys(line[at] for at in places)) for line in labels]
+            found = self._columns[key] = self._same(tuple(column))
+        return found
+
+    def _same(self, options: Options) -> Options:
+        """The one object for equal options: tables are found by identity."""
+        return self._prices.options(options)
+
+
+def _kept_labels(made: Options, wants: Sequence[Options]) -> Options:
+    """The labels to keep a value with: one, or one and a copy that serves several users.
+
+    What is whole serves all, since blocks (and mostly partial sums) come of it for nothing: so
+    only a partial value needs a copy besides. A block that the maker does not give is only worth
+    having for two users, and one that no user takes is not: it costs no less to make the first
+    one's label and go on from there.
+    """
+    given = {label for (label,) in made}
+    if given == {R}:
+        return ((R,),)
+    takers = Counter(
+        label for want in wants for label in {label for option in want for label in option}
+    )
+    blocks = [
+        label
+        for label in sorted(takers, key=str)
+        if isinstance(label, Sharded) and takers[label] > (label not in given)
+    ]
+    shared = [label for label in blocks if takers[label] > 1]
+    sums = [
+        label for label in sorted(given, key=str) if isinstance(label, Partial) and takers[label]
+    ]
+    options: list[Labels] = [(R,), *[(block,) for block in blocks]]
+    for part in sums:
+        copies: list[Label] = [*shared] if reshard_kind(R, part) == "" else [R, *shared]
+        options += [(part,), *[(part, copy) for copy in copies]]
+    return tuple(options)

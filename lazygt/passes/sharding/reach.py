@@ -1,0 +1,192 @@
+"""Which rows may be chosen: those that the user's annotations lead to.
+
+A sharding of a value spreads along the rows of the ops that it meets: to their results, and to
+the other operands that such a row wants cut. A row that shards is open to the solver when one of
+its operands has been reached with the label that it takes there. So annotations say *what* is
+sharded on an axis, and the solver says where it is moved. ``explore`` opens every row.
+
+Partial values spread forwards only. A row that takes only whole and partial operands is left out
+where none of them may come partial: the row that is R everywhere does the same then, and its
+result can be made partial for nothing.
+
+What is reached is a bit mask a value, with one bit for each P(op) and each S(dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
+from typing import Literal
+
+from lazygt.graph.label import REDUCE_OPS, Label, Partial, Sharded
+from lazygt.graph.node import Graph, Node
+from lazygt.passes.rules.base import Row
+from lazygt.passes.sharding.catalogue import Entry
+
+Masks = tuple[int, ...]
+Pins = tuple[Label | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """The label of a value.
+
+    Attributes:
+        kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**:
+            the same, but it is used whole by all ops except those that write it (FSDP); **free**:
+            it is not stored yet, the label is preferred where others cost the same. **pinned**:
+            it is stored, or made, and used so and not otherwise. For a value that an op makes,
+            the kinds besides pinned are wishes: they open rows.
+    """
+
+    label: Label
+    kind: Literal["given", "stored", "free", "pinned"] = "given"
+
+
+def open_entries(
+    graph: Graph,
+    entries: Sequence[Entry],
+    numbers: Sequence[int],
+    annotations: Mapping[int, Annotation],
+    explore: bool,
+) -> list[Entry]:
+    """The entry of each node with the rows that may be chosen for it.
+
+    A row that breaks a pin is left out where another keeps it. So is one that has every rank do
+    all of an op, where a row that was reached divides it: always of a matmul; of other ops unless
+    the solver may ``explore``, or dividing them takes a collective in their middle.
+    """
+    reach = _Reach(graph, entries, numbers, annotations, explore)
+    reach.spread()
+    found: dict[tuple[int, Masks, Pins], Entry] = {}
+    made = []
+    for node, number in zip(graph.nodes, numbers, strict=True):
+        key = number, reach.masks(node), reach.pins(node)
+        entry = found.get(key)
+        if entry is None:
+            entry = found[key] = _opened(entries[number], *key[1:], explore)
+        made.append(entry)
+    return made
+
+
+def _opened(entry: Entry, masks: Masks, pins: Pins, explore: bool) -> Entry:
+    kept = entry.keep(lambda _, row: _keeps(row, pins) and is_possible(row, masks))
+    divides = any(
+        share < 1 and is_asked(row, masks) and (entry.heavy or not row.comm)
+        for row, share in zip(kept.rows, kept.shares, strict=True)
+    )
+    if not explore:
+        kept = kept.keep(lambda _, row: is_asked(row, masks))
+    if divides and (entry.heavy or not explore):
+        shares = kept.shares
+        kept = kept.keep(lambda number, _: shares[number] < 1)
+    return kept
+
+
+def is_possible(row: Row, masks: Masks) -> bool:
+    """Whether the row takes nothing partial, or shards as well, or an operand may come partial."""
+    wanted = [_partial(label) for label in row.inputs]
+    return not any(wanted) or any(map(and_, wanted, masks)) or any(map(_block, row.inputs))
+
+
+def is_asked(row: Row, masks: Masks) -> bool:
+    """Whether a row shards nothing, or what reached its operands leads to it."""
+    if not masks:
+        return True  # nothing leads to a factory: it makes what others ask for
+    wanted = [_block(label) for label in row.inputs]
+    return any(map(and_, wanted, masks)) or not (any(wanted) or any(map(_block, row.outputs)))
+
+
+def _keeps(row: Row, pins: Pins) -> bool:
+    return all(pin in (None, label) for pin, label in zip(pins, row.inputs, strict=False))
+
+
+def _partial(label: Label) -> int:
+    return 1 << REDUCE_OPS.index(label.op) if isinstance(label, Partial) else 0
+
+
+def _block(label: Label) -> int:
+    return 1 << len(REDUCE_OPS) + label.dim if isinstance(label, Sharded) else 0
+
+
+def _union(rows: Sequence[Sequence[Label]], places: int, bit: Callable[[Label], int]) -> list[int]:
+    """What the labels at each place are, over all rows."""
+    return [reduce(or_, [bit(labels[place]) for labels in rows], 0) for place in range(places)]
+
+
+class _Reach:
+    """What reaches each value."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        entries: Sequence[Entry],
+        numbers: Sequence[int],
+        annotations: Mapping[int, Annotation],
+        explore: bool,
+    ) -> None:
+        self._explore = explore
+        self._graph, self._entries, self._numbers = graph, entries, numbers
+        self._pinned = {v: a.label for v, a in annotations.items() if a.kind == "pinned"}
+        self._stored = {v for v, a in annotations.items() if a.kind == "stored"}
+        self._reached = [0] * (len(graph.inputs) + sum(len(node.results) for node in graph.nodes))
+        for value, annotation in annotations.items():
+            self._reached[value] = _partial(annotation.label) | _block(annotation.label)
+        self._spreads: dict[tuple[int, Masks], Masks] = {}
+
+    def spread(self) -> None:
+        """Follow the rows of all nodes until nothing more is reached."""
+        places = list(self._graph.numbered())
+        seen: list[Masks | None] = [None] * len(places)
+        more = True
+        while more:
+            more = False
+            for at, (node, results) in enumerate(places):
+                masks = self.masks(node)
+                if masks != seen[at] and (self._explore or any(masks)):
+                    seen[at] = masks
+                    passed = self._passed(self._numbers[at], masks)
+                    more |= self._merge((*node.refs(), *results), passed)
+
+    def _merge(self, values: Sequence[int], masks: Masks) -> bool:
+        """Whether a mask reaches a value that it did not reach before."""
+        more = False
+        for value, mask in zip(values, masks, strict=True):
+            if mask & ~self._reached[value] and value not in self._pinned:
+                self._reached[value] |= mask
+                more = True
+        return more
+
+    def _passed(self, number: int, masks: Masks) -> Masks:
+        """What a node passes on of what reached it: to each operand, then to each result."""
+        found = self._spreads.get((number, masks))
+        if found is None:
+            rows = [row for row in self._entries[number].rows if is_possible(row, masks)]
+            # a factory can make any block, but is no reason to want one
+            asked = [row for row in rows if is_asked(row, masks)] if masks else []
+            first = rows[0]
+            wants = _union([row.inputs for row in asked], len(first.inputs), _block)
+            blocks = _union([row.outputs for row in asked], len(first.outputs), _block)
+            makers = [row.outputs for row in (rows if self._explore else asked)]
+            sums = _union(makers, len(first.outputs), _partial)
+            found = self._spreads[number, masks] = (*wants, *map(or_, blocks, sums))
+        return found
+
+    def masks(self, node: Node) -> Masks:
+        """What reached each operand; a stored value reaches only those that write it."""
+        refs, reached = node.refs(), self._reached
+        if self._stored.isdisjoint(refs):
+            return tuple([reached[value] for value in refs])
+        return tuple([
+            0 if value in self._stored and value not in node.writes else reached[value]
+            for value in refs
+        ])  # fmt: skip
+
+    def pins(self, node: Node) -> Pins:
+        """The label that each operand is pinned to; nothing where none is."""
+        refs, pinned = node.refs(), self._pinned
+        if not pinned or pinned.keys().isdisjoint(refs):
+            return ()
+        return tuple([pinned.get(value) for value in refs])

@@ -1,0 +1,155 @@
+"""Min-sum by variable elimination: the cheapest choice for many variables with few choices each.
+
+A problem is a sum of cost tables (factors), each over few variables. A variable is eliminated by
+adding up the tables that name it and minimising over it, which leaves one table over its
+neighbours. The variable with the smallest sum goes first (ties by number, so that equal problems
+are solved alike everywhere). Tables are kept once by content, so that the elimination of the
+tenth identical layer is a dictionary look-up.
+
+Where a table would grow past a cap, the neighbour with the most neighbours is *conditioned on*:
+its tables are relaxed (minimised over it one by one, which keeps a lower bound), its choice is
+made at the end, and the rest is solved anew, exactly, for that choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lazygt.passes.elimination import Elimination
+from lazygt.passes.tables import Factor, Scope, Table
+
+#: Entries of the largest table: 3 MiB.
+TABLE_CAP = 400_000
+#: The local search after conditioning ends when a sweep changes nothing, which it does early.
+_SWEEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Choose ``0 <= choice < sizes[v]`` for every variable ``v`` with the least sum of factors.
+
+    Whole numbers below 2**53 as costs make every sum, and so the solution, exact.
+    """
+
+    sizes: Sequence[int]
+    factors: Sequence[Factor]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What was chosen, and how good it is.
+
+    Attributes:
+        choices: one a variable.
+        cost: the sum of the factors at the choices.
+        bound: no choices cost less.
+        exact: whether nothing was conditioned on; then cost is bound.
+        width: the most neighbours that an eliminated variable had.
+        entries: table entries of all eliminations together.
+        computed: those of them that were computed, not found again.
+        conditioned: the variables conditioned on, in that order.
+    """
+
+    choices: tuple[int, ...]
+    cost: float
+    bound: float
+    exact: bool
+    width: int
+    entries: int
+    computed: int
+    conditioned: tuple[int, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost a better solution could save at most, from 0 to 1."""
+        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
+
+
+def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
+    """The cheapest choices; where the cap forbids to find them, good ones and a lower bound.
+
+    Args:
+        cap: the most entries a table may have while it is summed.
+
+    Raises:
+        ValueError: a factor does not fit its variables, or no choices have a finite cost.
+    """
+    _check(problem)
+    first = Elimination(problem.sizes, problem.factors, cap)
+    found = first.run()
+    if math.isinf(found.bound):
+        raise ValueError("every joint choice costs infinity: some factors contradict each other")
+    choices, cost = found.choices, found.bound
+    if found.relaxed:
+        fixed = {v: choices[v] for v in found.relaxed}
+        again = Elimination(problem.sizes, problem.factors, cap, fixed).run()
+        better = min((choices, again.choices), key=lambda made: evaluate(problem, made))
+        choices = _improved(problem, better)
+        cost = evaluate(problem, choices)
+    return Solution(
+        choices=tuple(choices),
+        cost=cost,
+        bound=found.bound,
+        exact=not found.relaxed,
+        width=first.width,
+        entries=first.entries,
+        computed=first.computed,
+        conditioned=found.relaxed,
+    )
+
+
+def evaluate(problem: Problem, choices: Sequence[int]) -> float:
+    """The cost of these choices."""
+    return float(
+        sum(factor.table.item(*[choices[v] for v in factor.scope]) for factor in problem.factors)
+    )
+
+
+def _check(problem: Problem) -> None:
+    sizes = problem.sizes
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"variable {sizes.index(min(sizes))} has no choices")
+    for number, (scope, table) in enumerate(problem.factors):
+        if not _fits(scope, table.shape, sizes):
+            raise ValueError(
+                f"factor {number} has a table of shape {table.shape} for the variables {scope}, "
+                f"which have {[sizes[v] for v in scope]} choices"
+            )
+
+
+def _fits(scope: Scope, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
+    if len(scope) == 2:  # nearly all
+        a, b = scope
+        return a != b and shape == (sizes[a], sizes[b])
+    return len(set(scope)) == len(scope) and shape == tuple([sizes[v] for v in scope])
+
+
+def _improved(problem: Problem, choices: Sequence[int]) -> list[int]:
+    """The choices after changing one variable at a time for as long as that saves something."""
+    touching: list[list[Factor]] = [[] for _ in problem.sizes]
+    for factor in problem.factors:
+        for v in factor.scope:
+            touching[v].append(factor)
+    now = list(choices)
+    for _ in range(_SWEEPS):
+        changed = False
+        for v, factors in enumerate(touching):
+            costs = _costs(v, problem.sizes[v], factors, now)
+            best = int(costs.argmin())
+            if costs[best] < costs[now[v]]:
+                now[v], changed = best, True
+        if not changed:
+            break
+    return now
+
+
+def _costs(v: int, size: int, factors: Iterable[Factor], choices: Sequence[int]) -> Table:
+    """What each choice of one variable costs while all others stay."""
+    total = np.zeros(size)
+    for scope, table in factors:
+        total += table[tuple([slice(None) if u == v else choices[u] for u in scope])]
+    return total
