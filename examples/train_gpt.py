@@ -4,6 +4,7 @@
     python examples/train_gpt.py --text shakespeare.txt --dim 256 --layers 4 --heads 4
     python examples/train_gpt.py --checkpoint gpt.pt     # save at the end (and on Ctrl-C)
     python examples/train_gpt.py --checkpoint gpt.pt --resume
+    python examples/train_gpt.py --mesh data=2,model=2   # batch and weights cut over 4 workers
 
 Without `--text` it reads the language reference that every Python carries (`pydoc_data.topics`).
 The model and the loop are plain torch; `--eager` runs them without lazygt.
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import pydoc_data.topics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +82,50 @@ class Corpus:
         return "".join(self.characters[token] for token in tokens)
 
 
+def megatron() -> dict[str, Any]:
+    """How the weights are cut: the first of each pair of layers by its outputs, the second by its
+    inputs, so that a block sums over the workers twice."""
+    from torch.distributed.tensor import Shard  # why: it takes a while to load, and few need it
+
+    by_outputs, by_inputs = {"model": Shard(0)}, {"model": Shard(1)}
+    return {
+        "blocks.*.qkv.*": by_outputs,
+        "blocks.*.out.weight": by_inputs,
+        "blocks.*.mlp.0.*": by_outputs,
+        "blocks.*.mlp.2.weight": by_inputs,
+    }
+
+
 class Training:
     """The model with everything that a checkpoint must remember."""
 
     def __init__(self, args: argparse.Namespace, corpus: Corpus, device: str) -> None:
         self.args, self.corpus, self.device, self.step = args, corpus, device, 0
         self.model = GPT(len(corpus.characters), args.dim, args.layers, args.heads, args.length)
+        self.place: Callable[[Tensor], Tensor] = lambda batch: batch.to(device)
+        if args.mesh and not args.eager:
+            self.cut()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, args.schedule_steps or args.steps, eta_min=args.lr / 10
         )
 
+    def cut(self) -> None:
+        """Place weights along the mesh's axis `model`, batches along `data`."""
+        from torch.distributed.tensor import Shard  # why: see megatron
+
+        import lazygt  # why: --eager does without it
+
+        axes = lazygt.current().mesh.names
+        if "model" in axes:
+            lazygt.parallelize(self.model, megatron())
+        if "data" in axes:
+            self.place = lambda batch: lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
+
     def one_step(self) -> Tensor:
         inputs, targets = self.corpus.batch(self.args.batch_size)
-        logits = self.model(inputs.to(self.device))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten())
+        logits = self.model(self.place(inputs))
+        loss = F.cross_entropy(logits.flatten(0, 1), self.place(targets).flatten())
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -172,7 +203,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--mesh", help="axes data and model with their workers: data=2,model=2")
     parser.add_argument("--executor", choices=["process", "inline"], default="process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without lazygt, for comparison")
@@ -211,7 +243,7 @@ def main() -> None:
             import lazygt
 
             session = stack.enter_context(
-                lazygt.session(workers=args.workers, executor=args.executor)
+                lazygt.session(workers=args.workers, mesh=args.mesh, executor=args.executor)
             )
             device = "lazygt"
         train(args, corpus, device)

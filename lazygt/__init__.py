@@ -29,6 +29,7 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt.device import register as _register
     from lazygt.session import Session, current
     from lazygt.session import Session as session  # noqa: N813 - used like torch.device
+    from lazygt.sharding import distribute, parallelize, redistribute
     from lazygt.tensor import LazyTensor
 
     _register()
@@ -46,6 +47,9 @@ __all__ = [
     "WorkerDied",
     "WorkerFrozen",
     "current",
+    "distribute",
+    "parallelize",
+    "redistribute",
     "session",
     "transfer",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -21,11 +22,29 @@ def _flag(text: str) -> bool:
     raise ValueError(f"{text!r} is not one of 1, 0, true, false, yes, no, on, off")
 
 
+def mesh_axes(text: str) -> dict[str, int]:
+    """The axes of ``data=2,model=4``.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    axes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, size = part.partition("=")
+        if not equals or not size.strip().isdigit() or name.strip() in axes:
+            raise ValueError(f"{text!r} is not a mesh such as 'data=2,model=4'")
+        axes[name.strip()] = int(size)
+    return axes
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
 
     workers: int = _setting(1, "number of worker processes", int)
+    mesh: Mapping[str, int] | None = _setting(
+        None, "the workers as a grid with named axes, such as data=2,model=2", mesh_axes
+    )
     executor: str = _setting("process", "process, or inline: in the client's process", str)
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
     default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)
@@ -71,6 +90,8 @@ class Config:
                 values[name] = given[name]
             elif text:
                 values[name] = _parse(name, text, f.metadata["parse"])
+        if values.get("mesh"):
+            values["mesh"], values["workers"] = _ranks(values["mesh"], values.get("workers"))
         config = Config(**values)
         config.check()
         return config
@@ -95,6 +116,20 @@ class Config:
             )
         if self.device not in {"auto", "cpu", "cuda"}:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
+
+
+def _ranks(mesh: Mapping[str, int] | str, workers: int | None) -> tuple[dict[str, int], int]:
+    """The axes of a mesh, and the number of workers that follows from it."""
+    axes = mesh_axes(mesh) if isinstance(mesh, str) else dict(mesh)
+    if any(type(size) is not int or size < 1 for size in axes.values()):
+        raise ValueError(f"lazygt.session(mesh={axes!r}): expected integers >= 1 as sizes")
+    total = math.prod(axes.values())
+    if workers not in (None, total):
+        raise ValueError(
+            f"lazygt.session(workers={workers!r}, mesh={axes!r}): that mesh is of {total} workers; "
+            f"leave workers= out"
+        )
+    return axes, total
 
 
 def _parse(name: str, text: str, parse: Callable[[str], Any]) -> Any:

@@ -257,10 +257,12 @@ class Recorder:
             raise LazyGTError(
                 "the value of this tensor was lost: the flush that shipped it was interrupted"
             )
-        step = stretch.step.children.get(cell.meta)
+        meta, stored = cell.meta, cell.remote.stored
+        key = meta if stored is None else (meta, stored)
+        step = stretch.step.children.get(key)
         if step is None:
-            self._note_miss(stretch, cell.meta, None, None)
-            step = self.trie.add(Step(stretch.step, cell.meta, input=cell.meta))
+            self._note_miss(stretch, meta, None, None)
+            step = self.trie.add(Step(stretch.step, key, input=meta))
         try:
             stretch.inputs.append((weakref.ref(cell), cell.remote))
             stretch.step = step

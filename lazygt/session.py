@@ -13,26 +13,32 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from lazygt import device, notebook
 from lazygt.config import Config
 from lazygt.errors import NoSession
+from lazygt.graph.label import Replicated
+from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand, user_mark
 from lazygt.opened import current_session
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
+from lazygt.passes.sharding.programs import programs
+from lazygt.passes.sharding.shard import PLACE, without_places
 from lazygt.passes.template import Templates
 from lazygt.recorder import Recorder
-from lazygt.runtime.client import Client, PlanEntry, RemoteValue
+from lazygt.runtime.blocks import Region, owners
+from lazygt.runtime.client import Answer, Client, PlanEntry, RemoteValue
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile, Tiers
-from lazygt.runtime.wire import Done
 from lazygt.runtime.worker import Worker
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
@@ -56,14 +62,16 @@ class Kept(NamedTuple):
 
     Attributes:
         outputs: the numbers of its outputs among the stretch's values.
-        origins: step of the plan -> recorded op (empty: the same numbers).
+        origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
+        stored: how each output lies on the mesh; None: whole on every rank.
     """
 
     entry: PlanEntry
     outputs: tuple[int, ...]
-    origins: tuple[int, ...]
+    origins: tuple[tuple[int, ...], ...]
     makers: tuple[int, ...]
+    stored: tuple[Stored | None, ...]
 
 
 class Reply(NamedTuple):
@@ -82,7 +90,9 @@ class Session:
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = Config.load(**settings)
-        self._link, kind = _open_link(config)
+        #: the workers as a grid with named axes
+        self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
+        self._link, kind = _open_link(config, self.mesh)
         self.device_type = kind
         self._log = InstructionLog(config.log)
         self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._log)
@@ -98,8 +108,10 @@ class Session:
         self._recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
         self._probe: Probe | None = None
         self._built = self._hits = 0
-        self._origins: tuple[int, ...] = ()
+        self._origins: tuple[tuple[int, ...], ...] = ((),)
         self._makers: tuple[int, ...] = ()
+        self._stored: tuple[Stored | None, ...] = ()
+        self._hook: RemovableHandle | None = None
         self._stages: dict[bytes, Stages] = {}
         self._closing = threading.Lock()
         self.last_plan: Plan | None = None
@@ -108,6 +120,8 @@ class Session:
 
     def __enter__(self) -> Session:
         device.open_session(self)
+        if self.mesh.world_size > 1:
+            self._hook = register_optimizer_step_post_hook(self._after_step)
         return self
 
     def __exit__(
@@ -130,6 +144,8 @@ class Session:
                 return
             self.recorder.closed = True
             device.close_session(self)
+            if self._hook is not None:
+                self._hook.remove()
             if os.getpid() == self._owner:
                 self._tiers.close()
                 self._link.close()
@@ -172,9 +188,27 @@ class Session:
             return self._tiers.wait(timeout)
 
     def after_backward(self) -> None:
-        """The sync point at the end of ``.backward()``."""
-        if self.config.flush_on_backward and not self.recorder.closed:
+        """The sync point at the end of ``.backward()``.
+
+        A sharded step is shipped after its update: where gradients are reduced, and whether they
+        are cut into blocks, is decided together with what the optimizer does with them.
+        """
+        if self.config.flush_on_backward and not self.recorder.closed and not self._is_sharded():
             self.recorder.flush("backward")
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The sync point at the end of an optimizer's step, of sharded programs only."""
+        if self.config.flush_on_backward and not self.recorder.closed and self._is_sharded():
+            self.recorder.flush("optimizer step")
+
+    def _is_sharded(self) -> bool:
+        """Whether anything in the current stretch is placed on the mesh."""
+        stretch = self.recorder.stretch
+        if self.mesh.world_size == 1:
+            return False
+        if any(remote.stored is not None for _, remote in stretch.inputs):
+            return True
+        return any(step.node is not None and step.node.op == PLACE for step in stretch.step.path())
 
     def _check_open(self) -> None:
         if self.recorder.closed:
@@ -211,7 +245,7 @@ class Session:
         marks, params, step = stretch.marks, tuple(stretch.params), stretch.step
         inputs = [remote.id for _, remote in stretch.inputs]
         held = stretch.inputs
-        wanted = self._wanted(fetch, stretch, entry)
+        wanted, regions = self._wanted(fetch, stretch, entry)
         recorder.next_stretch()
         stretch.inputs = []
         for cell, _ in held:
@@ -220,7 +254,9 @@ class Session:
                 entered.serial = 0
         del held
         describe = _Description(step, marks, recorder.backward_mark, self._origins)
-        seq, values = self._client.run(entry, inputs, params, wanted, describe, reason)
+        seq, values = self._client.run(
+            entry, inputs, params, wanted, describe, reason, regions or (0,)
+        )
         digest = None if entry is None else entry.plan.digest
         self._recent.append(
             Flush(reason, self.forced_by(), len(marks), digest, self._hits > hits, seq)
@@ -232,7 +268,7 @@ class Session:
         if fetch is None and not ask:
             self._client.hold_back()
         if fetch is not None:
-            return self._fetched(seq, fetch)
+            return self._fetched(seq, fetch, regions)
         return self._asked(seq, describe) if ask else None
 
     def forced_by(self) -> Mark | None:
@@ -241,15 +277,22 @@ class Session:
 
     def _wanted(
         self, fetch: Cell | None, stretch: Stretch, entry: PlanEntry | None
-    ) -> tuple[int, ...]:
-        """The id that the fetched cell will have. Ids of outputs follow each other."""
+    ) -> tuple[tuple[int, ...], dict[int, Region] | None]:
+        """The id that the fetched cell will have, and which ranks have what of it.
+
+        Ids of outputs follow each other. No regions: rank 0 has all of it.
+        """
         if fetch is None:
-            return ()
+            return (), None
         if fetch.remote is not None and not (fetch.serial == stretch.serial and fetch.index >= 0):
-            return (fetch.remote.id,)
-        assert entry is not None
-        position = self._positions[fetch.index]
-        return (self._client.next_output(position),)
+            key, stored = fetch.remote.id, fetch.remote.stored
+        else:
+            assert entry is not None
+            position = self._positions[fetch.index]
+            key, stored = self._client.next_output(position), self._stored[position]
+        if stored is None:
+            return (key,), None
+        return (key,), owners(self.mesh, stored.labels, fetch.meta.shape)
 
     def _entry(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> PlanEntry:
         """The plan of a stretch, built if it is a new one."""
@@ -264,7 +307,7 @@ class Session:
             for old in dropped:
                 self._stages.pop(old.entry.plan.digest, None)
         entry: PlanEntry
-        entry, numbers, self._origins, self._makers = found
+        entry, numbers, self._origins, self._makers, self._stored = found
         self._positions = {index: k for k, index in enumerate(numbers)}
         self.last_plan = entry.plan
         return entry
@@ -278,17 +321,44 @@ class Session:
         kinds = tuple(type(value).__name__ for value in stretch.params)
         recorded = build_graph(steps, outputs, lines, kinds)
         stages = [("recorded", recorded)] if self.config.keep_stages else None
-        plan = Plan(self._templates.optimised(recorded, self.config.check_passes, stages))
-        entry = self._client.entry_for(plan)
-        self._missed(self._why_missed(stretch.step, recorded, outputs, reason), plan, begin)
+        given = [_stored(step) for step in steps if step.input is not None]
+        plans, stored = self._plans(recorded, given, stages)
+        entry = self._client.entry_for(plans)
+        self._missed(self._why_missed(stretch.step, recorded, outputs, reason), plans[0], begin)
         if stages is not None:
-            self._stages[plan.digest] = tuple(stages)
+            self._stages[plans[0].digest] = tuple(stages)
         if not entry.sent:
             self._built += 1
         self._tiers.built(entry)
         made = notebook.makers(steps)
         makers = tuple([made[index] for index in outputs])
-        return Kept(entry, outputs, plan.origins, makers)
+        origins = tuple([plan.origins for plan in plans])
+        return Kept(entry, outputs, origins, makers, stored)
+
+    def _plans(
+        self,
+        recorded: Graph,
+        given: list[Stored | None],
+        stages: list[tuple[str, Graph]] | None,
+    ) -> tuple[tuple[Plan, ...], tuple[Stored | None, ...]]:
+        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh.
+
+        Args:
+            given: how the inputs do.
+        """
+        check = self.config.check_passes
+        marked = any(node.op == PLACE for node in recorded.nodes)
+        if self.mesh.world_size == 1 or not (marked or any(given)):
+            if marked:
+                recorded = without_places(recorded)
+            plan = Plan(self._templates.optimised(recorded, check, stages))
+            return (plan,), (None,) * len(recorded.outputs)
+        made = programs(recorded, self.mesh, given, self.device_type, check, stages)
+        graphs = {id(graph): Plan(graph) for graph in made.graphs}
+        plans = tuple([graphs[id(graph)] for graph in made.graphs])
+        whole = Stored((Replicated(),) * len(self.mesh.names))
+        stored = tuple([None if each == whole else each for each in made.outputs])
+        return plans[:1] if len(graphs) == 1 else plans, stored
 
     def _why_missed(
         self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str
@@ -313,15 +383,16 @@ class Session:
         values: list[RemoteValue],
         marks: list[Mark | None],
     ) -> None:
-        positions, makers = self._positions, self._makers
+        positions, makers, stored = self._positions, self._makers, self._stored
         for cell, index in zip(cells, outputs, strict=True):
             position = positions[index]
             cell.remote = value = values[position]
+            value.stored = stored[position]
             value.mark = marks[makers[position]] or self.recorder.backward_mark
             cell.serial = 0
 
-    def _wait(self, seq: int) -> tuple[Done, list[memoryview]]:
-        """The answer to a run."""
+    def _wait(self, seq: int) -> dict[int, Answer]:
+        """The answers to a run."""
         if self._probe is None:
             return self._client.wait(seq)
         begin = time.monotonic_ns()
@@ -329,14 +400,13 @@ class Session:
         self._probe.did("wait for the answer", begin, {"run": seq})
         return answer
 
-    def _fetched(self, seq: int, cell: Cell) -> torch.Tensor:
-        done, buffers = self._wait(seq)
-        value = self._client.tensor(done.fetched[0], buffers)
+    def _fetched(self, seq: int, cell: Cell, regions: dict[int, Region] | None) -> torch.Tensor:
+        value = self._client.fetched(self._wait(seq), cell.meta, regions)
         self._client.raise_failure()
         return value
 
     def _asked(self, seq: int, describe: _Description) -> Reply:
-        done, _ = self._wait(seq)
+        done, _ = self._wait(seq)[0]
         if done.returned and done.returned[0] == "failed":
             _, kind, detail, number = done.returned
             self._client.drop_failure(seq, number)
@@ -468,23 +538,32 @@ class _Description:
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
     def __init__(
-        self, step: Step, marks: list[Mark | None], backward: Mark | None, origins: tuple[int, ...]
+        self,
+        step: Step,
+        marks: list[Mark | None],
+        backward: Mark | None,
+        origins: tuple[tuple[int, ...], ...],
     ) -> None:
         self.step, self.marks, self.backward = step, marks, backward
-        #: step of the plan -> recorded op; empty: the same numbers
+        #: for each plan, step -> recorded op; empty: the same numbers
         self.origins = origins
 
     def is_last(self, number: int) -> bool:
         """Whether a step of the plan is the op that was recorded last."""
-        return (self.origins[number] if self.origins else number) == len(self.marks) - 1
+        return self._op(number, 0) == len(self.marks) - 1
+
+    def _op(self, number: int, rank: int) -> int:
+        """The recorded op behind a step of a rank's plan."""
+        origins = self.origins[rank if len(self.origins) > 1 else 0]
+        return origins[number] if origins else number
 
     def lines(self) -> tuple[str, ...]:
-        """The user's line of each step of the plan."""
+        """The user's line of each step of rank 0's plan."""
         lines = _lines(self.step.path(), self.marks, self.backward)
-        return tuple(lines[origin] for origin in self.origins) if self.origins else lines
+        return tuple(lines[origin] for origin in self.origins[0]) if self.origins[0] else lines
 
-    def __call__(self, number: int) -> tuple[str, tuple[str, ...], str]:
-        number = self.origins[number] if self.origins else number
+    def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
+        number = self._op(number, rank)
         steps = self.step.path()
         lines = _lines(steps, self.marks, self.backward)
         graph: Graph = build_graph(steps, (), lines, ())
@@ -513,6 +592,12 @@ def _lines(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -
     return tuple(lines)
 
 
+def _stored(step: Step) -> Stored | None:
+    """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
+    stored: Stored | None = step.key[1] if type(step.key) is tuple else None
+    return stored
+
+
 def _line_of(step: Step) -> str:
     """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
     if step.node is None:
@@ -522,7 +607,7 @@ def _line_of(step: Step) -> str:
     while below:
         found = below.pop()
         for kept in found.plans.values():
-            origins = kept.origins or range(len(kept.entry.plan.steps.graph.nodes))
+            origins = kept.origins[0] or range(len(kept.entry.plan.steps.graph.nodes))
             if number in origins:
                 line: str = kept.entry.plan.steps.graph.line(origins.index(number))
                 return line
@@ -530,7 +615,7 @@ def _line_of(step: Step) -> str:
     return "?"
 
 
-def _open_link(config: Config) -> tuple[Link, str]:
+def _open_link(config: Config, mesh: Mesh) -> tuple[Link, str]:
     """The link and the type of device that the workers compute on."""
     kind = config.device
     if kind == "auto":
@@ -543,6 +628,7 @@ def _open_link(config: Config) -> tuple[Link, str]:
 
     spec = LinkSpec(
         world_size=config.workers,
+        mesh=str(mesh),
         device=kind,
         threads=config.threads,
         transport=config.transport,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.ops import OpFacts, returned_write
 from lazygt.graph.source import Mark, user_mark
@@ -20,6 +21,8 @@ Place = tuple[OpFacts | None, Mark | None]
 
 class Shipper(Protocol):
     """What the recorder needs of the session."""
+
+    mesh: Mesh
 
     def ship(self, stretch: Stretch, reason: str, fetch: Any, ask: bool) -> Any:
         """Turn a stretch into a run; returns the reply when something is fetched or asked."""

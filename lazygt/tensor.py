@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lazygt.graph.label import Replicated, placement_of
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg
 from lazygt.graph.ops import OpFacts, undispatched
@@ -94,6 +95,23 @@ class LazyTensor(torch.Tensor):
         raise RuntimeError("device 'lazygt' has not been registered")
 
     # -- sync points that torch would refuse to a wrapper ---------------------------------
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """How the value lies on the mesh: one ``torch.distributed.tensor`` placement an axis.
+
+        A value that is only recorded is shipped: where it lies is decided then. For a view, where
+        a copy of it would lie.
+        """
+        if self._view is not None:
+            copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
+            return copy.placements
+        recorder = self._cell.recorder
+        recorder.ship_pending(self, "placements")
+        remote, mesh = self._cell.remote, recorder.shipper.mesh
+        if remote is None or remote.stored is None:
+            return tuple(placement_of(Replicated()) for _ in mesh.names)
+        return tuple(map(placement_of, remote.stored.labels))
 
     def tolist(self) -> Any:
         """The values as nested Python lists; a sync point."""

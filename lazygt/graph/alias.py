@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from lazygt.graph.label import MEETINGS
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
 
@@ -89,12 +90,13 @@ _STATEFUL = frozenset({"lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set
 def has_effect(node: Node) -> bool:
     """Whether a node does more than compute its results, so that its place in the order counts.
 
-    That is so for ops that draw random numbers, for ops that return nothing (assertions), and
-    for a data-dependent op, whose answer the client waits for.
+    That is so for ops that draw random numbers, for ops that return nothing (assertions), for
+    a data-dependent op, whose answer the client waits for, and for collectives, to which all
+    ranks must come in the same order.
     """
     if node.body is not None:
         return False
-    return node.dynamic or not node.results or draws(node)
+    return node.dynamic or not node.results or node.op in MEETINGS or draws(node)
 
 
 def draws(node: Node) -> bool:

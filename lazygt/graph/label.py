@@ -2,8 +2,8 @@
 
 A label says it for one axis; a value on a mesh has one label an axis.
 
-The collectives are nodes of a rank's graph like any other. All give row-major results, except
-``all_reduce`` and ``first``, which keep their operand's meta. Their arguments:
+The collectives are nodes of a rank's graph like any other. All give row-major results. Their
+arguments:
 
     lazygt.all_reduce(value, op, axis)                   P(op) -> R
     lazygt.all_gather(value, dim, size, axis)            S(dim) -> R

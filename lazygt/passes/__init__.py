@@ -8,13 +8,11 @@ from lazygt.passes.foreach import Foreach
 from lazygt.passes.fuse import Fuse
 from lazygt.passes.lifetime import Lifetime
 
-PIPELINE: tuple[Pass, ...] = (
-    Fold(),
-    CommonSubexpressions(),
-    DeadCode(),
-    Foreach(),
-    Lifetime(),
-    Fuse(),
-)
+#: What is done to a program, however many ranks run it.
+BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())
+#: What is done to each rank's program, once ``sharding.shard`` has made one for each.
+AFTER_SHARDING: tuple[Pass, ...] = (Foreach(), Lifetime(), Fuse())
 
-__all__ = ["PIPELINE", "Pass", "run_passes"]
+PIPELINE = BEFORE_SHARDING + AFTER_SHARDING
+
+__all__ = ["AFTER_SHARDING", "BEFORE_SHARDING", "PIPELINE", "Pass", "run_passes"]

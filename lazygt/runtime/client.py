@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.graph.mesh import Stored
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.source import Mark
 from lazygt.runtime import wire
+from lazygt.runtime.blocks import Region, joined
 from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
@@ -20,23 +22,29 @@ from lazygt.runtime.shm import tensor_over
 from lazygt.runtime.waiting import WaitLine
 from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run, Timings
 
-#: Answers "what is node n of this run?": (op, inputs as text, the user's file:line).
-Describe = Callable[[int], tuple[str, tuple[str, ...], str]]
+#: Answers "what is node n of a rank's run?": (op, inputs as text, the user's file:line).
+Describe = Callable[[int, int], tuple[str, tuple[str, ...], str]]
+#: A rank's answer to a run, with the buffers that came with it.
+Answer = tuple[Done, list[memoryview]]
 #: Takes (rank, run, plan, who wrote it, timings) of a timed run.
 Timed = Callable[[int, int, "PlanEntry | None", "Describe | None", Timings], None]
 
 _KEPT_ERRORS = 1_000
+#: What stands for an op that nobody remembers.
+_UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 
 class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "id", "mark")
+    __slots__ = ("_dead", "id", "mark", "stored")
 
     def __init__(self, key: int, dead: deque[int]) -> None:
         self.id = key
         self._dead = dead
+        #: how it lies on the mesh; None: every rank has all of it
+        self.stored: Stored | None = None
         #: the user's line that made it, for whoever looks at its handle
         self.mark: Mark | None = None
 
@@ -45,33 +53,49 @@ class RemoteValue:
 
 
 class PlanEntry:
-    """A plan with what the workers are known to remember of its last run."""
+    """What the ranks run, with what they are known to remember of its last run.
+
+    Args:
+        plans: each rank's plan, or one that all of them run.
+    """
 
     __slots__ = (
         "considered",
         "frees",
         "inputs",
+        "names",
         "params",
-        "plan",
+        "plans",
         "runs",
+        "salt",
         "sent",
         "ships",
         "size",
         "swap",
     )
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = tuple(plans)
+        self.salt, self.names = _names(self.plans)
         self.inputs, self.frees = Prediction(), Prediction()
         self.params: tuple[Any, ...] | None = None
         self.sent = False
         self.runs = 0
         #: how often it was shipped, and the bytes of one such message
         self.ships = self.size = 0
-        #: (fused node, artifact) of the compiled tier, once it is there
-        self.swap: tuple[tuple[int, str], ...] = ()
+        #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
+        self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
         #: whether it has been decided what of it is compiled
         self.considered = False
+
+    @property
+    def plan(self) -> Plan:
+        """Rank 0's."""
+        return self.plans[0]
+
+    def of(self, rank: int) -> int:
+        """Which of ``plans`` a rank runs."""
+        return rank if len(self.plans) > 1 else 0
 
 
 @dataclass(slots=True)
@@ -79,9 +103,12 @@ class _Flight:
     entry: PlanEntry | None
     describe: Describe | None
     waiting: set[int]
-    done: Done | None = None
+    #: ranks whose answers are looked at
+    asked: frozenset[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
-    buffers: list[memoryview] = field(default_factory=list)
+    #: (op, line) of what has failed on some rank
+    failed: set[tuple[str, str]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -124,13 +151,14 @@ class Client:
         self._puts: list[Put] = []
         self._buffers: list[Buffer] = []
         self._dead: deque[int] = deque()
-        self._read: deque[int] = deque()
-        self._forget: list[bytes] = []
+        #: for each rank the room in its arena that nobody reads any more
+        self._read: list[deque[int]] = [deque() for _ in range(link.world_size)]
+        self._forget: list[PlanEntry] = []
         self._known: dict[bytes, PlanEntry] = {}
         self._flights: OrderedDict[int, _Flight] = OrderedDict()
         self._held: dict[int, int] = {}
         self._failures: deque[ExecutionError] = deque()
-        self._errors: OrderedDict[tuple[int, int], ExecutionError] = OrderedDict()
+        self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
 
     # -- values --------------------------------------------------------------------------
 
@@ -182,10 +210,14 @@ class Client:
         fetches: tuple[int, ...] = (),
         describe: Describe | None = None,
         why: str = "",
+        ranks: Collection[int] = (0,),
     ) -> tuple[int, list[RemoteValue]]:
         """Send a run; returns its number and the values of the plan's outputs.
 
         Does not wait; see ``hold_back``.
+
+        Args:
+            ranks: those that send what is fetched; rank 0 is one of them.
         """
         self.pump()
         if entry is not None:
@@ -196,29 +228,40 @@ class Client:
         run = Run(self._seq, base=base, puts=self._puts, fetches=fetches)
         run.timed = self.timed is not None
         buffers, self._puts, self._buffers = self._buffers, [], []
-        run.releases = tuple(_drain(self._read))
         frees = sorted(_drain(self._dead))
         if entry is None:
             run.frees = tuple(frees) or None
         else:
-            run.digest = entry.plan.digest
             run.inputs = entry.inputs.encode(inputs, base)
             run.frees = entry.frees.encode(frees, base)
             run.params = None if params == entry.params and entry.runs else params
             entry.params = params
             entry.runs += 1
-        frames = wire.encode_run(run, buffers)
-        self.counts.last_run = len(frames[0])
+        messages = self._encoded(run, buffers, entry, ranks)
+        self.counts.last_run = len(messages[0][0])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
-        flight = _Flight(entry, describe, set(range(self.link.world_size)))
-        self._flights[self._seq] = flight
-        self._send("run", 0, frames, why)
-        if self.link.world_size > 1:
-            run.fetches = ()  # rank 0 answers for all
-            others = wire.encode_run(run, buffers) if fetches else frames
-            for rank in range(1, self.link.world_size):
-                self._send("run", rank, others, why)
+        everyone = set(range(self.link.world_size))
+        self._flights[self._seq] = _Flight(entry, describe, everyone, frozenset(ranks))
+        for rank, frames in enumerate(messages):
+            self._send("run", rank, frames, why)
         return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
+
+    def _encoded(
+        self, run: Run, buffers: list[Buffer], entry: PlanEntry | None, ranks: Collection[int]
+    ) -> list[list[Buffer]]:
+        """The message to each rank; ranks that are told the same get one object."""
+        fetches = run.fetches
+        made: dict[Any, list[Buffer]] = {}
+        messages = []
+        for rank, read in enumerate(self._read):
+            run.digest = None if entry is None else entry.names[entry.of(rank)]
+            run.fetches = fetches if rank in ranks else ()
+            run.releases = tuple(_drain(read))
+            told = run.digest, run.fetches, run.releases
+            if told not in made:
+                made[told] = wire.encode_run(run, buffers)
+            messages.append(made[told])
+        return messages
 
     def hold_back(self) -> None:
         """Wait while more than ``max_ahead`` runs are unanswered.
@@ -229,21 +272,23 @@ class Client:
         while len(self._flights) > self._max_ahead:
             self._take_next()
 
-    def wait(self, seq: int) -> tuple[Done, list[memoryview]]:
-        """The answer of rank 0 to run ``seq``.
+    def wait(self, seq: int) -> dict[int, Answer]:
+        """The answers to run ``seq`` of rank 0 and all ranks that were asked for something.
 
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
         flight = self._flights[seq]
         try:
-            while flight.done is None:
+            while len(flight.answers) < len(flight.asked):
                 self._take_next()
         except BaseException:
             # Ctrl-C: the answer will come, and nobody will look at it
             flight.abandoned = True
+            for rank, (done, _) in flight.answers.items():
+                self._drop(rank, done)
             raise
-        return flight.done, flight.buffers
+        return flight.answers
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run.
@@ -284,13 +329,18 @@ class Client:
     def forget(self, entries: Sequence[PlanEntry]) -> None:
         """Plans that will never be used again: workers drop them with the next plan."""
         for entry in entries:
-            if self._known.get(entry.plan.digest) is entry:
-                del self._known[entry.plan.digest]
-                self._forget.append(entry.plan.digest)
+            if self._known.get(entry.names[0]) is entry:
+                del self._known[entry.names[0]]
+                self._forget.append(entry)
 
-    def entry_for(self, plan: Plan) -> PlanEntry:
-        """The entry of a plan: the one there is for the same content, or a new one."""
-        return self._known.setdefault(plan.digest, PlanEntry(plan))
+    def entry_for(self, plans: Sequence[Plan]) -> PlanEntry:
+        """The entry of the ranks' plans: the one there is for the same content, or a new one.
+
+        Args:
+            plans: each rank's, or one that all ranks run.
+        """
+        entry = PlanEntry(plans)
+        return self._known.setdefault(entry.names[0], entry)
 
     def entries(self) -> list[PlanEntry]:
         """The plans that are known, oldest first."""
@@ -299,29 +349,40 @@ class Client:
     def _send_plan(self, entry: PlanEntry, why: str) -> None:
         if entry.sent:
             return
-        plan = entry.plan
-        forget = [digest for digest in self._forget if digest != plan.digest]
-        self._forget = []
-        frames = wire.encode_plan(plan.digest, plan.graph, True, forget)
-        self._send_all("plan", frames, why)
-        self._shipped(entry, frames, self.link.world_size)
+        forgotten, self._forget = self._forget, []
+        made: dict[int, list[Buffer]] = {}
+        for rank in range(self.link.world_size):
+            which = entry.of(rank)
+            if which not in made:
+                name = entry.names[which]
+                forget = [n for old in forgotten if (n := old.names[old.of(rank)]) != name]
+                graph = entry.plans[which].graph
+                made[which] = wire.encode_plan(name, graph, True, forget, entry.salt)
+            self._send("plan", rank, made[which], why)
+        self._shipped(entry, made[0], self.link.world_size)
         entry.sent = True
 
-    def swap(self, entry: PlanEntry, groups: Sequence[tuple[int, str]]) -> None:
-        """Have every worker run compiled code from its next run of a plan on."""
+    def swap(self, entry: PlanEntry, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
+        """Have every worker run compiled code from its next run of a plan on.
+
+        Args:
+            groups: (fused node, artifact) pairs for each of ``entry.plans``.
+        """
         self._send_plan(entry, "swap")
         entry.swap = tuple(groups)
-        self._send_all("swap", wire.encode_swap(entry.plan.digest, groups), "compiled")
-        self.swapping[entry.plan.digest] = self.link.world_size
+        for rank in range(self.link.world_size):
+            self._send_swap(entry, rank)
+        self.swapping[entry.names[0]] = self.link.world_size
+
+    def _send_swap(self, entry: PlanEntry, rank: int) -> None:
+        which = entry.of(rank)
+        frames = wire.encode_swap(entry.names[which], entry.swap[which])
+        self._send("swap", rank, frames, "compiled")
 
     def _shipped(self, entry: PlanEntry, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
         entry.ships += times
         entry.size = sum(len(frame) for frame in frames)
-
-    def _send_all(self, kind: str, frames: Sequence[Buffer], why: str) -> None:
-        for rank in range(self.link.world_size):
-            self._send(kind, rank, frames, why)
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
         size = sum(len(frame) for frame in frames)
@@ -367,24 +428,30 @@ class Client:
             raise ProtocolError(f"worker {rank} sent a message of unknown kind {header[0]!r}")
 
     def _resend(self, rank: int, seq: int, digest: bytes) -> None:
-        entry = self._known.get(digest)
         flight = self._flights.get(seq)
-        entry = flight.entry if flight is not None and flight.entry is not None else entry
+        entry = None if flight is None else flight.entry
         if entry is None:
             raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
-        frames = wire.encode_plan(digest, entry.plan.graph, False)
+        graph = entry.plans[entry.of(rank)].graph
+        frames = wire.encode_plan(digest, graph, False, salt=entry.salt)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
         if entry.swap:
-            self._send("swap", rank, wire.encode_swap(digest, entry.swap), "compiled")
+            self._send_swap(entry, rank)
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
-        if digest in self.swapping:
-            self.swapping[digest] -= 1
-            if not self.swapping[digest]:
-                del self.swapping[digest]
+        name = self._rank0_name(rank, digest)
+        if name in self.swapping:
+            self.swapping[name] -= 1
+            if not self.swapping[name]:
+                del self.swapping[name]
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
+
+    def _rank0_name(self, rank: int, digest: bytes) -> bytes:
+        """The name that rank 0 has for a plan that a rank knows by another."""
+        known = self._known.values()
+        return next((e.names[0] for e in known if e.names[e.of(rank)] == digest), digest)
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         flight = self._flights[done.seq]
@@ -393,15 +460,27 @@ class Client:
             self.timed(rank, done.seq, flight.entry, flight.describe, done.timings)
         for offset in done.releases:
             self._released(offset)
-        if rank == 0:
-            flight.done, flight.buffers = done, buffers
+        if rank in flight.asked:
+            flight.answers[rank] = done, buffers
             if flight.abandoned:
-                self._read.extend(f.offset for f in done.fetched
-                                  if isinstance(f, Fetched) and f.offset is not None)  # fmt: skip
-            for failure in done.failures:
-                self._failures.append(self._error(failure, flight.describe))
+                self._drop(rank, done)
+        for failure in done.failures:
+            self._failed(flight, self._error(rank, failure, flight.describe))
         if not flight.waiting:
             del self._flights[done.seq]
+
+    def _failed(self, flight: _Flight, error: ExecutionError) -> None:
+        """Note a failure, unless another rank's is the same or its cause."""
+        follows = error.kind == wire.COLLECTIVE_ERROR and flight.failed
+        if not follows and (error.op, error.where) not in flight.failed:
+            self._failures.append(error)
+        flight.failed.add((error.op, error.where))
+
+    def _drop(self, rank: int, done: Done) -> None:
+        """Give back the room of what was fetched and is not wanted any more."""
+        self._read[rank].extend(
+            f.offset for f in done.fetched if isinstance(f, Fetched) and f.offset is not None
+        )
 
     def _released(self, offset: int) -> None:
         self._held[offset] -= 1
@@ -419,51 +498,71 @@ class Client:
             ExecutionError: naming the op and the user's line.
         """
         if self._failures:
-            raise self._failures.popleft()
+            self._raise(self._failures[0])
+
+    def _raise(self, error: ExecutionError) -> NoReturn:
+        """Raise a failure, or the one on another rank that is its cause, and neither again."""
+        if error.kind == wire.COLLECTIVE_ERROR:
+            self.synchronize()  # the rank that is the cause may not have answered yet
+            causes = (e for e in self._failures if e.kind != wire.COLLECTIVE_ERROR)
+            error = next(causes, error)
+        self._failures = deque(
+            e for e in self._failures if e is not error and e.kind != wire.COLLECTIVE_ERROR
+        )
+        raise error
 
     def drop_failure(self, seq: int, node: int) -> None:
         """Do not raise this failure again: the caller reports it in another way."""
-        error = self._errors.get((seq, node))
+        error = self._errors.get((seq, 0, node))
         if error is not None and error in self._failures:
             self._failures.remove(error)
 
     def raise_known(self, seq: int, node: int) -> None:
         """Raise the ExecutionError of an earlier node, if it is remembered."""
-        error = self._errors.get((seq, node))
+        error = self._errors.get((seq, 0, node))
         if error is not None:
             raise error
 
-    def _error(self, failure: Failure, describe: Describe | None) -> ExecutionError:
-        known = self._errors.get((failure.seq, failure.node))
+    def _error(self, rank: int, failure: Failure, describe: Describe | None) -> ExecutionError:
+        known = self._errors.get((failure.seq, rank, failure.node))
         if known is None:
-            op, inputs, where = describe(failure.node) if describe else ("an earlier op", (), "?")
-            known = ExecutionError(op, inputs, where, failure.kind, failure.detail)
-            self._errors[failure.seq, failure.node] = known
+            op, inputs, where = describe(failure.node, rank) if describe else _UNKNOWN
+            known = ExecutionError(op, inputs, where, failure.kind, failure.detail, rank)
+            self._errors[failure.seq, rank, failure.node] = known
             if len(self._errors) > _KEPT_ERRORS:
                 self._errors.popitem(last=False)
         return known
 
     # -- fetches -------------------------------------------------------------------------
 
-    def tensor(self, item: Fetched | Failure, buffers: list[memoryview]) -> torch.Tensor:
+    def fetched(
+        self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Mapping[int, Region] | None
+    ) -> torch.Tensor:
         """A fetched value as a CPU tensor of its own.
+
+        Args:
+            answers: of rank 0, or of each rank in ``regions``.
+            regions: rank -> what of the value it has sent; None: rank 0 has sent all of it.
 
         Raises:
             ExecutionError: the value could not be computed.
         """
         self.counts.fetches += 1
+        if regions is None:
+            return self._tensor(0, answers[0])
+        return joined(meta, regions, {rank: self._tensor(rank, answers[rank]) for rank in regions})
+
+    def _tensor(self, rank: int, answer: Answer) -> torch.Tensor:
+        (item,), buffers = answer[0].fetched, answer[1]
         if isinstance(item, Failure):
-            error = self._error(item, None)
-            if error in self._failures:
-                self._failures.remove(error)
-            raise error
+            self._raise(self._error(rank, item, None))
         meta = item.meta
         nbytes = meta.numel * meta.dtype.itemsize
         self.counts.bytes_fetched += nbytes
         if item.offset is not None:
-            arena = self.link.fetch_arena(0)
+            arena = self.link.fetch_arena(rank)
             assert arena is not None
-            flat = tensor_over(arena, item.offset, nbytes, self._read.append)
+            flat = tensor_over(arena, item.offset, nbytes, self._read[rank].append)
         elif nbytes:
             flat = wire.received(buffers[0])
         else:
@@ -472,6 +571,18 @@ class Client:
         if meta.stride == contiguous_stride(meta.shape):
             return typed.view(meta.shape)
         return typed.as_strided(meta.shape, meta.stride)
+
+
+def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
+    """The salt, and the name of each plan on the wire.
+
+    Two entries may have the same plan for one rank and different ones for another; the rank
+    remembers the last run of each entry, so it must not take one for the other.
+    """
+    if len(plans) == 1:
+        return b"", [plans[0].digest]
+    salt = wire.plan_name(b"".join(plan.digest for plan in plans))
+    return salt, [wire.plan_name(wire.encode_graph(plan.graph), salt) for plan in plans]
 
 
 def _drain(queue: deque[int]) -> list[int]:

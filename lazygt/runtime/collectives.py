@@ -88,7 +88,8 @@ def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
 
 def first(value: torch.Tensor, axis: str) -> torch.Tensor:
     """The value on the first rank of the axis, zeros on the others: a sum over the ranks."""
-    return value.clone() if group.line(axis).index == 0 else torch.zeros_like(value)
+    made = value.clone(memory_format=torch.contiguous_format)
+    return made if group.line(axis).index == 0 else made.zero_()
 
 
 def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:

@@ -64,7 +64,10 @@ class Group:
         """
         if self._failure is not None or self._thread.is_alive():
             return
-        self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
+        self._failure = LazyGTError(
+            f"rank {self._rank} left its process group, since an op "
+            f"failed on it that others waited for; open a new session. The failure: {reason}"
+        )
         self._lines.clear()
         dist.destroy_process_group()
 

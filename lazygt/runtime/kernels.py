@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FIRST, REDUCE_SCATTER, SHARD
 from lazygt.graph.ops import overload
-from lazygt.runtime import group
+from lazygt.runtime import collectives, group
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -76,6 +77,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "lazygt.manual_seed": manual_seed,
     "lazygt.get_rng_state": get_rng_state,
     "lazygt.set_rng_state": set_rng_state,
+    ALL_REDUCE: collectives.all_reduce,
+    ALL_GATHER: collectives.all_gather,
+    REDUCE_SCATTER: collectives.reduce_scatter,
+    ALL_TO_ALL: collectives.all_to_all,
+    SHARD: collectives.shard,
+    FIRST: collectives.first,
 }
 
 

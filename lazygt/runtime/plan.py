@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from lazygt.graph.alias import Writes, analyse, last_uses
+from lazygt.graph.communication import Communication, communications
 from lazygt.graph.inline import inline
 from lazygt.graph.node import Graph
 from lazygt.graph.text import print_graph
 from lazygt.graph.verify import verify
-from lazygt.runtime.wire import encode_graph
+from lazygt.runtime.wire import encode_graph, plan_name
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Plan:
             count += members
         return Schedule.of(inline(self.graph, kept)), tuple(firsts)
 
+    @cached_property
+    def collectives(self) -> tuple[Communication, ...]:
+        """What this rank exchanges with others in one run, in the order of launch."""
+        return communications(self.steps.graph)
+
     @property
     def asks(self) -> bool:
         """Whether the last node's results have to be described to the client."""
@@ -111,7 +116,7 @@ class Plan:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that name the plan: a hash of its graph's content."""
-        return hashlib.sha256(encode_graph(self.graph)).digest()[:16]
+        return plan_name(encode_graph(self.graph))
 
     def __str__(self) -> str:
         shown = Schedule.of(self.graph)

@@ -18,11 +18,14 @@ from lazygt.runtime.client import Client, PlanEntry
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
 from lazygt.runtime.compiling.group import Dims, Group
+from lazygt.runtime.plan import Plan
 
 #: Groups of one structure that are remembered for the sizes in which they differ.
 _LIKE = 8
 #: The run of a plan after which it counts as hot.
 _HOT = 2
+#: Seconds from the first hot plan to the first compile: who ends sooner would gain nothing.
+_PATIENCE = 0.5
 #: The run from which on it is worth to swap compiled code in that is there already.
 _SETTLED = 4
 
@@ -76,8 +79,11 @@ class Tiers:
         self._compiler = Compiler(device, cache)
         self._records: dict[str, Record | None] = {}
         #: plans whose groups have not all been answered, with (node number, key, elements)
-        self._waiting: dict[bytes, tuple[PlanEntry, list[tuple[int, str, int]]]] = {}
+        self._waiting: dict[bytes, tuple[PlanEntry, list[list[tuple[int, str, int]]]]] = {}
         self._seen: dict[str, list[Node]] = {}
+        #: hot plans that have not been considered, and since when there are any
+        self._hot: list[PlanEntry] = []
+        self._since: float | None = None
         self._warned = False
 
     @property
@@ -99,8 +105,11 @@ class Tiers:
             self._take(0.0)
         if self._client.swap_errors:
             self._report()
-        if entry.runs >= _HOT and not entry.considered:
-            self._consider(entry)
+        if entry.runs == _HOT and not entry.considered:
+            self._hot.append(entry)
+            self._since = self._since or time.monotonic()
+        if self._hot and self._since and time.monotonic() - self._since > _PATIENCE:
+            self._consider_hot()
         elif self._waiting and entry.runs == _SETTLED:
             self._swap_in()
 
@@ -111,6 +120,7 @@ class Tiers:
             False when ``timeout`` seconds were not enough.
         """
         end = None if timeout is None else time.monotonic() + timeout
+        self._consider_hot()
         while self._compiler.pending:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
@@ -125,37 +135,41 @@ class Tiers:
         """End the compile process."""
         self._compiler.close()
 
+    def _consider_hot(self) -> None:
+        while self._hot:
+            self._consider(self._hot.pop())
+
     # -- one plan ------------------------------------------------------------------------
 
     def _consider(self, entry: PlanEntry) -> None:
         """Find or order the artifacts of a plan's fused nodes."""
         entry.considered = True
         try:
-            wanted = self._wanted(entry)
+            wanted = [self._wanted(plan) for plan in entry.plans]
         except OSError as error:
             self.mode = "off"
             self._warn(f"no fused group can be compiled: {error}")
             return
-        if wanted:
-            self._waiting[entry.plan.digest] = entry, wanted
+        if any(wanted):
+            self._waiting[entry.names[0]] = entry, wanted
             self._swap_in()
 
-    def _wanted(self, entry: PlanEntry) -> list[tuple[int, str, int]]:
+    def _wanted(self, plan: Plan) -> list[tuple[int, str, int]]:
         """A plan's fused nodes: (number, key of the artifact, elements); orders what is missing.
 
         Raises:
             OSError: the cache can't be used, or no process can be started.
         """
         wanted = []
-        for number, group, line in self._groups(entry):
+        for number, group, line in self._groups(plan):
             key = group.key(self._device)
             wanted.append((number, key, group.numel))
             if key not in self._records and key not in self._compiler.pending:
                 self._order(key, group, line)
         return wanted
 
-    def _groups(self, entry: PlanEntry) -> Iterator[tuple[int, Group, str]]:
-        graph = entry.plan.graph
+    def _groups(self, plan: Plan) -> Iterator[tuple[int, Group, str]]:
+        graph = plan.graph
         for number, node in enumerate(graph.nodes):
             if node.body is not None:
                 group = Group.of(node)
@@ -203,16 +217,17 @@ class Tiers:
         for digest, (entry, wanted) in list(self._waiting.items()):
             if entry.runs < _SETTLED and not now:
                 continue
-            if any(key not in self._records for _, key, _ in wanted):
+            if any(key not in self._records for groups in wanted for _, key, _ in groups):
                 continue
             del self._waiting[digest]
-            groups = []
-            for number, key, numel in wanted:
-                record = self._records[key]
-                if record is not None and record.saved(numel) > 0:
-                    groups.append((number, key))
-            if groups:
+            groups = [[one[:2] for one in each if self._saves(*one[1:])] for each in wanted]
+            if any(groups):
                 self._client.swap(entry, groups)
+
+    def _saves(self, key: str, numel: int) -> bool:
+        """Whether a group of so many elements is faster with what was compiled for it."""
+        record = self._records[key]
+        return record is not None and record.saved(numel) > 0
 
     # -- what goes wrong -----------------------------------------------------------------
 

@@ -7,6 +7,7 @@ ProtocolError, and its sender is dropped by the channel.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,10 @@ class Run:
     timed: bool = False
 
 
+#: The kind of failure of a collective: another rank's failure, most likely, is the cause.
+COLLECTIVE_ERROR = "CollectiveError"
+
+
 @dataclass(slots=True)
 class Failure:
     """Why a value could not be computed: node number, exception, message."""
@@ -286,11 +291,24 @@ class Done:
     timings: Timings | None = None
 
 
+def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
+    """16 bytes that name an encoded graph.
+
+    Args:
+        salt: of a plan whose ranks have different graphs: tells it from others in which this
+            rank has the same.
+    """
+    made = hashlib.sha256(data)
+    made.update(salt)
+    return made.digest()[:16]
+
+
 def encode_plan(
-    digest: bytes, graph: Graph, fresh: bool, forget: Sequence[bytes] = ()
+    digest: bytes, graph: Graph, fresh: bool, forget: Sequence[bytes] = (), salt: bytes = b""
 ) -> list[Buffer]:
     """A PLAN message. ``fresh``: its id lists begin anew; ``forget``: plans never used again."""
-    return [pack((PLAN, digest, fresh, tuple(forget))), encode_graph(graph)]
+    salted = (salt,) if salt else ()
+    return [pack((PLAN, digest, fresh, tuple(forget), *salted)), encode_graph(graph)]
 
 
 def encode_swap(digest: bytes, groups: Sequence[tuple[int, str]]) -> list[Buffer]:

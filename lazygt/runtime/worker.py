@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -112,11 +111,12 @@ class Worker:
 
     def _plan(self, header: Any, frames: Sequence[Buffer]) -> None:
         try:
-            _, digest, fresh, forget = header
+            _, digest, fresh, forget, *salt = header
             data = frames[1]
-        except (ValueError, IndexError) as error:
+            name = wire.plan_name(data, *salt)
+        except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"not a PLAN message: {error}") from error
-        if hashlib.sha256(data).digest()[:16] != digest:
+        if name != digest:
             raise ProtocolError("a plan's content does not match its name")
         try:
             plan = Plan.build(wire.decode_graph(data))

@@ -8,123 +8,33 @@ group; the old one is let go in the background, because letting it go may wait f
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from lazygt.transfer.batches import Piece, Request, joined
 from lazygt.transfer.control import Connection, Deadline, Message
 from lazygt.transfer.errors import TransferError
+from lazygt.transfer.group import (
+    Group,
+    backend_for,
+    conclude,
+    finished,
+    in_background,
+    let_go,
+)
+from lazygt.transfer.incoming import Incoming
+from lazygt.transfer.outgoing import Outgoing
 from lazygt.transfer.peers import Peer
-from lazygt.transfer.receiver import Incoming, Receiver
-from lazygt.transfer.sender import Outgoing, Sender
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import Manifest
 from lazygt.transfer.staging import Staging
 
-T = TypeVar("T")
-_GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
 _FAILED_SECONDS = 0.3  # in which the control connection says who made a collective fail
 _LOOK_SECONDS = 1e-3
-
-
-class Group:
-    """One rank's end of the process group; rank 0 sends.
-
-    Args:
-        directory: of the sender; the ranks meet there.
-        number: counts the groups of a sender.
-        seconds: to wait for the other ranks.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        directory: str,
-        number: int,
-        rank: int,
-        size: int,
-        seconds: float,
-    ) -> None:
-        store = FileStore(os.path.join(directory, "group"), -1)
-        store.set_timeout(timedelta(seconds=seconds))
-        here = PrefixStore(str(number), store)
-        patience = timedelta(seconds=seconds + _GRACE_SECONDS)
-        self._group: Any
-        if backend_for(device) == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = patience
-            self._group = dist.ProcessGroupNCCL(here, rank, size, options)
-            # here, in the background, and not within the first collective
-            self._group.eager_connect_single_device(device)
-        else:
-            self._group = dist.ProcessGroupGloo(here, rank, size, patience)
-
-    def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
-        """Begin to broadcast a tensor from rank 0; ``wake`` is called when it may be done."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)
-        work = self._group.broadcast([run], options)
-        work.get_future().add_done_callback(lambda _: wake())
-        return work
-
-
-def finished(works: Sequence[Any]) -> bool:
-    """Whether all broadcasts have ended, well or not."""
-    return all(work.is_completed() for work in works)
-
-
-def conclude(works: Sequence[Any], device: torch.device) -> None:
-    """Make the results of finished broadcasts usable.
-
-    Raises:
-        RuntimeError: one failed.
-    """
-    for work in works:
-        work.wait()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def in_background(make: Callable[[], T], done: Callable[[], object]) -> Future[T]:
-    """Run something that may block for long in a thread that nobody has to wait for."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - kept for who asks the future
-            future.set_exception(error)
-        done()
-
-    threading.Thread(target=run, name="lazygt-group", daemon=True).start()
-    return future
-
-
-def let_go(group: Future[Group] | None) -> None:
-    """Drop a group without waiting for its threads."""
-    if group is None:
-        return
-    held = [group]
-    del group
-
-    def drop() -> None:
-        future = held.pop()
-        future.exception()  # waits for a group that is still being made
-
-    threading.Thread(target=drop, name="lazygt-group-end", daemon=True).start()
-
-
-def backend_for(device: torch.device) -> str:
-    """gloo for the CPU, nccl for GPUs."""
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 class BroadcastTransferSender(Sender):
@@ -179,8 +89,8 @@ class BroadcastTransferSender(Sender):
         group = self._joined(out)
         runs = [self._run(out, piece) for piece in joined(request)]
         checks = [0] * len(request)
-        if self._check is not None:
-            checks = self._crew.check([self._run(out, piece) for piece in request], self._check)
+        if out.check is not None:
+            checks = self._crew.check([self._run(out, piece) for piece in request], out.check)
         self.announce(out, request, checks)
         works = [group.broadcast(run, out.deadline, self._peers.wake) for run in runs]
         # one request behind: receivers check their bytes while the next ones travel

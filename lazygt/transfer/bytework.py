@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -23,6 +23,21 @@ _JOB_BYTES = 2 << 20  # small pieces share a job: handing one over costs as much
 _NOWHERE = ctypes.addressof(ctypes.c_ubyte())  # of an empty tensor; nothing is read there
 
 Checksum = Callable[[Tensor], int]
+
+
+def _fastest_crc32() -> Callable[[ctypes.Array[ctypes.c_ubyte]], int]:
+    """ISA-L's, which is ten times as fast, where the package ``isal`` is there; else zlib's."""
+    for name in ("isal.isal_zlib", "zlib"):
+        try:
+            found: Callable[[ctypes.Array[ctypes.c_ubyte]], int]
+            found = importlib.import_module(name).crc32
+        except ImportError:
+            continue
+        return found
+    raise ImportError("this Python has no zlib")
+
+
+_crc32 = _fastest_crc32()
 
 
 class Copy(NamedTuple):
@@ -61,7 +76,7 @@ def travels_as_it_is(tensor: Tensor, dtype: torch.dtype) -> bool:
 def crc32(data: Tensor) -> int:
     """CRC-32 of a flat uint8 tensor; a tensor on a GPU is copied to the host for it."""
     host = data.cpu()
-    return zlib.crc32(_buffer(host))
+    return _crc32(_buffer(host))
 
 
 def xor64(data: Tensor) -> int:

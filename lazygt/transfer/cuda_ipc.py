@@ -17,9 +17,11 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.transfer.batches import Piece, Request, joined
 from lazygt.transfer.control import Connection, Message
+from lazygt.transfer.incoming import Incoming
+from lazygt.transfer.outgoing import Outgoing
 from lazygt.transfer.peers import Peer
-from lazygt.transfer.receiver import Incoming, Receiver
-from lazygt.transfer.sender import Outgoing, Sender
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest, aligned
 from lazygt.transfer.staging import Staging
 
@@ -168,9 +170,9 @@ class CudaIpcTransferSender(Sender):
             target.copy_(whole[run.begin : run.begin + run.nbytes])
         self._device.synchronize()
         checks = [0] * len(request)
-        if self._check is not None:
+        if out.check is not None:
             places = [buffer[piece.place : piece.place + piece.nbytes] for piece in request]
-            checks = self._crew.check(places, self._check)
+            checks = self._crew.check(places, out.check)
         self.announce(out, request, checks, buffer=number % self.SLOTS)
 
     def release(self) -> None:

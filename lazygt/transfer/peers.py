@@ -137,6 +137,7 @@ class Peers:
         Raises:
             TransferError: they were not, until the deadline.
         """
+        self.pump(0.0)  # so that those who have left do not count
         while len(self.connected) < count:
             if deadline.expired:
                 here = ", ".join(peer.name for peer in self.connected) or "none"
@@ -176,12 +177,14 @@ class Peers:
 
     def drop(self, peer: Peer) -> None:
         """Hang up on a receiver. Idempotent."""
+        if peer not in self.connected:
+            return
         if not peer.left and not peer.connection.has_ended(_DEATH_SECONDS):
             self.suspect = True
         peer.connection.close()
-        for members in (self.connected, self.active):
-            if peer in members:
-                members.remove(peer)
+        self.connected.remove(peer)
+        if peer in self.active:
+            self.active.remove(peer)
 
     def drop_named(self, name: str) -> None:
         """Hang up on the receiver of this name, if it is there."""
@@ -275,6 +278,7 @@ class Peers:
             raise refused(peer.name, str(message.get("why")))
         else:
             peer.said[kind] = message
+            peer.holds = False
 
     def _gone(self, peer: Peer) -> ReceiverDied:
         self.drop(peer)

@@ -6,94 +6,28 @@ import os
 import select
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer.batches import Piece
-from lazygt.transfer.bytework import Checksum, Crew, checksum_named
+from lazygt.transfer.bytework import Crew
 from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
 from lazygt.transfer.errors import SenderGone, TransferError
+from lazygt.transfer.hooks import ReceiverHooks
+from lazygt.transfer.incoming import Aborted, Incoming, Wake
+from lazygt.transfer.reading import Readings
 from lazygt.transfer.spec import Manifest, check_complete, difference
 
 _SEND_SECONDS = 10.0  # for an answer of some bytes; the sender reads them while it waits
-_GRACE_SECONDS = 1.0  # beyond the sender's own deadline, before the receiver gives up on it
 
 
-class Version(NamedTuple):
-    """A complete set of weights; its memory lives as long as one of its tensors."""
-
-    number: int
-    manifest: Manifest
-    flat: Tensor
-    params: dict[str, Tensor]
-
-
-class Incoming:
-    """A transfer on its way in."""
-
-    def __init__(self, begin: Message) -> None:
-        self.transfer, self.version = int(begin["transfer"]), int(begin["version"])
-        self.manifest = Manifest.from_wire(begin["manifest"])
-        self.deadline = Deadline(float(begin["seconds"]) + _GRACE_SECONDS)
-        self.verify = str(begin["verify"])
-        self.check: Checksum | None = checksum_named(self.verify)
-        self.arrived: Counter[int] = Counter()
-        self.flat = torch.empty(0, dtype=torch.uint8)
-        self.staged: Version | None = None
-
-    def run(self, piece: Piece) -> Tensor:
-        """Where a piece belongs in the staging buffer.
-
-        Raises:
-            ProtocolError: it lies outside its parameter.
-        """
-        if not 0 <= piece.param < len(self.manifest.params):
-            raise ProtocolError(f"a piece of unknown parameter {piece.param}")
-        spec, place = self.manifest.params[piece.param], self.manifest.places[piece.param]
-        if piece.begin < 0 or piece.nbytes < 1 or piece.begin + piece.nbytes > spec.nbytes:
-            raise ProtocolError(f"a piece of {spec.name} lies outside of it")
-        return self.flat[place + piece.begin : place + piece.begin + piece.nbytes]
-
-
-class Wake:
-    """Ends a thread's poll from any other thread, also from a finalizer (no lock is taken)."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
-
-    def __call__(self, *_: object) -> None:
-        os.eventfd_write(self.fd, 1)
-
-
-class Aborted(Exception):
-    """The sender has given this transfer up."""
-
-
-class _Hooks:
-    """What the receiver of a strategy may fill in."""
-
-    def invited(self, begin: Message, link: Connection) -> None:
-        """Take what came with ``begin``, whatever becomes of the transfer."""
-
-    def dropped(self) -> None:
-        """The transfer on its way in was given up, or the sender has gone."""
-
-    def holds_memory(self) -> bool:
-        """Whether tensors of this process may lie in the sender's memory."""
-        return False
-
-
-class Receiver(_Hooks, ABC):
+class Receiver(ReceiverHooks, Readings, ABC):
     """Receives versions of a model in a thread of its own, and hands them to readers.
 
     Args:
@@ -110,16 +44,13 @@ class Receiver(_Hooks, ABC):
     def __init__(
         self, address: str, *, name: str | None = None, expect: Manifest | None = None
     ) -> None:
-        self.name = name or f"pid {os.getpid()}"
+        super().__init__(name or f"pid {os.getpid()}")
         self._address = address
         self._expect = expect
-        self._current: Version | None = None
         self._incoming: Incoming | None = None
         self._waiting: Message | None = None
         self._inbox: deque[dict[str, Any]] = deque()
-        self._changed = threading.Condition()
         self._welcome = self._closing = False
-        self._ended: str | None = None
         self._wake = Wake()
         self._crew = Crew()
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
@@ -149,73 +80,12 @@ class Receiver(_Hooks, ABC):
             begin, size = incoming.manifest.places[number], incoming.manifest.params[number].nbytes
             incoming.flat[begin : begin + size].copy_(current.flat[begin : begin + size])
 
-    # -- reading ---------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """The version that readers see; 0: none yet."""
-        current = self._current
-        return 0 if current is None else current.number
+    # -- for everyone ----------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
         """Whether the sender is there and has admitted this receiver."""
         return self._welcome and self._ended is None
-
-    @contextmanager
-    def reading(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """The current version and its parameters, all of one version for the whole block.
-
-        Tied names share a tensor. Do not write to the tensors, and clone what must outlive the
-        block: the mapping is emptied at its end, and a tensor that is kept all the same holds
-        back the memory that the next but one transfer needs.
-
-        Raises:
-            TransferError: there is no version yet.
-        """
-        current = self._current
-        if current is None:
-            raise TransferError(
-                f"receiver {self.name!r} has no weights yet; call wait_for_version(1) first"
-            )
-        params = dict(current.params)
-        number = current.number
-        del current
-        try:
-            yield number, params
-        finally:
-            params.clear()
-
-    def load_into(self, module: nn.Module) -> int:
-        """Copy the current version into a module's parameters and buffers; returns its number.
-
-        Raises:
-            RuntimeError: names or shapes are not the module's.
-            TransferError: there is no version yet.
-        """
-        with self.reading() as (number, params):
-            module.load_state_dict(dict(params))
-        return number
-
-    def wait_for_version(self, number: int = 1, timeout: float = 60.0) -> int:
-        """Wait until a version at least this new is there; returns its number.
-
-        Raises:
-            SenderGone: the sender has gone, or has turned this receiver away.
-            TransferError: it was not there within ``timeout`` seconds.
-        """
-        deadline = Deadline(timeout)
-        with self._changed:
-            while self.version < number:
-                if self._ended is not None:
-                    raise SenderGone(f"receiver {self.name!r}: {self._ended}")
-                if deadline.expired:
-                    raise TransferError(
-                        f"receiver {self.name!r} waited {timeout:g} s for version {number}; it "
-                        f"has version {self.version}"
-                    )
-                self._changed.wait(deadline.remaining)
-        return self.version
 
     def close(self) -> None:
         """Leave the sender and drop the weights. Idempotent."""
@@ -257,11 +127,9 @@ class Receiver(_Hooks, ABC):
                 self._give_up()
                 link.close()
                 self._inbox.clear()
-        with self._changed:
-            self._ended = ended
-            if self._closing:
-                self._current = None
-            self._changed.notify_all()
+        if self._closing:
+            self._current = None
+        self._end(ended)
 
     def _serve(self, link: Connection) -> None:
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
@@ -346,7 +214,7 @@ class Receiver(_Hooks, ABC):
     def _begin(self, link: Connection, message: Message) -> None:
         if "deadline" not in message:
             self.invited(message, link)
-        incoming = Incoming(message)
+        incoming = Incoming(message, self._current)
         self._check_manifest(incoming)
         incoming.deadline = message.get("deadline", incoming.deadline)
         self._incoming, self._waiting = incoming, None
@@ -356,8 +224,8 @@ class Receiver(_Hooks, ABC):
                 self._answer(link, message, "held")
             self._waiting = {**message, "deadline": incoming.deadline}
             return
-        incoming.flat = flat
         self._answer(link, message, "ready", version=self.version)
+        incoming.stage_in(flat)  # while the sender gathers the first request
 
     def _check_manifest(self, incoming: Incoming) -> None:
         if incoming.version <= self.version:
@@ -399,18 +267,15 @@ class Receiver(_Hooks, ABC):
         why = check_complete(incoming.manifest, incoming.arrived)
         if why is not None:
             raise TransferError(why)
-        params = incoming.manifest.tensors(incoming.flat)
-        incoming.staged = Version(incoming.version, incoming.manifest, incoming.flat, params)
+        incoming.complete = True
         self._answer(link, message, "prepared")
 
     def _commit(self, link: Connection, message: Message) -> None:
         incoming = self._incoming
-        if incoming is None or incoming.staged is None:
+        if incoming is None or incoming.staged is None or not incoming.complete:
             raise ProtocolError("a commit without a prepare")
         begin = time.perf_counter()
-        with self._changed:
-            self._current = incoming.staged  # the flip: readers see the old one, then the new one
-            self._changed.notify_all()
+        self._flip(incoming.staged)
         pause = time.perf_counter() - begin
         self._incoming = None
         self._answer(link, message, "committed", pause=pause)

@@ -15,14 +15,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
-
 from lazygt.transfer.batches import Batcher, Request
-from lazygt.transfer.bytework import Crew, checksum_named, sha256, wire_bytes
+from lazygt.transfer.bytework import Crew, checksum_named
 from lazygt.transfer.control import Deadline, Message
 from lazygt.transfer.errors import (
     ReceiverDied,
@@ -30,77 +27,18 @@ from lazygt.transfer.errors import (
     ReceiverRefused,
     TransferError,
 )
-from lazygt.transfer.extractor import Chunk, Extractor
+from lazygt.transfer.extractor import Extractor
+from lazygt.transfer.hooks import SenderHooks
+from lazygt.transfer.outgoing import Outgoing
 from lazygt.transfer.peers import Peer, Peers
 from lazygt.transfer.report import Progress, TransferReport
-from lazygt.transfer.spec import Manifest, ParamSpec
+from lazygt.transfer.spec import Manifest
 
 _ABORT_SECONDS = 0.1  # for a message of 30 bytes; who does not take it is told by what comes next
 _COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
 
 
-class Outgoing:
-    """A transfer on its way: what all its parts need to know.
-
-    Attributes:
-        number: counts the sender's transfers, also those that failed.
-        tensors: parameters that the extractor has yielded and no request has taken yet.
-    """
-
-    def __init__(self, number: int, version: int, manifest: Manifest, deadline: Deadline) -> None:
-        self.number, self.version, self.manifest = number, version, manifest
-        self.deadline = deadline
-        self.tensors: dict[int, Tensor] = {}
-        self._bytes: dict[int, Tensor] = {}
-        self.unchanged: list[int] = []
-        self.digests: dict[int, bytes] = {}
-        self.requests = self.chunks = self.done = 0
-        self.phases: dict[str, float] = {}
-
-    def travelling(self, number: int) -> Tensor:
-        """A parameter's bytes as they travel, flat uint8, on its own device."""
-        if number not in self._bytes:
-            dtype = self.manifest.params[number].torch_dtype
-            self._bytes[number] = wire_bytes(self.tensors[number], dtype)
-        return self._bytes[number]
-
-    def drop(self, number: int) -> None:
-        """A parameter has been carried to its end."""
-        self.tensors.pop(number)
-        self._bytes.pop(number, None)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Note how long the block takes."""
-        begin = time.perf_counter()
-        yield
-        self.phases[name] = time.perf_counter() - begin
-
-
-class _Hooks:
-    """What a strategy may fill in."""
-
-    def invitation(self, out: Outgoing, peer: Peer) -> tuple[Message, Sequence[int]]:
-        """What ``begin`` says besides, and file descriptors to go with it."""
-        return {}, ()
-
-    def finish(self, out: Outgoing) -> None:
-        """Announce what is still on its way; there is no more data."""
-
-    def keep(self, out: Outgoing, unchanged: Sequence[int]) -> None:
-        """Nothing travels for these parameters."""
-
-    def ended(self, out: Outgoing, *, committed: bool) -> None:
-        """A transfer is over."""
-
-    def forget(self) -> None:
-        """A receiver that was dropped may be alive: touch no memory that it can see."""
-
-    def release(self) -> None:
-        """Give back what the strategy holds; called once, by `close`."""
-
-
-class Sender(_Hooks, ABC):
+class Sender(SenderHooks, ABC):
     """Sends models to the receivers that are connected; used by one thread.
 
     A strategy is a subclass in a file of its own, with its receiver beside it.
@@ -113,13 +51,14 @@ class Sender(_Hooks, ABC):
     Attributes:
         address: what receivers connect to, a path that only this user can reach.
         version: the last one that was committed; 0: none.
+        verify: may be changed between two transfers.
     """
 
     strategy: ClassVar[str]
 
     def __init__(self, *, verify: str = "crc32", skip_unchanged: bool = False) -> None:
-        self._check = checksum_named(verify)
-        self._verify = verify
+        checksum_named(verify)
+        self.verify = verify
         self._skip = skip_unchanged
         self._peers = Peers(self.strategy)
         self._crew = Crew()
@@ -183,7 +122,8 @@ class Sender(_Hooks, ABC):
         """
         version = self.version + 1 if version is None else version
         self._transfers += 1
-        out = Outgoing(self._transfers, version, extractor.manifest(), Deadline(timeout))
+        check = checksum_named(self.verify)
+        out = Outgoing(self._transfers, version, extractor.manifest(), Deadline(timeout), check)
         begin = time.perf_counter()
         peers = self._open()
         committed = False
@@ -199,7 +139,7 @@ class Sender(_Hooks, ABC):
         finally:
             self._peers.active = []
             self.ended(out, committed=committed)
-        return self._report(out, peers, lost, time.perf_counter() - begin)
+        return out.report(peers, lost, time.perf_counter() - begin)
 
     def close(self) -> None:
         """Hang up on the receivers, which keep what they have. Idempotent."""
@@ -274,6 +214,7 @@ class Sender(_Hooks, ABC):
             self.keep(out, out.unchanged)
             self._tell_all(out, {"kind": "prepare", "unchanged": out.unchanged})
             self._peers.wait(lambda peer: "prepared" in peer.said, out.deadline)
+            out.check_time()  # this process itself may have been stopped
         if progress is not None:
             progress(Progress(out.manifest.nbytes, out.manifest.nbytes, out.requests))
 
@@ -283,9 +224,9 @@ class Sender(_Hooks, ABC):
             "kind": "begin",
             "transfer": out.number,
             "version": out.version,
-            "manifest": out.manifest.to_wire(),
+            "manifest": out.manifest.packed,
             "seconds": out.deadline.remaining,
-            "verify": self._verify,
+            "verify": self.verify,
         }
         for peer in peers:
             more, fds = self.invitation(out, peer)
@@ -299,10 +240,9 @@ class Sender(_Hooks, ABC):
     ) -> Iterator[None]:
         """Carry one request after the other."""
         batcher = Batcher(out.manifest, self.threshold)
-        skip = self._skip and self._all_have_last(out, peers)
+        known = self._digests if self._skip and self._all_have_last(out, peers) else None
         for chunk in extractor.chunks():
-            out.chunks += 1
-            for request in batcher.add(self._changed(out, chunk, skip=skip)):
+            for request in batcher.add(out.take_in(chunk, known, digest=self._skip)):
                 self._carry(out, request)
                 yield
             self._peers.pump(0.0)  # so that a death is noticed while chunks are being made
@@ -315,27 +255,7 @@ class Sender(_Hooks, ABC):
         for piece in request:
             if piece.begin + piece.nbytes == out.manifest.params[piece.param].nbytes:
                 out.drop(piece.param)
-        if out.deadline.expired:
-            raise TransferError(
-                f"the deadline of {out.deadline.seconds:g} s passed after {out.done} of "
-                f"{out.manifest.nbytes} bytes; give transfer() a longer timeout"
-            )
-
-    def _changed(self, out: Outgoing, chunk: Chunk, *, skip: bool) -> list[int]:
-        """Take in a chunk; the positions of the parameters that must travel."""
-        travelling = []
-        for spec, tensor in chunk.params:
-            number = _checked(out.manifest, spec, tensor)
-            if self._skip and tensor.device.type == "cpu":
-                same = wire_bytes(tensor, spec.torch_dtype)
-                out.digests[number] = sha256(same)
-            if skip and self._digests.get(number, b"") == out.digests.get(number):
-                out.unchanged.append(number)
-                out.done += spec.nbytes
-            else:
-                out.tensors[number] = tensor
-                travelling.append(number)
-        return travelling
+        out.check_time()
 
     def _all_have_last(self, out: Outgoing, peers: Sequence[Peer]) -> bool:
         return (
@@ -374,38 +294,3 @@ class Sender(_Hooks, ABC):
 
     def _tell_all(self, out: Outgoing, message: Message) -> None:
         self._peers.tell_all({**message, "transfer": out.number}, out.deadline)
-
-    def _report(
-        self, out: Outgoing, peers: list[Peer], lost: tuple[str, ...], seconds: float
-    ) -> TransferReport:
-        own = [spec for spec in out.manifest.params if spec.alias_of is None]
-        pauses = {
-            peer.name: float(peer.said["committed"]["pause"])
-            for peer in peers
-            if "committed" in peer.said
-        }
-        return TransferReport(
-            version=out.version,
-            nbytes=out.manifest.nbytes,
-            params=len(own),
-            aliases=len(out.manifest.params) - len(own),
-            unchanged=len(out.unchanged),
-            chunks=out.chunks,
-            requests=out.requests,
-            seconds=seconds,
-            phases=out.phases,
-            pauses=pauses,
-            lost=lost,
-        )
-
-
-def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:
-    """The position of a parameter that the extractor has yielded, if it is what was announced."""
-    number = manifest.index.get(spec.name)
-    if number is None or manifest.params[number] != spec or tuple(tensor.shape) != spec.shape:
-        announced = "nothing of that name" if number is None else str(manifest.params[number])
-        raise TransferError(
-            f"the extractor yielded {spec.name} as {spec} with a tensor of shape "
-            f"{list(tensor.shape)}, but its manifest announced {announced}; mend the extractor"
-        )
-    return number

@@ -17,9 +17,11 @@ from lazygt.runtime.shm import Arena, tensor_over
 from lazygt.transfer.batches import Piece, Request
 from lazygt.transfer.bytework import Copy, Work, as_bytes, travels_as_it_is
 from lazygt.transfer.control import Connection, Message
+from lazygt.transfer.incoming import Incoming, Wake
+from lazygt.transfer.outgoing import Outgoing
 from lazygt.transfer.peers import Peer
-from lazygt.transfer.receiver import Incoming, Receiver, Wake
-from lazygt.transfer.sender import Outgoing, Sender
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest
 
 GIB = 1 << 30
@@ -36,9 +38,10 @@ class Slot:
 
     def __init__(self, number: int, extent: int) -> None:
         self.number, self.extent = number, extent
-        self.arena = Arena.create(max(extent, ALIGNMENT))
-        self.offset = self.arena.allocate(max(extent, ALIGNMENT)).offset
-        self.flat = self.arena.view(self.offset, extent)
+        room = max(extent, ALIGNMENT)
+        self.arena = Arena.create(room)
+        self.offset = self.arena.allocate(room).offset
+        self.flat = self.arena.view(self.offset, room)
         self.known_to: set[Peer] = set()
         self.digests: dict[int, bytes] = {}
 
@@ -110,7 +113,7 @@ class SharedMemoryTransferSender(Sender):
         for piece in request:
             slot.digests.pop(piece.param, None)
         copies = [self._copy(out, piece, slot.run(out.manifest, piece)) for piece in request]
-        self._copying.append((request, self._crew.copy(copies, self._check)))
+        self._copying.append((request, self._crew.copy(copies, out.check)))
         while self._copying and (len(self._copying) > _BEING_COPIED or self._copying[0][1].done()):
             self._announce_oldest(out)
 

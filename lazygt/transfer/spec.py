@@ -126,7 +126,7 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """Equal for equal names, dtypes, shapes, order and ties only."""
-        return hashlib.sha256(msgpack.packb(self.to_wire())).hexdigest()
+        return hashlib.sha256(self.packed).hexdigest()
 
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat uint8 buffer of `extent` bytes, by name; tied names share a tensor."""
@@ -139,20 +139,23 @@ class Manifest:
                 made[spec.name] = piece.view(spec.torch_dtype).view(spec.shape)
         return made
 
-    def to_wire(self) -> list[Any]:
-        """Plain lists, for msgpack."""
-        return [[spec.name, spec.dtype, list(spec.shape), spec.alias_of] for spec in self.params]
+    @cached_property
+    def packed(self) -> bytes:
+        """The manifest as it travels."""
+        specs = [[spec.name, spec.dtype, spec.shape, spec.alias_of] for spec in self.params]
+        packed: bytes = msgpack.packb(specs)
+        return packed
 
     @classmethod
-    def from_wire(cls, given: Any) -> Manifest:
-        """Read what `to_wire` made.
+    def unpack(cls, given: object) -> Manifest:
+        """Read what `packed` holds.
 
         Raises:
             ProtocolError: it was made by something else.
         """
         try:
-            return cls(tuple(_read_spec(*entry) for entry in given))
-        except (TypeError, ValueError) as error:
+            return cls(tuple(_read_spec(*entry) for entry in msgpack.unpackb(given)))
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"this is no manifest: {error}") from error
 
 
@@ -169,7 +172,7 @@ def _read_spec(name: Any, dtype: Any, shape: Any, alias_of: Any) -> ParamSpec:
 
 def difference(expected: Manifest, offered: Manifest) -> str | None:
     """What stands between two manifests, in words; None when they are equal."""
-    if expected.digest == offered.digest:
+    if expected.packed == offered.packed:
         return None
     parts = [
         _listed("missing", [name for name in expected.index if name not in offered.index]),

@@ -100,3 +100,12 @@ def test_gpt_reads_a_file(tmp_path: Path) -> None:
 def test_gpt_refuses_resume_without_a_checkpoint() -> None:
     with pytest.raises(AssertionError, match="--resume needs --checkpoint PATH"):
         run_example("train_gpt.py", "--resume")
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2"])
+def test_gpt_on_a_mesh_agrees_with_eager(mesh: str) -> None:
+    lazy = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --mesh {mesh}")
+    eager = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --eager")
+    assert [float(loss) for loss in losses(lazy)] == pytest.approx(
+        [float(loss) for loss in losses(eager)], abs=1e-5
+    )

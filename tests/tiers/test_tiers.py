@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def test_a_plan_seen_twice_is_compiled(executor: str) -> None:
     assert made.tier == "compiled"
     assert made.gain > 1
     assert made.ops == 16
+
+
+def test_a_program_that_ends_at_once_compiles_nothing(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto") as s:
+        results("lazygt", [SIZE] * 2)
+        assert s.compiles() == []
+        assert s.compiler_pid is None
+
+
+def test_a_program_that_goes_on_is_compiled_unasked(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto") as s:
+        until = time.monotonic() + 60
+        while not s.compiles() and time.monotonic() < until:
+            results("lazygt", [SIZE])
+        assert s.compiles()
 
 
 def test_run_time_numbers_stay_open() -> None:
@@ -145,6 +161,7 @@ def test_a_failed_compile_is_said_once_and_costs_nothing(
 def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Path) -> None:
     with lazygt.session(compile="auto") as s:
         found = results("lazygt", [SIZE] * 2)
+        assert not s.compiled(timeout=0)
         pid = s.compiler_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -157,9 +174,9 @@ def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Pa
 def test_the_compile_process_ends_with_its_session(empty_cache: Path) -> None:
     with lazygt.session(compile="auto") as s:
         results("lazygt", [SIZE] * 2)
+        assert not s.compiled(timeout=0)
         pid = s.compiler_pid
         assert pid is not None
-        assert not s.compiled(timeout=0)
     assert not psutil.pid_exists(pid)
 
 
@@ -174,8 +191,11 @@ def test_a_forgotten_plan_comes_back_compiled() -> None:
 def test_a_cache_that_others_may_write_to_is_refused(empty_cache: Path) -> None:
     empty_cache.mkdir()
     empty_cache.chmod(0o777)
-    with lazygt.session(compile="auto"), pytest.warns(RuntimeWarning, match="only you may write"):
-        found = results("lazygt", [SIZE] * 3)
+    with lazygt.session(compile="auto") as s:
+        found = results("lazygt", [SIZE] * 2)
+        with pytest.warns(RuntimeWarning, match="only you may write"):
+            s.compiled()
+        found += results("lazygt", [SIZE])
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
 
 

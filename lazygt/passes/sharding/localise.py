@@ -76,7 +76,11 @@ class _Walk:
         self.origins: list[int] = []
 
     def run(self, wanted: Mapping[int, Label]) -> Local:
+        labels: tuple[Label, ...] = ()
+        outputs: list[Ref] = []
         for number, (node, row) in enumerate(zip(self.graph.nodes, self.choice.rows, strict=True)):
+            if node.dynamic:  # it stays the last node, and nothing else is made of its results
+                labels, outputs = self._outputs(wanted)
             operands = [
                 self.get(v, label) for v, label in zip(node.refs(), row.inputs, strict=True)
             ]
@@ -84,8 +88,8 @@ class _Walk:
             for made, label in zip(results, row.outputs, strict=True):
                 self.have.append({} if made is None else {label: made})
             self._from(number)
-        labels = tuple(self._final(value, wanted) for value in self.graph.outputs)
-        outputs = [self.get(v, la) for v, la in zip(self.graph.outputs, labels, strict=True)]
+        if len(labels) < len(self.graph.outputs):
+            labels, outputs = self._outputs(wanted)
         self._from(max(len(self.graph.nodes) - 1, 0))
         whole = self.build.graph(outputs)
         lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
@@ -133,6 +137,11 @@ class _Walk:
             assert meta is not None
             have[kept[0]] = self.build.convert(have[first], meta.shape, first, kept[0])
         return kept[0] if kept else first
+
+    def _outputs(self, wanted: Mapping[int, Label]) -> tuple[tuple[Label, ...], list[Ref]]:
+        """The labels of the graph's outputs, and the values that have them."""
+        labels = tuple(self._final(value, wanted) for value in self.graph.outputs)
+        return labels, [self.get(v, la) for v, la in zip(self.graph.outputs, labels, strict=True)]
 
     def _final(self, value: int, wanted: Mapping[int, Label]) -> Label:
         if value in wanted:

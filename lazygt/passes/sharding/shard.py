@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lazygt.graph.label import Label, Replicated, Sharded
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.label import MEETINGS, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph, Node, Ref
+from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes import rules
 from lazygt.passes.base import placed, rebuild
 from lazygt.passes.build import Builder
@@ -42,19 +43,18 @@ def shard(graph: Graph, mesh: Mesh, inputs: Sequence[Stored], machine: Machine =
 
     An input that is written keeps its placement; so does a value that was placed.
     """
+    kept = _kept(graph, mesh, inputs)
+    homes = [kept.get(value) for value in graph.outputs]
     graphs = [graph]
     labels: list[Placement] = [() for _ in graph.outputs]
     for at in range(len(mesh.names)):
-        first = _on_axis(graphs[0], mesh, at, inputs, machine)
-        chosen = first[0].outputs
-        made = [
-            first if same(one, graphs[0]) else _on_axis(one, mesh, at, inputs, machine, chosen)
-            for one in graphs
-        ]
+        wanted = [None if home is None else home.labels[at] for home in homes]
+        axis = _Axis(mesh, at, inputs, machine)
+        made = _agreed(axis, graphs, wanted)
         graphs = [local.graph for ranks in made for local in ranks]
+        chosen = made[0][0].outputs
         labels = [(*had, label) for had, label in zip(labels, chosen, strict=True)]
-    kept = _kept(graph, mesh, inputs)
-    pinned = [value in kept and kept[value].pinned for value in graph.outputs]
+    pinned = [home is not None and home.pinned for home in homes]
     outputs = tuple([Stored(*each) for each in zip(labels, pinned, strict=True)])
     return Sharding(tuple(map(without_places, graphs)), outputs)
 
@@ -77,40 +77,103 @@ def place_node(value: int, meta: TensorMeta, placement: Placement, pinned: bool)
     return Node(PLACE, (Ref(value), tuple(map(str, placement)), pinned), (), (meta,))
 
 
-def _on_axis(
-    graph: Graph,
-    mesh: Mesh,
-    at: int,
-    inputs: Sequence[Stored],
-    machine: Machine,
-    outputs: Sequence[Label] = (),
-) -> list[Local]:
-    """The program of each rank of axis number ``at``.
+def _agreed(
+    axis: _Axis, graphs: Sequence[Graph], wanted: Sequence[Label | None]
+) -> list[list[Local]]:
+    """The programs of each graph's ranks along an axis.
 
-    Args:
-        outputs: the labels that the outputs must have, since other lines of the axis have them.
+    Graphs of ranks that meet on an earlier axis must agree on the labels of what they exchange
+    there. Their blocks may differ in size, so they may not; then they exchange whole values.
     """
-    axis, parts = mesh.names[at], mesh.sizes[at]
-    kept = _kept(graph, mesh, inputs)
-    wanted = {value: each.labels[at] for value, each in kept.items()}
-    wanted.update(zip(graph.outputs, outputs, strict=False))
-    allowed = [
-        [wanted[value]] if value in wanted else _whole_or_sharded(graph, value)
-        for value in graph.outputs
+    choices = _choices(axis, graphs, wanted)
+    if len({_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}) > 1:
+        choices = _choices(axis, graphs, wanted, exchange_whole=True)
+    chosen = axis.labels(graphs[0], choices[0], wanted)
+    made: list[list[Local]] = []
+    for one, choice in zip(graphs, choices, strict=True):
+        known = made[0] if made and same(one, graphs[0]) else None
+        made.append(known or axis.localised(one, choice, chosen))
+    return made
+
+
+def _choices(
+    axis: _Axis,
+    graphs: Sequence[Graph],
+    wanted: Sequence[Label | None],
+    exchange_whole: bool = False,
+) -> list[Choice]:
+    """What is decided for each graph; the outputs of all have the labels that the first's have."""
+    first = axis.choice(graphs[0], wanted, exchange_whole)
+    chosen = axis.labels(graphs[0], first, wanted)
+    return [
+        first if same(one, graphs[0]) else axis.choice(one, chosen, exchange_whole)
+        for one in graphs
     ]
-    metas = graph.values
-    question = build_problem(
-        graph,
-        lambda node: _rows_of(node, metas, parts),
-        parts,
-        machine,
-        _annotations(graph, kept, at),
-        allowed,
-    )
-    solution = solve(question.problem)
-    given = [each.labels[at] for each in inputs]
-    choice = Choice(question.rows(solution), question.labels(solution), given)
-    return [localise(graph, choice, axis, parts, index, wanted) for index in range(parts)]
+
+
+def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Label, ...], ...]:
+    """The labels of what a graph exchanges on the axes before, in order."""
+    rows = zip(graph.nodes, choice.rows, strict=True)
+    return tuple([(*row.inputs, *row.outputs) for node, row in rows if node.op in MEETINGS])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Axis number ``at`` of a mesh, and what is the same for all graphs that are cut along it."""
+
+    mesh: Mesh
+    at: int
+    inputs: Sequence[Stored]
+    machine: Machine
+
+    @property
+    def parts(self) -> int:
+        """Its ranks."""
+        return self.mesh.sizes[self.at]
+
+    def choice(self, graph: Graph, wanted: Sequence[Label | None], exchange_whole: bool) -> Choice:
+        """The rows and labels that take the least time.
+
+        Args:
+            wanted: for each output the label that it must have; None: whole or in blocks.
+            exchange_whole: collectives of earlier axes are done with whole values.
+        """
+        allowed = [
+            _whole_or_sharded(graph, value) if label is None else [label]
+            for value, label in zip(graph.outputs, wanted, strict=True)
+        ]
+        metas = graph.values
+
+        def rows(node: Node) -> Sequence[Row]:
+            if exchange_whole and node.op in MEETINGS:
+                return []
+            return _rows_of(node, metas, self.parts)
+
+        kept = _kept(graph, self.mesh, self.inputs)
+        annotations = _annotations(graph, kept, self.at)
+        question = build_problem(graph, rows, self.parts, self.machine, annotations, allowed)
+        solution = solve(question.problem)
+        given = [each.labels[self.at] for each in self.inputs]
+        return Choice(question.rows(solution), question.labels(solution), given)
+
+    def labels(
+        self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
+    ) -> tuple[Label, ...]:
+        """The labels that the outputs get."""
+        return self._local(graph, choice, wanted, 0).outputs
+
+    def localised(
+        self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
+    ) -> list[Local]:
+        """The program of each rank."""
+        return [self._local(graph, choice, wanted, index) for index in range(self.parts)]
+
+    def _local(
+        self, graph: Graph, choice: Choice, wanted: Sequence[Label | None], index: int
+    ) -> Local:
+        homes = zip(graph.outputs, wanted, strict=True)
+        known = {value: label for value, label in homes if label is not None}
+        return localise(graph, choice, self.mesh.names[self.at], self.parts, index, known)
 
 
 def _annotations(graph: Graph, kept: Mapping[int, Stored], at: int) -> dict[int, Annotation]:
@@ -138,10 +201,11 @@ def _kept(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Store
             found[results[0]] = Stored(tuple(map(label_from, node.args[1])), node.args[2])
         elif not node.refs():
             found.update(dict.fromkeys(results, whole))
-        versions = results[len(node.fresh) :]
-        for target, version in zip(node.writes, versions, strict=False):
-            if target in found:
-                found[version] = found[target]
+        targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
+        versions = results if node.op == WRITE_BACK else results[len(node.fresh) :]
+        for target, version in zip(targets, versions, strict=False):
+            if target.index in found:
+                found[version] = found[target.index]
     return found
 
 

@@ -9,13 +9,14 @@ import torch
 
 from lazygt.errors import GraphError
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
+from lazygt.graph.label import COLLECTIVE_OPS, MEETINGS
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
-from lazygt.runtime import kernels
+from lazygt.runtime import group, kernels
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
-from lazygt.runtime.wire import Failure
+from lazygt.runtime.wire import COLLECTIVE_ERROR, Failure
 
 
 class Careful:
@@ -75,10 +76,12 @@ class Careful:
                 try:
                     self._node(number, node, results, values, params, check)
                 except Exception as error:  # noqa: BLE001 - reported to the client
-                    failure = Failure(number, type(error).__name__, str(error))
+                    failure = _failure(number, node, error)
                     failures.append(failure)
                     poison, failed = Failed(failure), True
             if poison is not None:
+                if node.op in MEETINGS:
+                    group.abandon(f"{poison.failure.kind}: {poison.failure.detail}")
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:
                     self.returned = poison
@@ -177,6 +180,12 @@ class Careful:
                 f"torch's meta kernel of {node.op} promised {meta}, but the op returned "
                 f"{TensorMeta.of(value)}; please report this"
             )
+
+
+def _failure(number: int, node: Node, error: Exception) -> Failure:
+    if node.op in COLLECTIVE_OPS:
+        return Failure(number, COLLECTIVE_ERROR, f"{node.op} on axis {node.args[-1]!r}: {error}")
+    return Failure(number, type(error).__name__, str(error))
 
 
 def _poison(node: Node, values: Mapping[int, Value]) -> Failed | None:

@@ -1,0 +1,124 @@
+"""A process group of torch.distributed for one sender and its receivers, beside torch's own.
+
+Making one and letting one go may wait for a frozen rank, so both happen in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from lazygt.transfer.control import Deadline
+
+T = TypeVar("T")
+_GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
+
+
+class Group:
+    """One rank's end of the process group; rank 0 sends.
+
+    Args:
+        directory: of the sender; the ranks meet there.
+        number: counts the groups of a sender.
+        seconds: to wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        directory: str,
+        number: int,
+        rank: int,
+        size: int,
+        seconds: float,
+    ) -> None:
+        # a file of its own: torch removes it when the first of the ranks leaves an older group
+        here = FileStore(os.path.join(directory, f"group-{number}"), -1)
+        here.set_timeout(timedelta(seconds=seconds))
+        patience = timedelta(seconds=seconds + _GRACE_SECONDS)
+        self._group: Any
+        if backend_for(device) == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            self._group = dist.ProcessGroupNCCL(here, rank, size, options)
+            # here, in the background, and not within the first collective
+            self._group.eager_connect_single_device(device)
+        else:
+            self._group = dist.ProcessGroupGloo(here, rank, size, patience)
+
+    def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
+        """Begin to broadcast a tensor from rank 0; ``wake`` is called when it may be done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)
+        work = self._group.broadcast([run], options)
+        work.get_future().add_done_callback(lambda _: wake())
+        return work
+
+    def close(self) -> None:
+        """Leave the group; waits for collectives that a frozen rank holds up."""
+        self._group = None  # here, whoever else still refers to this object
+
+
+def finished(works: Sequence[Any]) -> bool:
+    """Whether all broadcasts have ended, well or not."""
+    return all(work.is_completed() for work in works)
+
+
+def conclude(works: Sequence[Any], device: torch.device) -> None:
+    """Make the results of finished broadcasts usable.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    for work in works:
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def in_background(make: Callable[[], T], done: Callable[[], object]) -> Future[T]:
+    """Run something that may block for long in a thread that nobody has to wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - kept for who asks the future
+            future.set_exception(error)
+        done()
+
+    _thread(run)
+    return future
+
+
+def _thread(run: Callable[[], object]) -> None:
+    # No daemon: torch would abort the process if it ended while a group is being taken down. Each
+    # of these threads ends at its transfer's timeout at the latest.
+    threading.Thread(target=run, name="lazygt-group", daemon=False).start()
+
+
+def let_go(group: Future[Group] | None) -> None:
+    """Drop a group, if there is one, without waiting for its threads."""
+    if group is None:
+        return
+
+    def drop() -> None:
+        if group.exception() is None:  # waits for a group that is still being made
+            group.result().close()
+
+    _thread(drop)
+
+
+def backend_for(device: torch.device) -> str:
+    """gloo for the CPU, nccl for GPUs."""
+    return "nccl" if device.type == "cuda" else "gloo"

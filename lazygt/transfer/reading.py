@@ -1,0 +1,100 @@
+"""What readers see of a receiver: one complete version at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lazygt.transfer.control import Deadline
+from lazygt.transfer.errors import SenderGone, TransferError
+from lazygt.transfer.incoming import Version
+
+
+class Readings:
+    """The current version, and how threads of this process read it or wait for a newer one.
+
+    Attributes:
+        name: how errors call the receiver.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._current: Version | None = None
+        self._changed = threading.Condition()
+        self._ended: str | None = None
+
+    @property
+    def version(self) -> int:
+        """The version that readers see; 0: none yet."""
+        current = self._current
+        return 0 if current is None else current.number
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """The current version and its parameters, all of one version for the whole block.
+
+        Tied names share a tensor. Do not write to the tensors, and clone what must outlive the
+        block: the mapping is emptied at its end, and a tensor that is kept all the same holds
+        back the memory that the next but one transfer needs.
+
+        Raises:
+            TransferError: there is no version yet.
+        """
+        current = self._current
+        if current is None:
+            raise TransferError(
+                f"receiver {self.name!r} has no weights yet; call wait_for_version(1) first"
+            )
+        params = dict(current.params)
+        number = current.number
+        del current
+        try:
+            yield number, params
+        finally:
+            params.clear()
+
+    def load_into(self, module: nn.Module) -> int:
+        """Copy the current version into a module's parameters and buffers; returns its number.
+
+        Raises:
+            RuntimeError: names or shapes are not the module's.
+            TransferError: there is no version yet.
+        """
+        with self.reading() as (number, params):
+            module.load_state_dict(dict(params))
+        return number
+
+    def wait_for_version(self, number: int = 1, timeout: float = 60.0) -> int:
+        """Wait until a version at least this new is there; returns its number.
+
+        Raises:
+            SenderGone: the sender has gone, or has turned this receiver away.
+            TransferError: it was not there within ``timeout`` seconds.
+        """
+        deadline = Deadline(timeout)
+        with self._changed:
+            while self.version < number:
+                if self._ended is not None:
+                    raise SenderGone(f"receiver {self.name!r}: {self._ended}")
+                if deadline.expired:
+                    raise TransferError(
+                        f"receiver {self.name!r} waited {timeout:g} s for version {number}; it "
+                        f"has version {self.version}"
+                    )
+                self._changed.wait(deadline.remaining)
+        return self.version
+
+    def _flip(self, version: Version) -> None:
+        """Readers see the old version, then the new one."""
+        with self._changed:
+            self._current = version
+            self._changed.notify_all()
+
+    def _end(self, why: str) -> None:
+        """There will be no newer version."""
+        with self._changed:
+            self._ended = why
+            self._changed.notify_all()

@@ -1,0 +1,79 @@
+"""One rank of a real Gloo group: runs every collective and compares with what it should give.
+
+Every rank draws all ranks' blocks from one seed, so each knows what the others have.
+
+    python rank.py RANK MESH STORE
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from lazygt.graph.label import shard_bounds
+from lazygt.graph.mesh import Mesh
+from lazygt.runtime import collectives, group
+from lazygt.runtime.launchers.base import GroupSpec
+
+SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
+SECONDS = 60.0
+
+
+def cut(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
+    start, stop = shard_bounds(whole.shape[dim], parts, index)
+    return whole.narrow(dim, start, stop - start)
+
+
+def same(made: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert made.is_contiguous(), what
+    torch.testing.assert_close(made, expected, msg=lambda text: f"{what}: {text}")
+
+
+def check_reductions(axis: str, values: list[torch.Tensor], line: group.Line) -> None:
+    mine, stacked = values[line.index], torch.stack(values)
+    reductions = {"sum": stacked.sum(0), "prod": stacked.prod(0), "max": stacked.amax(0),
+                  "min": stacked.amin(0)}  # fmt: skip
+    for op, expected in reductions.items():
+        before = mine.clone()
+        same(collectives.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
+        assert torch.equal(mine, before), "all_reduce wrote its operand"
+        for dim in range(mine.dim()):
+            block = cut(expected, dim, line.size, line.index)
+            made = collectives.reduce_scatter(mine, dim, op, axis)
+            same(made, block.contiguous(), f"reduce_scatter {op} {dim}")
+
+
+def check_moves(axis: str, whole: torch.Tensor, line: group.Line) -> None:
+    for dim in range(whole.dim()):
+        block = cut(whole, dim, line.size, line.index)
+        same(collectives.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
+        made = collectives.all_gather(block, dim, whole.shape[dim], axis)
+        same(made, whole, f"all_gather {dim}")
+        for split in range(whole.dim()):
+            if split != dim:
+                made = collectives.all_to_all(block, split, dim, whole.shape[dim], axis)
+                expected = cut(whole, split, line.size, line.index).contiguous()
+                same(made, expected, f"all_to_all {dim} to {split}")
+    only = whole if line.index == 0 else torch.zeros_like(whole)
+    same(collectives.first(whole, axis), only, "first")
+
+
+def main() -> None:
+    rank, mesh, store = int(sys.argv[1]), Mesh.parse(sys.argv[2]), sys.argv[3]
+    group.join(GroupSpec("gloo", f"file://{store}", SECONDS, str(mesh)), rank, mesh.world_size)
+    torch.manual_seed(0)
+    for shape in itertools.product(SIZES, SIZES):
+        for axis in mesh.names:
+            line = group.line(axis)
+            assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
+            check_reductions(axis, [torch.randn(shape) for _ in range(line.size)], line)
+            check_moves(axis, torch.randint(100, shape), line)
+    group.wait()
+    print("ok")
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()

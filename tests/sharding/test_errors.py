@@ -1,0 +1,97 @@
+"""What can't be, and what fails on some rank only: said at once, and never a hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import lazygt
+from lazygt.config import Config
+from lazygt.graph.mesh import Mesh
+from lazygt.sharding import placement_for
+
+S0, R = Shard(0), Replicate()
+MESH = Mesh.parse("data=2,model=2")
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ([S0], r"a tensor of f32\[4\]: 1 placements, but the mesh data=2,model=2 has 2 axes"),
+        ({"rows": S0}, r"the mesh data=2,model=2 has no axis 'rows'"),
+        ({"data": Shard(1)}, r"axis 'data' of the mesh data=2,model=2: .*no dim 1"),
+        ({"model": Shard(-2)}, "no dim -2"),
+        ([R, Partial()], "stored whole or in blocks, not as Partial"),
+        ([R, "S(0)"], "no placement that lazygt knows"),
+    ],
+)
+def test_a_placement_that_cannot_be_names_tensor_and_mesh(placements: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        placement_for("a tensor of f32[4]", 1, placements, MESH)  # type: ignore[arg-type]
+
+
+def test_only_lazygt_tensors_are_placed() -> None:
+    with lazygt.session(executor="inline"):
+        with pytest.raises(TypeError, match=r"move it with \.to\('lazygt'\)"):
+            lazygt.distribute(torch.ones(3, device="cpu"), [R])
+        with pytest.raises(ValueError, match=r"f32\[3\].*2 placements"):
+            lazygt.distribute(torch.ones(3), [R, R])
+    with pytest.raises(lazygt.NoSession):
+        lazygt.distribute(torch.ones(3), [R])
+
+
+def test_a_pattern_that_fits_nothing_places_nothing() -> None:
+    with lazygt.session(executor="inline"):
+        layer = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match=r"no parameter fits 'wieght'.*weight, bias"):
+            lazygt.parallelize(layer, {"weight": [S0], "wieght": [S0]})
+        with pytest.raises(ValueError, match=r"parameter 'bias' of f32\[2\].*no dim 1"):
+            lazygt.parallelize(layer, {"bias": [Shard(1)]})
+        outside = torch.nn.Linear(2, 2, device="cpu")
+        with pytest.raises(ValueError, match="make the module inside the session"):
+            lazygt.parallelize(outside, {"*": [R]})
+
+
+def test_workers_follow_from_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.load(mesh={"data": 2, "model": 3}).workers == 6
+    assert Config.load(mesh="data=2", workers=2).workers == 2
+    assert Config.load(workers=3).mesh is None
+    with pytest.raises(ValueError, match="that mesh is of 4 workers; leave workers= out"):
+        Config.load(mesh={"data": 4}, workers=2)
+    with pytest.raises(ValueError, match="integers >= 1"):
+        Config.load(mesh={"data": 0})
+    monkeypatch.setenv("LAZYGT_MESH", "data=2,model=2")
+    assert Config.load().mesh == {"data": 2, "model": 2}
+    assert Config.load().workers == 4
+    monkeypatch.setenv("LAZYGT_MESH", "two by two")
+    with pytest.raises(ValueError, match="LAZYGT_MESH='two by two': 'two by two' is not a mesh"):
+        Config.load()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bad_row", [0, 4])
+@pytest.mark.parametrize("runs_before", [0, 3])
+def test_an_op_that_fails_on_one_rank_ends_no_rank_in_a_collective(
+    bad_row: int, runs_before: int
+) -> None:
+    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+        table = torch.arange(10.0).reshape(5, 2)
+        kept = table + 1
+        s.flush()
+
+        def total(rows: list[int]) -> torch.Tensor:
+            at = lazygt.distribute(torch.tensor(rows, device="cpu").to("lazygt"), [S0])
+            return table.index_select(0, at).sum()
+
+        for _ in range(runs_before):
+            assert total([0, 1, 2, 3, 4]).item() == 45.0
+        rows = [0, 1, 2, 3, 4]
+        rows[bad_row] = 99
+        with pytest.raises(lazygt.ExecutionError, match=r"index_select.*out of range") as caught:
+            total(rows).item()
+        assert caught.value.where.startswith(__file__)
+        assert kept.sum().item() == 55.0, "what every rank has is intact"
+        with pytest.raises(lazygt.ExecutionError, match="left its process group"):
+            total([0, 1, 2, 3, 4]).item()

@@ -1,0 +1,72 @@
+"""Training steps on many ranks in one process, their inputs cut at random: the numbers are those
+of one device, and no rank waits for ever."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lazygt
+from lazygt.graph.label import Label, Replicated, Sharded
+from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.node import Graph
+from tests.models import zoo
+from tests.sharding.world import run_sharded, run_whole
+
+MESHES = ["data=8", "data=2,model=4", "data=3,model=2", "a=2,b=2,c=2"]
+
+
+class Program(NamedTuple):
+    graph: Graph
+    inputs: list[torch.Tensor]
+    params: list[Any]
+
+
+def recorded(name: str) -> Program:
+    """One training step of a model as it is recorded, and the values that it starts from."""
+    ((x, y),) = zoo.batches(name, 1)
+    torch.manual_seed(3)
+    with lazygt.session(executor="inline", keep_stages=True, flush_on_backward=False) as s:
+        model = zoo.MODELS[name][0]()
+        opt = zoo.OPTIMIZERS["sgd"](model.parameters())
+        lazy_x, lazy_y = x.to("lazygt"), y.to("lazygt")
+        s.flush()
+        loss = F.cross_entropy(model(lazy_x).flatten(0, -2), lazy_y.flatten())
+        loss.backward()
+        opt.step()
+        stretch, store = s.recorder.stretch, s._link._worker.store  # type: ignore[attr-defined]
+        inputs = [store.get(remote.id).clone() for _, remote in stretch.inputs]
+        params = list(stretch.params)
+        s.flush()
+        assert s.last_plan is not None
+        return Program(dict(s.stages(s.last_plan))["recorded"], inputs, params)
+
+
+@pytest.fixture(scope="module")
+def program(request: pytest.FixtureRequest) -> Program:
+    return recorded(request.param)
+
+
+def placed_at_random(t: torch.Tensor, mesh: Mesh, draw: random.Random) -> Stored:
+    def label() -> Label:
+        dim = draw.randrange(-1, t.dim()) if t.is_floating_point() or t.dim() == 2 else -1
+        return Replicated() if dim < 0 else Sharded(dim)
+
+    return Stored(tuple(label() for _ in mesh.names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("program", ["mlp", "gpt", "bilstm"], indirect=True)
+def test_a_step_cut_at_random_is_the_step(program: Program, mesh: str, seed: int) -> None:
+    ranks, draw = Mesh.parse(mesh), random.Random(seed)
+    stored = [placed_at_random(t, ranks, draw) for t in program.inputs]
+    expected = run_whole(*program)
+    made = run_sharded(program.graph, ranks, stored, program.inputs, program.params)
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,95 @@
+"""Bytes of tensors: aliases where possible, checksums, and copies by several threads."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lazygt.transfer.bytework import (
+    CHECKSUMS,
+    Copy,
+    Crew,
+    as_bytes,
+    checksum_named,
+    crc32,
+    sha256,
+    travels_as_it_is,
+    wire_bytes,
+    xor64,
+)
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    made = Crew(3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype", "aliases"),
+    [
+        (torch.randn(5, 3), torch.float32, True),
+        (torch.tensor(2.0), torch.float32, True),
+        (torch.randn(5, 3), torch.bfloat16, False),
+        (torch.randn(5, 3).t(), torch.float32, False),
+        (torch.randn(3, dtype=torch.complex64).conj(), torch.complex64, False),
+        (torch.randn(3, dtype=torch.complex64).conj().imag, torch.float32, False),
+        (torch.randn(3, requires_grad=True), torch.float32, True),
+    ],
+)
+def test_bytes_on_the_wire(tensor: torch.Tensor, dtype: torch.dtype, aliases: bool) -> None:
+    found = wire_bytes(tensor, dtype)
+    expected = tensor.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
+    assert torch.equal(found.view(dtype).view(tensor.shape), expected)
+    assert (found.data_ptr() == tensor.data_ptr()) == aliases == travels_as_it_is(tensor, dtype)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000])
+def test_checksums_see_every_byte(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    raw = bytes(data.tolist())
+    assert crc32(data) == zlib.crc32(raw)
+    words = [int.from_bytes(raw[k : k + 8], "little") for k in range(0, size, 8)]
+    folded = 0
+    for word in words:
+        folded ^= word
+    assert xor64(data) == folded
+    for name in ("crc32", "xor64"):
+        check = CHECKSUMS[name]
+        assert check is not None
+        for position in range(0, size, 37):
+            changed = data.clone()
+            changed[position] ^= 1
+            assert check(changed) != check(data)
+    assert len(sha256(data)) == 32
+
+
+def test_an_unknown_checksum_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of none, crc32, xor64"):
+        checksum_named("md5")
+
+
+def test_a_crew_copies_casts_and_sums_in_order(crew: Crew) -> None:
+    sources = [torch.randn(size) for size in (3, 1_000_000, 0, 700_000, 5)]
+    raw = [torch.zeros_like(as_bytes(source)) for source in sources]
+    halves = [torch.zeros(len(source), dtype=torch.bfloat16) for source in sources]
+    plain = crew.copy([Copy(as_bytes(s), t) for s, t in zip(sources, raw, strict=True)], crc32)
+    cast = crew.copy([Copy(s, t) for s, t in zip(sources, halves, strict=True)], crc32)
+    assert plain.result() == [crc32(as_bytes(source)) for source in sources]
+    assert cast.result() == [crc32(as_bytes(source.bfloat16())) for source in sources]
+    for source, target, half in zip(sources, raw, halves, strict=True):
+        assert torch.equal(target.view(torch.float32), source)
+        assert torch.equal(half, source.bfloat16())
+    assert crew.check([as_bytes(source) for source in sources], crc32) == plain.result()
+
+
+def test_a_failed_copy_is_told(crew: Crew) -> None:
+    work = crew.copy([Copy(torch.ones(3), torch.ones(4, dtype=torch.float16))], None)
+    work.wait()
+    assert work.done()
+    with pytest.raises(RuntimeError):
+        work.result()

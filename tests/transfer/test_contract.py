@@ -1,0 +1,235 @@
+"""What every strategy promises, between real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.transfer import (
+    CudaIpcTransferSender,
+    ModuleExtractor,
+    ReceiverRefused,
+    Sender,
+    SharedMemoryTransferSender,
+    TransferError,
+)
+from lazygt.transfer.batches import Request
+from lazygt.transfer.sender import Outgoing
+from tests.transfer.child import RECEIVERS, Accident, checksums, weights
+from tests.transfer.conftest import Stage
+
+pytestmark = pytest.mark.timeout(60)
+
+MakeStage = Callable[[str], Stage]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_receivers_get_every_bit(stage: MakeStage, strategy: str, count: int) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    readers = here.readers(sender, count)
+    for version in (1, 2, 3):
+        report = lazygt.transfer(weights(version), sender, timeout=20.0)
+        assert (report.version, report.params, report.aliases) == (version, 8, 1)
+        assert set(report.pauses) == {reader.name for reader in readers}
+        for reader in readers:
+            assert reader.ask("wait", version) == version
+            assert reader.ask("checksums") == (version, checksums(weights(version)))
+
+
+def test_names_dtypes_shapes_order_and_ties_arrive(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    expected = [(name, str(p.dtype), tuple(p.shape)) for name, p in weights(1).items()]
+    assert reader.ask("layout") == expected
+    assert reader.ask("shares", "embed.weight", "head.weight")
+    assert not reader.ask("shares", "embed.weight", "layer.0.weight")
+
+
+def test_casts_happen_by_name(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    cast = {"layer.0.*": torch.float32, "*.weight": torch.bfloat16}
+    lazygt.transfer(ModuleExtractor(weights(1), cast=cast), sender, timeout=20.0)
+    expected = {name: p.float() if name == "layer.0.bias" else p for name, p in weights(1).items()}
+    for name in expected:
+        if name.endswith(".weight") and not name.startswith("layer.0"):
+            expected[name] = expected[name].to(torch.bfloat16)
+    assert reader.ask("checksums") == (1, checksums(expected))
+
+
+def test_a_newcomer_gets_the_next_version(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (first,) = here.readers(sender)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    (second,) = here.readers(sender)
+    assert second.ask("version") == 0
+    lazygt.transfer(weights(2), sender, timeout=20.0)
+    for reader in (first, second):
+        assert reader.ask("checksums") == (2, checksums(weights(2)))
+
+
+def test_a_leaver_is_not_missed(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    stays, leaves = here.readers(sender, 2)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    leaves.ask("leave")
+    report = lazygt.transfer(weights(2), sender, timeout=20.0)
+    assert (list(report.pauses), report.lost) == ([stays.name], ())
+    assert stays.ask("checksums") == (2, checksums(weights(2)))
+
+
+def test_unchanged_parameters_do_not_travel(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender(skip_unchanged=True)
+    (reader,) = here.readers(sender)
+    model = weights(1)
+    assert lazygt.transfer(model, sender, timeout=20.0).unchanged == 0
+    model["layer.0.weight"].add_(1)
+    for version in (2, 3, 4):
+        report = lazygt.transfer(model, sender, timeout=20.0)
+        assert report.unchanged == (7 if version == 2 else 8)
+        assert reader.ask("checksums") == (version, checksums(model))
+    model["embed.weight"].mul_(2)
+    assert lazygt.transfer(model, sender, timeout=20.0).unchanged == 7
+    assert reader.ask("checksums") == (5, checksums(model))
+
+
+def test_everything_travels_to_a_newcomer(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender(skip_unchanged=True)
+    here.readers(sender)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    (second,) = here.readers(sender)
+    assert lazygt.transfer(weights(1), sender, timeout=20.0).unchanged == 0
+    assert second.ask("checksums") == (2, checksums(weights(1)))
+
+
+def test_poisoned_weights_are_replaced_to_the_bit(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    poison = {
+        name: torch.full_like(p, float("nan")) if p.is_floating_point() else torch.ones_like(p)
+        for name, p in weights(1).items()
+    }
+    poison["head.weight"] = poison["embed.weight"]
+    for version, model in enumerate((weights(1), poison, poison, weights(1)), start=1):
+        lazygt.transfer(model, sender, timeout=20.0)
+        assert reader.ask("checksums") == (version, checksums(model))
+
+
+def test_an_extractor_may_fail(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    readers = here.readers(sender, 2)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+
+    def fail() -> None:
+        raise ZeroDivisionError("in the middle of a model")
+
+    for at in range(6):
+        with pytest.raises(ZeroDivisionError):
+            sender.send(Accident(2, at, fail), timeout=20.0)
+        assert {reader.ask("version") for reader in readers} == {1}
+    lazygt.transfer(weights(2), sender, timeout=20.0)
+    for reader in readers:
+        assert reader.ask("checksums") == (2, checksums(weights(2)))
+
+
+def flip_a_byte(sender: Sender, out: Outgoing, param: int) -> None:
+    """Change one byte of a parameter that has been summed and is on its way."""
+    if isinstance(sender, SharedMemoryTransferSender):
+        assert sender._target is not None
+        flat, place = sender._target.flat, out.manifest.places[param]
+    elif isinstance(sender, CudaIpcTransferSender):
+        flat, place = sender._buffers[out.requests % sender.SLOTS], 0
+    else:
+        flat, place = out.travelling(param), 0
+    flat[place + 5] ^= 64
+
+
+@pytest.mark.parametrize("verify", ["crc32", "xor64"])
+def test_a_flipped_byte_is_noticed(
+    stage: MakeStage, strategy: str, verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stage(strategy)
+    sender = here.sender(verify=verify)
+    (reader,) = here.readers(sender)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    announce = type(sender).announce
+    number = list(weights(1)).index("layer.1.weight")
+
+    def flip(self: Sender, out: Outgoing, request: Request, *args: Any, **more: Any) -> None:
+        if request[0].param == number and request[0].begin == 0:
+            flip_a_byte(self, out, number)
+        announce(self, out, request, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(sender), "announce", flip)
+        with pytest.raises(ReceiverRefused, match=rf"of layer.1.weight are not.*\({verify} 0x"):
+            lazygt.transfer(weights(2), sender, timeout=20.0)
+    assert reader.ask("checksums") == (1, checksums(weights(1)))
+    lazygt.transfer(weights(2), sender, timeout=20.0)
+    assert reader.ask("checksums") == (2, checksums(weights(2)))
+
+
+def test_without_verification(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender(verify="none")
+    (reader,) = here.readers(sender)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    assert reader.ask("checksums") == (1, checksums(weights(1)))
+
+
+def test_a_receiver_of_another_strategy_is_turned_away(stage: MakeStage, strategy: str) -> None:
+    sender = stage(strategy).sender()
+    other = next(name for name in RECEIVERS if name != strategy)
+    with RECEIVERS[other](sender.address) as receiver:
+        with pytest.raises(TransferError, match=r"waited .* for 1 receiver\(s\).*connected: none"):
+            sender.wait_for_receivers(1, 0.5)
+        with pytest.raises(lazygt.transfer.SenderGone, match=f"this is a {strategy} sender, not a"):
+            receiver.wait_for_version(1, 5.0)
+
+
+def test_two_receivers_cannot_have_one_name(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    with RECEIVERS[strategy](sender.address, name=reader.name) as twin:
+        with pytest.raises(TransferError, match="connected: reader 0"):
+            sender.wait_for_receivers(2, 0.5)
+        with pytest.raises(lazygt.transfer.SenderGone, match="give this one another name"):
+            twin.wait_for_version(1, 5.0)
+
+
+def test_a_sender_without_receivers_says_so(stage: MakeStage, strategy: str) -> None:
+    sender = stage(strategy).sender()
+    with pytest.raises(TransferError, match=r"no receiver is connected to .*wait_for_receivers"):
+        lazygt.transfer(weights(1), sender)
+
+
+def test_a_closed_sender_says_so(stage: MakeStage, strategy: str) -> None:
+    sender = stage(strategy).sender()
+    sender.close()
+    sender.close()
+    with pytest.raises(TransferError, match="closed"):
+        lazygt.transfer(weights(1), sender)
+
+
+def test_readers_of_nothing_are_told(stage: MakeStage, strategy: str) -> None:
+    sender = stage(strategy).sender()
+    with RECEIVERS[strategy](sender.address, name="early") as receiver:
+        with pytest.raises(TransferError, match="'early' has no weights yet"), receiver.reading():
+            pytest.fail("there was something to read")
+        with pytest.raises(TransferError, match=r"waited 0.1 s for version 1"):
+            receiver.wait_for_version(1, 0.1)

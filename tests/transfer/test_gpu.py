@@ -1,0 +1,114 @@
+"""CUDA IPC and NCCL between real processes; skipped where there are no GPUs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.transfer import (
+    BroadcastTransferSender,
+    CudaIpcTransferSender,
+    ReceiverDied,
+    ReceiverRefused,
+    Sender,
+)
+from lazygt.transfer.bytework import xor64
+from lazygt.transfer.cuda_ipc import GIB
+from tests.transfer.child import Accident, Reader, checksums, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(version: int) -> dict[str, torch.Tensor]:
+    """`weights`, on the GPU, with the tie kept."""
+    model = {name: value.cuda() for name, value in weights(version).items()}
+    model["head.weight"] = model["embed.weight"]
+    return model
+
+
+@pytest.fixture
+def sender() -> Iterator[CudaIpcTransferSender]:
+    with CudaIpcTransferSender(threshold_gb=8 * 1024 / GIB) as made:
+        yield made
+
+
+def reader(sender: Sender, kind: str, number: int = 0) -> closing[Reader]:
+    made = Reader(kind, sender.address, f"reader {number}")
+    sender.wait_for_receivers(number + 1, 60.0)
+    return closing(made)
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("verify", ["xor64", "crc32", "none"])
+def test_packed_buffers_reach_other_processes(
+    sender: CudaIpcTransferSender, place: str, verify: str
+) -> None:
+    sender.verify = verify
+    with reader(sender, "gpu") as one, reader(sender, "gpu", 1) as two:
+        for version in (1, 2, 3):
+            model = weights(version) if place == "cpu" else on_gpu(version)
+            report = lazygt.transfer(model, sender, timeout=60.0)
+            assert (report.requests, report.aliases) == (9, 1)
+            for there in (one, two):
+                assert there.ask("checksums") == (version, checksums(weights(version)))
+
+
+def test_a_killed_receiver_is_named_and_others_go_on(sender: CudaIpcTransferSender) -> None:
+    with reader(sender, "gpu") as dies, reader(sender, "gpu", 1) as lives:
+        lazygt.transfer(on_gpu(1), sender, timeout=60.0)
+        with pytest.raises(ReceiverDied, match="'reader 0'"):
+            sender.send(Accident(2, 2, lambda: dies.signal(signal.SIGKILL)), timeout=60.0)
+        assert lives.ask("checksums") == (1, checksums(weights(1)))
+        lazygt.transfer(on_gpu(2), sender, timeout=60.0)
+        assert lives.ask("checksums") == (2, checksums(weights(2)))
+
+
+def test_a_flipped_byte_on_the_gpu(
+    sender: CudaIpcTransferSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reader(sender, "gpu") as there:
+        lazygt.transfer(on_gpu(1), sender, timeout=60.0)
+        announce = type(sender).announce
+
+        def flip(self, out, request, *args, **more):
+            self._buffers[out.requests % self.SLOTS][5] ^= 1
+            torch.cuda.synchronize()
+            announce(self, out, request, *args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(sender), "announce", flip)
+            with pytest.raises(ReceiverRefused, match="are not what was sent"):
+                lazygt.transfer(on_gpu(2), sender, timeout=60.0)
+        assert there.ask("checksums") == (1, checksums(weights(1)))
+
+
+def test_memory_is_flat_over_many_transfers(sender: CudaIpcTransferSender) -> None:
+    with reader(sender, "gpu"):
+        model = on_gpu(1)
+        lazygt.transfer(model, sender, timeout=60.0)
+        before = torch.cuda.memory_allocated()
+        for _ in range(100):
+            lazygt.transfer(model, sender, timeout=60.0)
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_xor_is_the_same_on_both_devices() -> None:
+    data = torch.randint(0, 256, (100_003,), dtype=torch.uint8)
+    assert xor64(data) == xor64(data.cuda())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU a process")
+def test_nccl_broadcasts_between_gpus() -> None:
+    with BroadcastTransferSender(device="cuda:0") as sender, reader(sender, "nccl") as there:
+        for version in (1, 2, 3):
+            lazygt.transfer(on_gpu(version), sender, timeout=60.0)
+            assert there.ask("checksums") == (version, checksums(weights(version)))
