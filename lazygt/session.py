@@ -18,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lazygt import device, notebook
 from lazygt.config import Config
+from lazygt.description import Description, line_of, lines_of
 from lazygt.errors import NoSession
 from lazygt.graph.label import Replicated
 from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Graph, Param, Ref
-from lazygt.graph.source import Mark, expand, user_mark
+from lazygt.graph.node import Graph
+from lazygt.graph.source import Mark, user_mark
 from lazygt.opened import current_session
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
@@ -253,7 +254,7 @@ class Session:
             if entered is not None and entered.serial == stretch.serial and entered.index < 0:
                 entered.serial = 0
         del held
-        describe = _Description(step, marks, recorder.backward_mark, self._origins)
+        describe = Description(step, marks, recorder.backward_mark, self._origins)
         seq, values = self._client.run(
             entry, inputs, params, wanted, describe, reason, regions or (0,)
         )
@@ -317,7 +318,7 @@ class Session:
         """The plan of a stretch."""
         begin = time.monotonic_ns()
         steps = stretch.step.path()
-        lines = _lines(steps, stretch.marks, self.recorder.backward_mark)
+        lines = lines_of(steps, stretch.marks, self.recorder.backward_mark)
         kinds = tuple(type(value).__name__ for value in stretch.params)
         recorded = build_graph(steps, outputs, lines, kinds)
         stages = [("recorded", recorded)] if self.config.keep_stages else None
@@ -365,7 +366,7 @@ class Session:
     ) -> Miss:
         first = self.recorder.first_miss
         if first is not None:
-            return Miss.at(reason, first, _line_of)
+            return Miss.at(reason, first, line_of)
         alive = newly_alive(recorded, outputs, step.plans)
         return Miss(reason, None, ended=bool(step.plans), alive=alive)
 
@@ -405,7 +406,7 @@ class Session:
         self._client.raise_failure()
         return value
 
-    def _asked(self, seq: int, describe: _Description) -> Reply:
+    def _asked(self, seq: int, describe: Description) -> Reply:
         done, _ = self._wait(seq)[0]
         if done.returned and done.returned[0] == "failed":
             _, kind, detail, number = done.returned
@@ -534,85 +535,10 @@ class Session:
         )
 
 
-class _Description:
-    """Says which op a step of a run is, and who wrote it; expanded only for an error."""
-
-    def __init__(
-        self,
-        step: Step,
-        marks: list[Mark | None],
-        backward: Mark | None,
-        origins: tuple[tuple[int, ...], ...],
-    ) -> None:
-        self.step, self.marks, self.backward = step, marks, backward
-        #: for each plan, step -> recorded op; empty: the same numbers
-        self.origins = origins
-
-    def is_last(self, number: int) -> bool:
-        """Whether a step of the plan is the op that was recorded last."""
-        return self._op(number, 0) == len(self.marks) - 1
-
-    def _op(self, number: int, rank: int) -> int:
-        """The recorded op behind a step of a rank's plan."""
-        origins = self.origins[rank if len(self.origins) > 1 else 0]
-        return origins[number] if origins else number
-
-    def lines(self) -> tuple[str, ...]:
-        """The user's line of each step of rank 0's plan."""
-        lines = _lines(self.step.path(), self.marks, self.backward)
-        return tuple(lines[origin] for origin in self.origins[0]) if self.origins[0] else lines
-
-    def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
-        number = self._op(number, rank)
-        steps = self.step.path()
-        lines = _lines(steps, self.marks, self.backward)
-        graph: Graph = build_graph(steps, (), lines, ())
-        node = graph.nodes[number]
-        values = graph.values
-
-        def show(arg: Arg) -> str:
-            if isinstance(arg, Ref):
-                return str(values[arg.index])
-            if isinstance(arg, tuple):
-                return f"[{', '.join(map(show, arg))}]"
-            return "a number" if isinstance(arg, Param) else str(arg)
-
-        shown = [show(arg) for arg in node.args]
-        return node.op, tuple(shown), graph.line(number)
-
-
-def _lines(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -> tuple[str, ...]:
-    """The user's file:line of each op; a backward op has its forward op's."""
-    lines = []
-    ops = [step for step in steps if step.node is not None]
-    for step, mark in zip(ops, marks, strict=True):
-        if step.forward >= 0 and (mark is None or mark == backward):
-            mark = marks[step.forward]
-        lines.append(expand(mark or backward))
-    return tuple(lines)
-
-
 def _stored(step: Step) -> Stored | None:
     """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
     stored: Stored | None = step.key[1] if type(step.key) is tuple else None
     return stored
-
-
-def _line_of(step: Step) -> str:
-    """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
-    if step.node is None:
-        return "?"
-    number = sum(passed.node is not None for passed in step.path()) - 1
-    below = [step]
-    while below:
-        found = below.pop()
-        for kept in found.plans.values():
-            origins = kept.origins[0] or range(len(kept.entry.plan.steps.graph.nodes))
-            if number in origins:
-                line: str = kept.entry.plan.steps.graph.line(origins.index(number))
-                return line
-        below.extend(found.children.values())
-    return "?"
 
 
 def _open_link(config: Config, mesh: Mesh) -> tuple[Link, str]:

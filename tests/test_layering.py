@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "opened",
                 "composites",
                 "copies",
+                "description",
                 "device",
                 "dynamic",
                 "generator",

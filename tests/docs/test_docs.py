@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("concepts", "passes", "tuning", "seeing", "sharding", "transfer")),
+    *(
+        f"docs/{name}.md"
+        for name in ("concepts", "passes", "tuning", "seeing", "sharding", "transfer")
+    ),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,82 @@
+"""Descriptions of runs: which op each step of a plan is, and who wrote it."""
+
+from __future__ import annotations
+
+from lazygt.graph.node import Arg, Graph, Param, Ref
+from lazygt.graph.source import Mark, expand
+from lazygt.trie import Step, build_graph
+
+
+class Description:
+    """Says which op a step of a run is, and who wrote it; expanded only for an error."""
+
+    def __init__(
+        self,
+        step: Step,
+        marks: list[Mark | None],
+        backward: Mark | None,
+        origins: tuple[tuple[int, ...], ...],
+    ) -> None:
+        self.step, self.marks, self.backward = step, marks, backward
+        #: for each plan, step -> recorded op; empty: the same numbers
+        self.origins = origins
+
+    def is_last(self, number: int) -> bool:
+        """Whether a step of the plan is the op that was recorded last."""
+        return self._op(number, 0) == len(self.marks) - 1
+
+    def _op(self, number: int, rank: int) -> int:
+        """The recorded op behind a step of a rank's plan."""
+        origins = self.origins[rank if len(self.origins) > 1 else 0]
+        return origins[number] if origins else number
+
+    def lines(self) -> tuple[str, ...]:
+        """The user's line of each step of rank 0's plan."""
+        lines = lines_of(self.step.path(), self.marks, self.backward)
+        return tuple(lines[origin] for origin in self.origins[0]) if self.origins[0] else lines
+
+    def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
+        number = self._op(number, rank)
+        steps = self.step.path()
+        lines = lines_of(steps, self.marks, self.backward)
+        graph: Graph = build_graph(steps, (), lines, ())
+        node = graph.nodes[number]
+        values = graph.values
+
+        def show(arg: Arg) -> str:
+            if isinstance(arg, Ref):
+                return str(values[arg.index])
+            if isinstance(arg, tuple):
+                return f"[{', '.join(map(show, arg))}]"
+            return "a number" if isinstance(arg, Param) else str(arg)
+
+        shown = [show(arg) for arg in node.args]
+        return node.op, tuple(shown), graph.line(number)
+
+
+def lines_of(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -> tuple[str, ...]:
+    """The user's file:line of each op; a backward op has its forward op's."""
+    lines = []
+    ops = [step for step in steps if step.node is not None]
+    for step, mark in zip(ops, marks, strict=True):
+        if step.forward >= 0 and (mark is None or mark == backward):
+            mark = marks[step.forward]
+        lines.append(expand(mark or backward))
+    return tuple(lines)
+
+
+def line_of(step: Step) -> str:
+    """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
+    if step.node is None:
+        return "?"
+    number = sum(passed.node is not None for passed in step.path()) - 1
+    below = [step]
+    while below:
+        found = below.pop()
+        for kept in found.plans.values():
+            origins = kept.origins[0] or range(len(kept.entry.plan.steps.graph.nodes))
+            if number in origins:
+                line: str = kept.entry.plan.steps.graph.line(origins.index(number))
+                return line
+        below.extend(found.children.values())
+    return "?"
