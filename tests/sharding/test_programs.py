@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
-from lazygt.graph.label import Label, Replicated, Sharded
+from lazygt.graph.label import MEETINGS, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.node import Graph
+from lazygt.graph.text import parse_graph
+from lazygt.passes.sharding.shard import shard
 from tests.models import zoo
 from tests.sharding.world import run_sharded, run_whole
 
@@ -70,3 +72,18 @@ def test_a_step_cut_at_random_is_the_step(program: Program, mesh: str, seed: int
     made = run_sharded(program.graph, ranks, stored, program.inputs, program.params)
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_tensor_that_is_drawn_whole_is_made_whole() -> None:
+    drawn = parse_graph("""graph {
+      %0: f32[8, 4] = input
+      %1: f32[8, 4] = aten.empty_strided.default([8, 4], [4, 1], dtype=torch.float32, device=device)
+      %2: f32[8, 4] = aten.normal_.default(%1) writes %1
+      %3: f32[8, 4] = aten.add.Tensor(%2, %0)
+      return %3
+    }""")
+    made = shard(drawn, Mesh.parse("data=2"), [Stored((Sharded(0),))])
+    ops = [node.op for node in made.graphs[0].nodes]
+    assert "aten.empty_strided.default" in ops
+    assert MEETINGS.isdisjoint(ops)  # nothing is gathered that nobody has written
+    assert made.outputs == (Stored((Sharded(0),)),)

@@ -73,7 +73,8 @@ def open_entries(
 
 def _opened(entry: Entry, masks: Masks, pins: Pins, explore: bool) -> Entry:
     kept = entry.keep(lambda _, row: _keeps(row, pins) and is_possible(row, masks))
-    divides = any(
+    # a factory shares no work that anybody brought: whole is as good as in blocks
+    divides = bool(masks) and any(
         share < 1 and is_asked(row, masks) and (entry.heavy or not row.comm)
         for row, share in zip(kept.rows, kept.shares, strict=True)
     )
