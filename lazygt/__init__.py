@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 # A worker process runs plans; the front (device, recorder, session) is the client's alone.
 if os.environ.get("LAZYGT_WORKER") != "1":
-    from lazygt import explain as _explain  # noqa: F401 - plans and sessions learn to explain
+    from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
     from lazygt.session import Session, current
     from lazygt.session import Session as session  # noqa: N813 - used like torch.device

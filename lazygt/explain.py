@@ -1,13 +1,13 @@
 """explain: what is going to be computed, at what cost, what is fused and why the rest is not.
 
 All numbers are counted from graphs; nothing is run. ``plan.explain()``, ``graph.explain()`` and
-``session.explain()`` make a Report; ``dry`` makes a session record and plan without computing.
+``session.explain()`` make a Report (see ``faces``); ``dry`` makes a session record and plan
+without computing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazygt.graph.amounts import count, duration
@@ -243,28 +243,3 @@ def _merged(rows: Iterable[Any]) -> list[Any]:
         key = row._replace(runs=0)
         times[key] = times.get(key, 0) + row.runs
     return [key._replace(runs=runs) for key, runs in times.items()]
-
-
-# -- the Python faces ----------------------------------------------------------------------------
-
-
-def _to_networkx(graph: Graph) -> Any:
-    """The graph as networkx has it; see ``graph.picture.to_networkx``."""
-    # why: networkx takes a tenth of a second to load
-    from lazygt.graph.picture import to_networkx
-
-    return to_networkx(graph)
-
-
-def _render(graph: Graph, path: str | Path, collapse: Any = "auto") -> Path:
-    """Write a picture of the graph to a file; see ``graph.picture.render``."""
-    # why: networkx takes a tenth of a second to load
-    from lazygt.graph.picture import render
-
-    return render(graph, path, collapse)
-
-
-# Graphs, plans and sessions show themselves; set here because this file knows them and the passes.
-Graph.to_networkx, Graph.render, Graph.explain = _to_networkx, _render, explain_graph
-Plan.explain = explain_plan
-Session.explain = explain_session  # type: ignore[attr-defined]

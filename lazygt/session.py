@@ -28,8 +28,7 @@ from lazygt.graph.source import Mark, user_mark
 from lazygt.opened import current_session
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
-from lazygt.passes.sharding.programs import programs
-from lazygt.passes.sharding.shard import PLACE, without_places
+from lazygt.passes.sharding.places import PLACE, without_places
 from lazygt.passes.template import Templates
 from lazygt.recorder import Recorder
 from lazygt.runtime.blocks import Region, owners
@@ -40,7 +39,6 @@ from lazygt.runtime.link import InlineLink, Link
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile, Tiers
-from lazygt.runtime.worker import Worker
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
 from lazygt.timeline import Probe, Timeline
@@ -354,6 +352,9 @@ class Session:
                 recorded = without_places(recorded)
             plan = Plan(self._templates.optimised(recorded, check, stages))
             return (plan,), (None,) * len(recorded.outputs)
+        # why: the rules of every op take a while to load, and few sessions shard
+        from lazygt.passes.sharding.programs import programs
+
         made = programs(recorded, self.mesh, given, self.device_type, check, stages)
         graphs = {id(graph): Plan(graph) for graph in made.graphs}
         plans = tuple([graphs[id(graph)] for graph in made.graphs])
@@ -547,6 +548,9 @@ def _open_link(config: Config, mesh: Mesh) -> tuple[Link, str]:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if config.executor == "inline":
+        # why: only here does the client run plans itself
+        from lazygt.runtime.worker import Worker
+
         worker = Worker(kind, max_plans=config.max_plans, inline=True, cache_dir=config.cache_dir)
         return InlineLink(worker), kind
     # why: an inline session needs neither sockets nor processes

@@ -19,7 +19,7 @@ import torch
 from lazygt.graph.label import Label, Partial, Replicated, label_of
 from lazygt.graph.mesh import Mesh, Placement
 from lazygt.graph.meta import TensorMeta
-from lazygt.passes.sharding.shard import PLACE, place_node
+from lazygt.passes.sharding.places import PLACE, place_node
 from lazygt.recorder import Recorder
 from lazygt.session import current
 from lazygt.tensor import LazyTensor, meta_of

@@ -162,9 +162,17 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
         graph.render(tmp_path / "a.jpg")
 
 
-def test_lazygt_is_there_before_networkx_is() -> None:
-    """networkx takes a tenth of a second to load: pictures load it, nothing else does."""
-    code = "import sys, lazygt.explain; print({'networkx', 'graphviz'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("module", "not_loaded"),
+    [
+        ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
+                    "lazygt.passes.rules", "lazygt.runtime.compiling.service"]),
+        ("lazygt.explain", ["networkx", "graphviz"]),
+    ],
+)  # fmt: skip
+def test_what_is_needed_later_is_loaded_later(module: str, not_loaded: list[str]) -> None:
+    """Importing lazygt loads what every session needs, and no more."""
+    code = f"import sys, {module}; print(set({not_loaded}) & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )

@@ -112,7 +112,7 @@ class Graph:
     moved nodes about (empty: they stand as recorded).
     """
 
-    #: Set by ``lazygt.explain``: a networkx graph; a picture in a file; what it costs.
+    #: Set by ``lazygt.faces``: a networkx graph; a picture in a file; what it costs.
     to_networkx: ClassVar[Callable[..., Any]]
     render: ClassVar[Callable[..., Any]]
     explain: ClassVar[Callable[..., Any]]

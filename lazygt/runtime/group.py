@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.launchers.base import GroupSpec
+
+if TYPE_CHECKING:
+    from lazygt.runtime.launchers.base import GroupSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Plan:
         decided: the schedule of its steps, if it is not the one that follows from the graph.
     """
 
-    #: Set by ``lazygt.explain``: what a run costs.
+    #: Set by ``lazygt.faces``: what a run costs.
     explain: ClassVar[Callable[..., Any]]
 
     graph: Graph

@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.label import MEETINGS, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Placement, Stored
-from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes import rules
-from lazygt.passes.base import placed, rebuild
 from lazygt.passes.build import Builder
 from lazygt.passes.rules.base import Metas, Row, Values, splittable
 from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.localise import Choice, Local, localise
+from lazygt.passes.sharding.places import PLACE, without_places
 from lazygt.passes.sharding.problem import build_problem
 from lazygt.passes.sharding.reach import Annotation
 from lazygt.passes.solver import solve
 
-#: ``place(value, labels, pinned)``: the value; ``labels`` has one label an axis, as text.
-PLACE = "lazygt.place"
 R = Replicated()
 
 
@@ -62,19 +59,6 @@ def shard(graph: Graph, mesh: Mesh, inputs: Sequence[Stored], machine: Machine =
 def same(a: Graph, b: Graph) -> bool:
     """Whether two ranks run the same; their graphs are different objects often."""
     return a is b or (a.inputs == b.inputs and a == b)
-
-
-def without_places(graph: Graph) -> Graph:
-    """The graph without its annotations."""
-    rows = placed(graph)
-    same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op == PLACE}
-    kept = [row for row in rows if row.node.op != PLACE]
-    return rebuild(graph, kept, same) if same else graph
-
-
-def place_node(value: int, meta: TensorMeta, placement: Placement, pinned: bool) -> Node:
-    """The annotation of a value of this number."""
-    return Node(PLACE, (Ref(value), tuple(map(str, placement)), pinned), (), (meta,))
 
 
 def _agreed(

@@ -20,7 +20,6 @@ from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.interrupts import HOLD
-from lazygt.runtime.launchers.local import same_package
 
 #: What the pipe to the process holds, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -139,6 +138,9 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 def _start(cache: Path) -> subprocess.Popen[bytes]:
+    # why: a session loads its launcher when it opens, not when lazygt is imported
+    from lazygt.runtime.launchers.local import same_package
+
     environment = {
         **os.environ,
         **same_package(),
