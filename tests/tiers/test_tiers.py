@@ -199,6 +199,31 @@ def test_a_cache_that_others_may_write_to_is_refused(empty_cache: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
 
 
+def test_a_compile_process_that_cannot_start_is_said_once_and_costs_nothing(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with lazygt.session(compile="auto") as s:
+        found = results("lazygt", [SIZE] * 2)
+        monkeypatch.setattr("lazygt.runtime.compiling.compiler.subprocess.Popen", refused)
+        with pytest.warns(RuntimeWarning, match="temporarily unavailable"):
+            assert s.compiled(timeout=10)
+        found += results("lazygt", [SIZE])
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"seconds": 1, "times": []}', '{"seconds": 1, "times": 5}',
+             '{"seconds": 1, "times": [[1, 2]]}', '{"seconds": "x", "times": [[1, 2, 3]]}'],
+)  # fmt: skip
+def test_a_record_that_is_none_is_as_good_as_missing(text: str, tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path / "cache"))
+    (cache.directory() / f"{'0' * 32}.json").write_text(text)
+    assert cache.find("0" * 32) is None
+
+
 def test_code_that_cannot_be_loaded_is_said_and_costs_nothing(
     shared: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

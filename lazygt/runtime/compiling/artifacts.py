@@ -80,12 +80,17 @@ class Cache:
         return place
 
     def find(self, key: str) -> Record | None:
-        """The record of an artifact that is there whole; None if there is none."""
+        """The record of an artifact that is there whole; None if there is none.
+
+        Raises:
+            PermissionError: as ``directory``.
+        """
         try:
             found = json.loads((self.directory() / f"{key}.json").read_text())
-            return Record(float(found["seconds"]), tuple(map(tuple, found["times"])))
-        except (FileNotFoundError, ValueError, KeyError):
-            return None
+            times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in found["times"])
+            return Record(float(found["seconds"]), times) if times else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None  # missing, or not written by us: it is compiled again
 
     def keep(self, key: str, code: bytes, record: Record) -> None:
         """Put an artifact there; the record last, so that it stands for the whole."""

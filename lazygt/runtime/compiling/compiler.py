@@ -21,7 +21,7 @@ from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.interrupts import HOLD
 
-#: What the pipe to the process holds, whether or not it reads.
+#: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
 
 
@@ -51,7 +51,13 @@ class Compiler:
         return None if self._process is None else self._process.pid
 
     def request(self, key: str, group: Group) -> None:
-        """Have a group compiled; does not wait."""
+        """Have a group compiled; does not wait.
+
+        Raises:
+            OSError: the process can't be started, or the cache can't be used.
+        """
+        if self._process is None:
+            self._process = _start(self._cache.directory())
         self.pending.add(key)
         request = {
             "key": key,
@@ -68,11 +74,12 @@ class Compiler:
     def _send(self) -> None:
         """Write what fits into the pipe for certain, so that no step ever waits for it."""
         if self._process is None:
-            self._process = _start(self._cache.directory())
+            return
         pipe = _pipe(self._process.stdin)
+        room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
         while self._waiting:
             key, data = self._waiting[0]
-            if self._written and sum(self._written.values()) + len(data) > _PIPE_BYTES:
+            if self._written and sum(self._written.values()) + len(data) > room:
                 return
             self._waiting.popleft()
             self._written[key] = len(data)
@@ -166,6 +173,8 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
     )
     # At once, since loading torch is work too: it gets only what nobody else wants.
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-    fcntl.fcntl(_pipe(process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    with contextlib.suppress(PermissionError):  # a container may forbid more than the above
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(PermissionError):  # this user's pipes may be at their limit
+        fcntl.fcntl(_pipe(process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return process
