@@ -50,7 +50,17 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"session", "function", "sharding"}),),
     (
         frozenset(
-            {"cli", "commands", "scripts", "doctor", "explain", "faces", "report", "lazygt", "__main__"}
+            {
+                "cli",
+                "commands",
+                "scripts",
+                "doctor",
+                "explain",
+                "faces",
+                "report",
+                "lazygt",
+                "__main__",
+            }
         ),
     ),
 )
