@@ -109,7 +109,7 @@ def _graph(
         if named:
             writes = (len(metas) - 1,) if named[0].kwarg_only else (0,)
         made = TensorMeta.of(call(op, args, kwargs, metas))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError):  # torch refuses a dtype by either
         return None
     count = len(metas)
     written = (metas[writes[0]],) if writes else ()
