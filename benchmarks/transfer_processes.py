@@ -5,10 +5,11 @@ import os
 import pickle
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,9 +84,15 @@ def requests(pipe: Connection) -> Iterator[str]:
             return
 
 
-def receive(pipe: Connection, strategy: str, address: str, name: str) -> None:
-    """A process with a lazygt receiver."""
-    with RECEIVERS[strategy](address, name=name):
+def receive(
+    pipe: Connection,
+    strategy: str,
+    address: str,
+    name: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A process with a lazygt receiver; ``options`` are its arguments besides."""
+    with RECEIVERS[strategy](address, name=name, **options):
         for what in requests(pipe):
             if what == "footprint":
                 pipe.send(footprint())

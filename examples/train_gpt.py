@@ -5,6 +5,7 @@
     python examples/train_gpt.py --checkpoint gpt.pt     # save at the end (and on Ctrl-C)
     python examples/train_gpt.py --checkpoint gpt.pt --resume
     python examples/train_gpt.py --mesh data=2,model=2   # batch and weights cut over 4 workers
+    python examples/train_gpt.py --mesh data=2 --fsdp    # all weights stored in blocks
 
 Without `--text` it reads the language reference that every Python carries (`pydoc_data.topics`).
 The model and the loop are plain torch; `--eager` runs them without lazygt.
@@ -25,21 +26,24 @@ from tqdm import tqdm
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each added to its input."""
+    """Attention and a two-layer network, each added to its input.
+
+    `qkv` holds query, key and value of one head after another, so that a block of its rows is a
+    block of heads.
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def attention(self, x: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads, length, head_dim]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -85,14 +89,13 @@ class Corpus:
 def megatron() -> dict[str, Any]:
     """How the weights are cut: the first of each pair of layers by its outputs, the second by its
     inputs, so that a block sums over the workers twice."""
-    from torch.distributed.tensor import Shard  # why: it takes a while to load, and few need it
+    import lazygt  # why: --eager does without it
 
-    by_outputs, by_inputs = {"model": Shard(0)}, {"model": Shard(1)}
     return {
-        "blocks.*.qkv.*": by_outputs,
-        "blocks.*.out.weight": by_inputs,
-        "blocks.*.mlp.0.*": by_outputs,
-        "blocks.*.mlp.2.weight": by_inputs,
+        "blocks.*.qkv": lazygt.column_parallel(),
+        "blocks.*.out": lazygt.row_parallel(),
+        "blocks.*.mlp.0": lazygt.column_parallel(),
+        "blocks.*.mlp.2": lazygt.row_parallel(),
     }
 
 
@@ -111,14 +114,17 @@ class Training:
         )
 
     def cut(self) -> None:
-        """Place weights along the mesh's axis `model`, batches along `data`."""
-        from torch.distributed.tensor import Shard  # why: see megatron
+        """Place weights along the mesh's axis `model`, batches along `data`, with --fsdp all
+        weights along `data` as well."""
+        from torch.distributed.tensor import Shard  # why: it takes a while to load, few need it
 
-        import lazygt  # why: --eager does without it
+        import lazygt  # why: see megatron
 
         axes = lazygt.current().mesh.names
         if "model" in axes:
             lazygt.parallelize(self.model, megatron())
+        if self.args.fsdp:
+            lazygt.fully_shard(self.model)
         if "data" in axes:
             self.place = lambda batch: lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
 
@@ -205,12 +211,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--mesh", help="axes data and model with their workers: data=2,model=2")
+    parser.add_argument("--fsdp", action="store_true", help="store weights in blocks along data")
     parser.add_argument("--executor", choices=["process", "inline"], default="process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without lazygt, for comparison")
     args = parser.parse_args()
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint PATH")
+    if args.fsdp and "data=" not in (args.mesh or ""):
+        parser.error("--fsdp needs workers to cut the weights over: --mesh data=2")
     return args
 
 

@@ -12,6 +12,7 @@ from lazygt import transfer
 from lazygt.errors import (
     CollectiveMismatch,
     ExecutionError,
+    GatherWarning,
     GraphError,
     LazyGTError,
     NoSession,
@@ -27,16 +28,28 @@ __version__ = "0.1.0"
 if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
+    from lazygt.parallel import (
+        column_parallel,
+        data_parallel,
+        parallelize,
+        prepare_module_input,
+        row_parallel,
+        sequence_parallel,
+        vocab_parallel,
+    )
+    from lazygt.pipeline import stage
     from lazygt.session import Session, current
     from lazygt.session import Session as session  # noqa: N813 - used like torch.device
-    from lazygt.sharding import distribute, parallelize, redistribute
+    from lazygt.sharding import distribute, redistribute
     from lazygt.tensor import LazyTensor
+    from lazygt.units import fully_shard, shard_optimizer_state
 
     _register()
 
 __all__ = [
     "CollectiveMismatch",
     "ExecutionError",
+    "GatherWarning",
     "GraphError",
     "LazyGTError",
     "LazyTensor",
@@ -46,10 +59,19 @@ __all__ = [
     "Session",
     "WorkerDied",
     "WorkerFrozen",
+    "column_parallel",
     "current",
+    "data_parallel",
     "distribute",
+    "fully_shard",
     "parallelize",
+    "prepare_module_input",
     "redistribute",
+    "row_parallel",
+    "sequence_parallel",
     "session",
+    "shard_optimizer_state",
+    "stage",
     "transfer",
+    "vocab_parallel",
 ]

@@ -37,6 +37,13 @@ def mesh_axes(text: str) -> dict[str, int]:
     return axes
 
 
+def _logical_ranks(text: str) -> bool | int | dict[str, int]:
+    """What ``invariant`` may be: a flag, a number, or numbers by axis such as ``data=4``."""
+    if "=" in text:
+        return mesh_axes(text)
+    return int(text) if text.strip().isdigit() and int(text) > 1 else _flag(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
@@ -45,7 +52,15 @@ class Config:
     mesh: Mapping[str, int] | None = _setting(
         None, "the workers as a grid with named axes, such as data=2,model=2", mesh_axes
     )
-    executor: str = _setting("process", "process, or inline: in the client's process", str)
+    invariant: bool | int | Mapping[str, int] | None = _setting(
+        None,
+        "the same bits for every number of workers that divides this many logical ranks an axis; "
+        "True: 4",
+        _logical_ranks,
+    )
+    executor: str = _setting(
+        "process", "process; inline: in the client's process; dry: nothing is computed", str
+    )
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
     default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)
     flush_on_backward: bool = _setting(True, "ship the stretch at the end of .backward()", _flag)
@@ -66,6 +81,9 @@ class Config:
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
     cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt", str)
+    bucket_cap_mb: float = _setting(
+        25.0, "MiB of values that travel in one collective; 0: each alone", float
+    )
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
     @staticmethod
@@ -92,6 +110,11 @@ class Config:
                 values[name] = _parse(name, text, f.metadata["parse"])
         if values.get("mesh"):
             values["mesh"], values["workers"] = _ranks(values["mesh"], values.get("workers"))
+        if values.get("invariant"):
+            # compiled code, and kernels on several threads, may round in another way
+            values.setdefault("threads", 1)
+            if values.get("compile", "auto") == "auto":
+                values["compile"] = "off"
         config = Config(**values)
         config.check()
         return config
@@ -102,17 +125,26 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"lazygt.session({name}={value!r}): expected an integer >= 1")
+        if not self.bucket_cap_mb >= 0:
+            raise ValueError(
+                f"lazygt.session(bucket_cap_mb={self.bucket_cap_mb!r}): expected at least 0"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"lazygt.session(threads={self.threads!r}): expected at least 1")
-        if self.executor not in {"process", "inline"}:
+        if self.executor not in {"process", "inline", "dry"}:
             raise ValueError(
-                f"lazygt.session(executor={self.executor!r}): expected 'process' or 'inline'"
+                f"lazygt.session(executor={self.executor!r}): expected 'process', 'inline' or 'dry'"
             )
         if self.executor == "inline" and self.workers != 1:
             raise ValueError("lazygt.session(executor='inline') has one worker: the client itself")
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"
+            )
+        if self.invariant and self.compile != "off":
+            raise ValueError(
+                f"lazygt.session(invariant={self.invariant!r}, compile={self.compile!r}): compiled "
+                f"code rounds in ways that depend on the number of workers; leave compile= out"
             )
         if self.device not in {"auto", "cpu", "cuda"}:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")

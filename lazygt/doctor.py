@@ -105,7 +105,10 @@ def collectives() -> Check:
     ]
     if torch.cuda.device_count() > 1 and "NCCL" not in found:
         return Check("collectives", "warn", ", ".join(found), "several GPUs, but torch has no NCCL")
-    return Check("collectives", "ok" if found else "warn", ", ".join(found) or "none")
+    detail = ", ".join(found) or "none"
+    if "NCCL" in found and (gpus := torch.cuda.device_count()):
+        detail += f"; NCCL for sessions of up to {gpus} workers on GPUs, one each, Gloo for more"
+    return Check("collectives", "ok" if found else "warn", detail)
 
 
 def compiler() -> Check:

@@ -3,12 +3,14 @@
     LazyGTError (RuntimeError)
     ├── NoSession           a lazygt tensor or device used with no open session
     ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it
+    │   └── CollectiveMismatch  ranks were about to run different collectives
     ├── WorkerDied          a worker process ended
     ├── WorkerFrozen        a worker process no longer answers
-    ├── CollectiveMismatch  ranks were about to run different collectives
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
+
+    GatherWarning (UserWarning)  an op without a sharding rule took whole what lay in blocks
 
 Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
 exceptions, raised by torch at the call.
@@ -46,11 +48,30 @@ class ExecutionError(LazyGTError):
     ) -> None:
         self.op, self.inputs, self.where = op, inputs, where
         self.kind, self.detail, self.rank = kind, detail, rank
-        super().__init__(
-            f"{op}({', '.join(inputs)}) failed on worker {rank}: {kind}: {detail}\n"
-            f"  recorded at {where}\n"
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        return (
+            f"{self.op}({', '.join(self.inputs)}) failed on worker {self.rank}: {self.kind}: "
+            f"{self.detail}\n"
+            f"  recorded at {self.where}\n"
             f"  Values that do not depend on this op are intact and the session goes on; "
             f"what depends on it raises this error when it is read."
+        )
+
+
+class CollectiveMismatch(ExecutionError):
+    """The ranks hold different plans for the same run; raised before anything is launched.
+
+    A bug in lazygt: the plans of all ranks are made together. ``detail`` names the ranks and the
+    first collective that differs. The workers have left their process group.
+    """
+
+    def _message(self) -> str:
+        return (
+            f"worker {self.rank} can't begin a plan: the ranks would not meet. {self.detail}\n"
+            f"  recorded at {self.where}\n"
+            f"  This is a bug in lazygt; please report it. Open a new session to go on."
         )
 
 
@@ -85,10 +106,6 @@ class WorkerFrozen(LazyGTError):
         )
 
 
-class CollectiveMismatch(LazyGTError):
-    """The ranks hold different plans for the same run; raised before anything is launched."""
-
-
 class ProtocolError(LazyGTError):
     """A message does not follow the wire schema; its sender is dropped."""
 
@@ -99,6 +116,13 @@ class SecurityError(LazyGTError):
 
 class GraphError(LazyGTError):
     """A graph or plan breaks its own rules: a bug in lazygt, not in the user's code."""
+
+
+class GatherWarning(UserWarning):
+    """An op that has no sharding rule ran on whole values, which were gathered for it.
+
+    The numbers are right. Said once a session and op, with the bytes; ``lazygt why`` lists all.
+    """
 
 
 def _indent(text: str) -> str:

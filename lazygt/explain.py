@@ -1,8 +1,7 @@
 """explain: what is going to be computed, at what cost, what is fused and why the rest is not.
 
 All numbers are counted from graphs; nothing is run. ``plan.explain()``, ``graph.explain()`` and
-``session.explain()`` make a Report (see ``faces``); ``dry`` makes a session record and plan
-without computing.
+``session.explain()`` make a Report (see ``faces``).
 """
 
 from __future__ import annotations
@@ -10,42 +9,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from lazygt.exchanges import dearer, exchanges
 from lazygt.graph.amounts import count, duration
+from lazygt.graph.communication import Communication, communications
 from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
+from lazygt.graph.inline import inline
 from lazygt.graph.members import REDUCTIONS, is_member, numbers_of
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
-from lazygt.report import Fused, LineCost, PlanCost, Report, Unfused
-from lazygt.runtime.dry import DryWorker
-from lazygt.runtime.link import InlineLink
+from lazygt.passes.sharding.shard import AxisStep
+from lazygt.report import Exchange, Fused, LineCost, PlanCost, Report, Unfused
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 
-#: Settings of a session that ``dry`` takes.
-DRY = {"executor": "inline", "workers": 1, "compile": "off", "keep_stages": True}
+#: Settings of a session that records and plans, and computes nothing: its values are zeros.
+DRY = {"executor": "dry", "compile": "off", "keep_stages": True}
 
 
 class Runs(NamedTuple):
-    """A graph that is run so many times.
+    """A graph that is run so many times; on a mesh, rank 0's.
 
     Attributes:
         before: as the fuse pass found it, where that is known.
+        collectives: those of one run.
+        decided: how its values were placed, where that is known.
     """
 
     name: str
     graph: Graph
     times: int
     before: Graph | None = None
+    mesh: Mesh | None = None
+    collectives: tuple[Communication, ...] = ()
+    decided: tuple[AxisStep, ...] = ()
+    device_type: str = "cpu"
 
 
 def explain_graph(graph: Graph) -> Report:
     """One run of a graph."""
-    return report_of([Runs("graph", graph, 1)])
+    return report_of([Runs("graph", graph, 1, collectives=communications(inline(graph)))])
 
 
 def explain_plan(plan: Plan) -> Report:
     """One run of a plan."""
-    return report_of([Runs(_name(plan), plan.graph, 1)])
+    found = Runs(_name(plan), plan.graph, 1, None, plan.mesh, plan.collectives)
+    return report_of([found])
 
 
 def explain_session(session: Session) -> Report:
@@ -65,6 +74,10 @@ def runs_of(session: Session, first: int = 0) -> list[Runs]:
             each.plan.graph,
             each.runs,
             _before_fuse(session, each.plan),
+            each.plan.mesh,
+            each.plan.collectives,
+            session.decided(each.plan) if session.config.keep_stages else (),
+            session.device_type,
         )
         for number, each in enumerate(session.entries(), first)
         if not all(map(_is_bookkeeping, each.plan.graph.nodes))
@@ -80,27 +93,13 @@ def _before_fuse(session: Session, plan: Plan) -> Graph | None:
     return stages[names.index(Fuse.name) - 1][1] if Fuse.name in names else None
 
 
-def dry(session: Session) -> Session:
-    """Make a session compute nothing: it records and builds plans, and its values are zeros.
+def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
+    """The report of graphs, each run so many times.
 
     Args:
-        session: opened with the settings DRY, before anything was shipped.
-
-    Raises:
-        ValueError: it computes already, or has workers of its own.
+        alternatives: say what the best programs without each collective would cost, which solves
+            the placements again for every one.
     """
-    if session.config.executor != "inline" or session.entries():
-        raise ValueError(
-            "dry: the session must be inline and new: "
-            "`with lazygt.session(executor='inline') as s: lazygt.explain.dry(s)`"
-        )
-    link = InlineLink(DryWorker(max_plans=session.config.max_plans))
-    session._link = session._client.link = link
-    return session
-
-
-def report_of(runs: Iterable[Runs]) -> Report:
-    """The report of graphs, each run so many times."""
     runs = list(runs)
     lines: dict[str, LineCost] = {}
     for each in runs:
@@ -108,12 +107,18 @@ def report_of(runs: Iterable[Runs]) -> Report:
     plans = [_plan_cost(each) for each in runs]
     dearest = sorted(lines.values(), key=lambda each: -(each.cost.flops + each.cost.bytes))
     return Report(
-        _head(plans),
+        _head(plans, [each.mesh for each in runs if each.mesh is not None]),
         dearest,
         plans,
         _merged(row for each in runs for row in _fused(each)),
         _merged(row for each in runs for row in _unfused(each)),
+        _merged(row for each in runs for row in _exchanges(each)),
+        _merged(row for each in runs if alternatives for row in dearer(each.decided, each.times)),
     )
+
+
+def _exchanges(runs: Runs) -> list[Exchange]:
+    return exchanges(runs.collectives, runs.times, runs.device_type)
 
 
 def _name(plan: Plan) -> str:
@@ -125,9 +130,14 @@ def _is_bookkeeping(node: Node) -> bool:
     return node.op.startswith("lazygt.") and node.body is None and family(node) == "random"
 
 
-def _head(plans: list[PlanCost]) -> tuple[str, ...]:
+def _head(plans: list[PlanCost], meshes: list[Mesh]) -> tuple[str, ...]:
     ran = sum(plan.runs for plan in plans)
+    each = [
+        f"Planned for the mesh {mesh}: the numbers are those of rank 0 of {mesh.world_size}."
+        for mesh in dict.fromkeys(meshes)
+    ]
     return (
+        *each,
         f"{count(ran, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
         f"group counts as one launch at its first member's line.",
         "Peak: the most bytes of a plan's own values alive at once.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
 from lazygt.runtime.plan import Plan
 from lazygt.session import Session
@@ -37,20 +38,22 @@ def _explain_session(session: Session) -> Report:
     return explain_session(session)
 
 
-def _to_networkx(graph: Graph) -> Any:
+def _to_networkx(graph: Graph, mesh: Mesh | None = None) -> Any:
     """The graph as networkx has it; see ``graph.picture.to_networkx``."""
     # why: networkx takes a tenth of a second to load
     from lazygt.graph.picture import to_networkx
 
-    return to_networkx(graph)
+    return to_networkx(graph, mesh)
 
 
-def _render(graph: Graph, path: str | Path, collapse: Any = "auto") -> Path:
+def _render(
+    graph: Graph, path: str | Path, collapse: Any = "auto", mesh: Mesh | None = None
+) -> Path:
     """Write a picture of the graph to a file; see ``graph.picture.render``."""
     # why: networkx takes a tenth of a second to load
     from lazygt.graph.picture import render
 
-    return render(graph, path, collapse)
+    return render(graph, path, collapse, mesh)
 
 
 Graph.to_networkx, Graph.render, Graph.explain = _to_networkx, _render, _explain_graph

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 import torch
 
+from lazygt.graph.communication import Communication
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark, expand
 from lazygt.recorder import Recorder
@@ -76,11 +77,31 @@ def tensor_bundle(t: LazyTensor, include: Any = None, exclude: Any = None) -> di
     return {"text/plain": text, "text/html": tensor_html(t)}
 
 
-def session_html(title: str, stats: Mapping[str, Any]) -> str:
-    """A session's counts as a table."""
+def session_html(
+    title: str, stats: Mapping[str, Any], collectives: Sequence[Communication] = ()
+) -> str:
+    """A session's counts as a table, and the collectives of its last plan as another."""
     flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
     rows = {key.replace("_", " "): f"{stats[key]:,}" for key in _SHOWN}
-    return _table(title, {"flushes": flushes or "none", **rows})
+    table = _table(title, {"flushes": flushes or "none", **rows})
+    return table + collectives_html(collectives) if collectives else table
+
+
+def collectives_html(collectives: Sequence[Communication]) -> str:
+    """A plan's collectives, one a row, in the order of their launch."""
+    rows = [
+        (each.kind, each.reduce_op or "", f"{each.nbytes:,}", f"{each.ring_bytes:,}",
+         each.mesh_dim, each.source, each.why)
+        for each in collectives
+    ]  # fmt: skip
+    head = ("kind", "reduce op", "nbytes", "ring bytes", "mesh dim", "source", "why")
+    cells = "".join(_row("td", row) for row in rows)
+    return f"<table><caption>collectives</caption>{_row('th', head)}{cells}</table>"
+
+
+def _row(tag: str, texts: Sequence[str]) -> str:
+    cells = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>"
 
 
 def _title(t: LazyTensor) -> str:

@@ -385,6 +385,7 @@ class Recorder:
         self._note_miss(stretch, key, f, user_mark(1))
         step = Step(stretch.step, key, node, facts=f)
         step.forward = self._link_backward(step.ops - 1)
+        step.backward = torch._C._current_autograd_node() is not None
         step.itself = (
             f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
         )

@@ -62,6 +62,44 @@ class Unfused(NamedTuple):
     why: str
 
 
+class Exchange(NamedTuple):
+    """Collectives of one kind that one line asked for, in a single run, as one rank has them.
+
+    ``nbytes``: payload, ``ring``: what the rank sends in a ring, ``seconds``: an estimate; all of
+    them together. ``ranks``: how many meet.
+    """
+
+    runs: int
+    times: int
+    kind: str
+    reduce_op: str | None
+    nbytes: int
+    ring: int
+    axis: str
+    ranks: int
+    seconds: float
+    line: str
+    why: str
+
+
+class Dearer(NamedTuple):
+    """What the best program without some collectives would cost; see ``passes.sharding.reasons``.
+
+    ``extra``: seconds more; None: there is no program without them.
+    """
+
+    runs: int
+    times: int
+    kind: str
+    nbytes: int
+    axis: str
+    seconds: float
+    line: str
+    cause: str
+    instead: str
+    extra: float | None
+
+
 @dataclass(frozen=True)
 class Report:
     """What is going to be computed, and at what cost. Prints as tables, and shows in a notebook.
@@ -69,6 +107,8 @@ class Report:
     Attributes:
         head: sentences that stand above the tables.
         lines: the dearest first.
+        exchanges: the collectives, in the order of their first launch.
+        dearer: what would be in their place, where it was asked for.
     """
 
     head: tuple[str, ...]
@@ -76,6 +116,8 @@ class Report:
     plans: Sequence[PlanCost]
     fused: Sequence[Fused]
     unfused: Sequence[Unfused]
+    exchanges: Sequence[Exchange] = ()
+    dearer: Sequence[Dearer] = ()
 
     @property
     def total(self) -> Cost:
@@ -96,6 +138,12 @@ class Report:
             ("not fused", self._unfused()),
         ):
             parts += [Text(f"\n{title}", style="bold"), table if table.row_count else Text("none")]
+        for title, table in (
+            ("collectives, one run of each (times are estimates)", self._exchanges()),
+            ("and without them, as each axis was decided (estimates)", self._dearer()),
+        ):
+            if table.row_count:
+                parts += [Text(f"\n{title}", style="bold"), table]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -140,11 +188,39 @@ class Report:
                  duration(gain))  # fmt: skip
         return table
 
+    def _exchanges(self) -> Table:
+        table = _table(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
+                       ">ranks", ">time", "line", "why")  # fmt: skip
+        for each in self.exchanges:
+            _add(table, each.runs, each.times, _met(each.kind, each.reduce_op),
+                 _bytes(each.nbytes), _bytes(each.ring), each.axis, each.ranks,
+                 duration(each.seconds), shown(each.line), each.why)  # fmt: skip
+        return table
+
+    def _dearer(self) -> Table:
+        table = _table(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
+                       "line", "comes of", "instead")  # fmt: skip
+        for each in self.dearer:
+            forced = each.extra is None
+            extra = "-" if each.extra is None else _signed(each.extra)
+            instead = "nothing: the annotations force it" if forced else each.instead
+            _add(table, each.runs, each.times, each.kind, _bytes(each.nbytes), each.axis,
+                 duration(each.seconds), extra, shown(each.line), each.cause, instead)  # fmt: skip
+        return table
+
     def _unfused(self) -> Table:
         table = _table(">runs", ">ops", "members", "line", "why")
         for runs, members, line, why in self.unfused:
             _add(table, runs, len(members), names(members), shown(line), why)
         return table
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
+
+
+def _met(kind: str, reduce_op: str | None) -> str:
+    return f"{kind} {reduce_op}" if reduce_op else kind
 
 
 def names(ops: Iterable[str]) -> str:

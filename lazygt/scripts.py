@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import Mark
 from lazygt.session import Session
 
@@ -40,7 +41,8 @@ def run_script(
 
     Args:
         inline: where the script opens no session, run its plans in this process.
-        settings: of every session meanwhile, whatever the script says.
+        settings: of every session meanwhile, whatever the script says. A ``mesh`` takes the place
+            of the script's workers, or of its mesh if that has the same axes.
         opened: called with each new session.
     """
     with _watched(settings, opened) as sessions:
@@ -76,7 +78,7 @@ def _watched(
     set_up = Session.__init__
 
     def init(self: Session, **settings: object) -> None:
-        set_up(self, **{**settings, **forced})
+        set_up(self, **forced_upon(settings, forced))
         sessions.append(self)
         opened(self)
 
@@ -85,6 +87,30 @@ def _watched(
         yield sessions
     finally:
         Session.__init__ = set_up  # type: ignore[method-assign]
+
+
+def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
+    """A session's settings where some of them are not the script's to say.
+
+    Raises:
+        ValueError: a mesh is forced upon a script whose own has other axes.
+    """
+    settings = {**given, **forced}
+    if "mesh" not in forced:
+        return settings
+    wanted = Mesh.parse(forced["mesh"])
+    if given.get("mesh"):
+        own = given["mesh"]
+        mesh = Mesh.parse(own) if isinstance(own, str) else Mesh.of(own)
+        if set(mesh.names) != set(wanted.names):
+            raise ValueError(
+                f"--mesh {wanted}: the script's own mesh is {mesh}, and its placements name those "
+                f"axes; give sizes for {', '.join(mesh.names)}"
+            )
+        sizes = {name: wanted.size(name) for name in mesh.names}  # in the script's order
+        settings["mesh"] = sizes
+    settings.pop("workers", None)
+    return settings
 
 
 def _run(script: Path, args: Sequence[str], inline: bool) -> bool:

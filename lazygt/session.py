@@ -6,11 +6,12 @@ import importlib
 import os
 import threading
 import time
+import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -19,19 +20,20 @@ from torch.utils.hooks import RemovableHandle
 from lazygt import device, notebook
 from lazygt.config import Config
 from lazygt.description import Description, line_of, lines_of
-from lazygt.errors import NoSession
+from lazygt.errors import GatherWarning, NoSession
 from lazygt.graph.label import Replicated
+from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.source import Mark, user_mark
-from lazygt.opened import current_session
+from lazygt.opened import NAME, current_session
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
-from lazygt.passes.sharding.places import PLACE, without_places
+from lazygt.passes.sharding.places import MARKS, without_places
 from lazygt.passes.template import Templates
 from lazygt.recorder import Recorder
-from lazygt.runtime.blocks import Region, owners
+from lazygt.runtime.blocks import Region, sent
 from lazygt.runtime.client import Answer, Client, PlanEntry, RemoteValue
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.interrupts import HOLD
@@ -40,10 +42,16 @@ from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile, Tiers
 from lazygt.stretch import Stretch
-from lazygt.tensor import Cell
+from lazygt.tensor import Cell, LazyTensor
 from lazygt.timeline import Probe, Timeline
+from lazygt.transfer import origins
 from lazygt.trie import Step, Trie, build_graph
 from lazygt.why import Flush, Miss, Why, newly_alive
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.gathers import Gather
+    from lazygt.passes.sharding.shard import AxisStep
+    from lazygt.transfer.workers import Workers
 
 _KEPT_MISSES = 256
 _KEPT_FLUSHES = 1_000
@@ -64,6 +72,7 @@ class Kept(NamedTuple):
         origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
         stored: how each output lies on the mesh; None: whole on every rank.
+        slots: of each output the places of its blocks among those of the plans.
     """
 
     entry: PlanEntry
@@ -71,6 +80,7 @@ class Kept(NamedTuple):
     origins: tuple[tuple[int, ...], ...]
     makers: tuple[int, ...]
     stored: tuple[Stored | None, ...]
+    slots: tuple[range, ...]
 
 
 class Reply(NamedTuple):
@@ -91,6 +101,7 @@ class Session:
         self.config = config = Config.load(**settings)
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
+        self._logical = LogicalMesh.of(self.mesh, config.invariant)
         self._link, kind = _open_link(config, self.mesh)
         self.device_type = kind
         self._log = InstructionLog(config.log)
@@ -110,16 +121,20 @@ class Session:
         self._origins: tuple[tuple[int, ...], ...] = ((),)
         self._makers: tuple[int, ...] = ()
         self._stored: tuple[Stored | None, ...] = ()
+        self._slots: tuple[range, ...] = ()
         self._hook: RemovableHandle | None = None
         self._stages: dict[bytes, Stages] = {}
+        self._decided: dict[bytes, tuple[AxisStep, ...]] = {}
+        self._gathers: dict[str, Gather] = {}
         self._closing = threading.Lock()
+        self._workers: Workers | None = None
         self.last_plan: Plan | None = None
 
     # -- the context ---------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         device.open_session(self)
-        if self.mesh.world_size > 1:
+        if self._logical.ranks.world_size > 1:
             self._hook = register_optimizer_step_post_hook(self._after_step)
         return self
 
@@ -170,6 +185,36 @@ class Session:
             self._client.synchronize()
             self._client.raise_failure()
 
+    def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
+        """Have the values of handles computed; where they are now.
+
+        A sync point, as ``synchronize``, and raises what that does.
+        """
+        self._check_open()
+        with self.recorder.lock, torch.no_grad():
+            handles: list[LazyTensor] = []
+            for t in tensors:
+                assert isinstance(t, LazyTensor)
+                own = t if t._view is None else t.clone()
+                assert isinstance(own, LazyTensor)
+                if own._cell.remote is None:
+                    self.recorder.index_of(own)
+                handles.append(own)
+            self.synchronize()
+            return [t._cell.remote for t in handles if t._cell.remote is not None]
+
+    @property
+    def origin(self) -> Workers | None:
+        """The workers as those who send their own weights; None where one stands for many."""
+        if self.config.invariant or self.config.executor == "dry":
+            return None
+        if self._workers is None:
+            # why: few sessions transfer
+            from lazygt.transfer.workers import Workers
+
+            self._workers = Workers(self.mesh, self._client, self.recorder.lock, self.settle)
+        return self._workers
+
     def compiled(self, timeout: float | None = None) -> bool:
         """Wait until what is being compiled is compiled and swapped in.
 
@@ -203,11 +248,11 @@ class Session:
     def _is_sharded(self) -> bool:
         """Whether anything in the current stretch is placed on the mesh."""
         stretch = self.recorder.stretch
-        if self.mesh.world_size == 1:
+        if self._logical.ranks.world_size == 1:
             return False
         if any(remote.stored is not None for _, remote in stretch.inputs):
             return True
-        return any(step.node is not None and step.node.op == PLACE for step in stretch.step.path())
+        return any(step.node is not None and step.node.op in MARKS for step in stretch.step.path())
 
     def _check_open(self) -> None:
         if self.recorder.closed:
@@ -243,6 +288,8 @@ class Session:
         entry = self._entry(stretch, outputs, reason) if stretch.marks else None
         marks, params, step = stretch.marks, tuple(stretch.params), stretch.step
         inputs = [remote.id for _, remote in stretch.inputs]
+        if self.config.invariant:
+            inputs = [key for _, remote in stretch.inputs for key in remote.ids]
         held = stretch.inputs
         wanted, regions = self._wanted(fetch, stretch, entry)
         recorder.next_stretch()
@@ -276,22 +323,26 @@ class Session:
 
     def _wanted(
         self, fetch: Cell | None, stretch: Stretch, entry: PlanEntry | None
-    ) -> tuple[tuple[int, ...], dict[int, Region] | None]:
-        """The id that the fetched cell will have, and which ranks have what of it.
+    ) -> tuple[tuple[int, ...], dict[int, tuple[Region, ...]] | None]:
+        """The ids that the fetched cell's blocks will have, and which ranks have what of it.
 
         Ids of outputs follow each other. No regions: rank 0 has all of it.
         """
         if fetch is None:
             return (), None
         if fetch.remote is not None and not (fetch.serial == stretch.serial and fetch.index >= 0):
-            key, stored = fetch.remote.id, fetch.remote.stored
+            keys, stored = fetch.remote.ids, fetch.remote.stored
         else:
             assert entry is not None
             position = self._positions[fetch.index]
-            key, stored = self._client.next_output(position), self._stored[position]
-        if stored is None:
-            return (key,), None
-        return (key,), owners(self.mesh, stored.labels, fetch.meta.shape)
+            keys, stored = self._next_ids(position), self._stored[position]
+        if stored is None or self.config.executor == "dry":  # one worker stands for all
+            return keys[:1], None
+        return keys, sent(self._logical, stored.labels, fetch.meta.shape)
+
+    def _next_ids(self, position: int) -> tuple[int, ...]:
+        """The ids that the blocks of an output of the next run will have."""
+        return tuple([self._client.next_output(slot) for slot in self._slots[position]])
 
     def _entry(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> PlanEntry:
         """The plan of a stretch, built if it is a new one."""
@@ -305,8 +356,9 @@ class Session:
             self._client.forget([old.entry for old in dropped])
             for old in dropped:
                 self._stages.pop(old.entry.plan.digest, None)
+                self._decided.pop(old.entry.plan.digest, None)
         entry: PlanEntry
-        entry, numbers, self._origins, self._makers, self._stored = found
+        entry, numbers, self._origins, self._makers, self._stored, self._slots = found
         self._positions = {index: k for k, index in enumerate(numbers)}
         self.last_plan = entry.plan
         return entry
@@ -321,46 +373,73 @@ class Session:
         recorded = build_graph(steps, outputs, lines, kinds)
         stages = [("recorded", recorded)] if self.config.keep_stages else None
         given = [_stored(step) for step in steps if step.input is not None]
-        plans, stored = self._plans(recorded, given, stages)
+        decided: list[AxisStep] = []
+        ops = [step for step in steps if step.node is not None]
+        backward = {number for number, step in enumerate(ops) if step.backward}
+        plans, stored = self._plans(recorded, given, stages, decided, backward)
         entry = self._client.entry_for(plans)
         self._missed(self._why_missed(stretch.step, recorded, outputs, reason), plans[0], begin)
         if stages is not None:
             self._stages[plans[0].digest] = tuple(stages)
+            self._decided[plans[0].digest] = tuple(decided)
         if not entry.sent:
             self._built += 1
         self._tiers.built(entry)
         made = notebook.makers(steps)
         makers = tuple([made[index] for index in outputs])
         origins = tuple([plan.origins for plan in plans])
-        return Kept(entry, outputs, origins, makers, stored)
+        return Kept(entry, outputs, origins, makers, stored, self._logical.slots(stored))
 
     def _plans(
         self,
         recorded: Graph,
         given: list[Stored | None],
         stages: list[tuple[str, Graph]] | None,
+        decided: list[AxisStep],
+        backward: Collection[int] = (),
     ) -> tuple[tuple[Plan, ...], tuple[Stored | None, ...]]:
         """Each rank's plan, or the one that all run, and how the outputs lie on the mesh.
 
         Args:
             given: how the inputs do.
+            decided: gets how each axis of the mesh was decided.
+            backward: the recorded ops, by number, that autograd ran.
         """
         check = self.config.check_passes
-        marked = any(node.op == PLACE for node in recorded.nodes)
-        if self.mesh.world_size == 1 or not (marked or any(given)):
+        marked = any(node.op in MARKS for node in recorded.nodes)
+        ranks = self._logical.ranks
+        if ranks.world_size == 1 or not (marked or any(given)):
             if marked:
-                recorded = without_places(recorded)
+                recorded = without_places(recorded, MARKS)
             plan = Plan(self._templates.optimised(recorded, check, stages))
             return (plan,), (None,) * len(recorded.outputs)
         # why: the rules of every op take a while to load, and few sessions shard
+        from lazygt.passes.sharding.gathers import gathers
         from lazygt.passes.sharding.programs import programs
 
-        made = programs(recorded, self.mesh, given, self.device_type, check, stages)
-        graphs = {id(graph): Plan(graph) for graph in made.graphs}
+        workers = self._logical if self.config.invariant else None
+        made = programs(recorded, ranks, given, self.device_type, check, stages, decided, workers,
+                        bucket_bytes=int(self.config.bucket_cap_mb * (1 << 20)),
+                        backward=backward)  # fmt: skip
+        self._gathered(gathers(decided))
+        graphs = {id(graph): Plan(graph, mesh=self.mesh) for graph in made.graphs}
         plans = tuple([graphs[id(graph)] for graph in made.graphs])
         whole = Stored((Replicated(),) * len(self.mesh.names))
         stored = tuple([None if each == whole else each for each in made.outputs])
         return plans[:1] if len(graphs) == 1 else plans, stored
+
+    def _gathered(self, found: list[Gather]) -> None:
+        """Say once for each op that it had to run on whole values."""
+        for each in found:
+            if each.op not in self._gathers:
+                self._gathers[each.op] = each
+                warnings.warn(
+                    f"{each}. The numbers are right. Where that costs too much, give the op what "
+                    f"is whole or cut otherwise (lazygt.redistribute), or write it with ops that "
+                    f"have a rule.",
+                    GatherWarning,
+                    stacklevel=2,
+                )
 
     def _why_missed(
         self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str
@@ -386,6 +465,8 @@ class Session:
         marks: list[Mark | None],
     ) -> None:
         positions, makers, stored = self._positions, self._makers, self._stored
+        if self.config.invariant:
+            values = _grouped(values, self._slots)
         for cell, index in zip(cells, outputs, strict=True):
             position = positions[index]
             cell.remote = value = values[position]
@@ -402,9 +483,13 @@ class Session:
         self._probe.did("wait for the answer", begin, {"run": seq})
         return answer
 
-    def _fetched(self, seq: int, cell: Cell, regions: dict[int, Region] | None) -> torch.Tensor:
+    def _fetched(
+        self, seq: int, cell: Cell, regions: dict[int, tuple[Region, ...]] | None
+    ) -> torch.Tensor:
         value = self._client.fetched(self._wait(seq), cell.meta, regions)
         self._client.raise_failure()
+        if self.config.executor == "dry" and value.shape != cell.meta.shape:
+            return torch.zeros(cell.meta.shape, dtype=value.dtype, device="cpu")
         return value
 
     def _asked(self, seq: int, describe: Description) -> Reply:
@@ -468,10 +553,21 @@ class Session:
             raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")
         return self._stages[plan.digest]
 
+    def decided(self, plan: Plan) -> tuple[AxisStep, ...]:
+        """How a plan's values were placed, one axis of the mesh after another; none where nothing
+        was to be placed.
+
+        Raises:
+            ValueError: as ``stages``.
+        """
+        self.stages(plan)
+        return self._decided[plan.digest]
+
     def why(self) -> Why:
         """Flushes with who forced them, plan misses, fallbacks and compiles; print it."""
         flushed = sum(self._flushes.values())
-        return Why(tuple(self._recent), flushed, tuple(self._misses), self.compiles())
+        gathered = tuple(self._gathers.values())
+        return Why(tuple(self._recent), flushed, tuple(self._misses), self.compiles(), gathered)
 
     @contextmanager
     def profile(self, into: Timeline | None = None) -> Iterator[Timeline]:
@@ -525,12 +621,15 @@ class Session:
         }
 
     def _repr_html_(self) -> str:
-        return notebook.session_html(repr(self), self.stats())
+        collectives = () if self.last_plan is None else self.last_plan.collectives
+        return notebook.session_html(repr(self), self.stats(), collectives)
 
     def __repr__(self) -> str:
         state = "closed" if self.recorder.closed else "open"
+        costs = "sums travel unreduced, nothing is compiled"
+        same = f" for {self._logical.ranks} ({costs})" if self.config.invariant else ""
         return (
-            f"<lazygt.session {state}: {self._link.world_size} {self.device_type} worker(s), "
+            f"<lazygt.session {state}: {self._link.world_size} {self.device_type} worker(s){same}, "
             f"{self.config.executor}; {self.recorder.ops} ops recorded, "
             f"{sum(self._flushes.values())} flushes, {self._built} plans, {self._hits} hits>"
         )
@@ -540,6 +639,13 @@ def _stored(step: Step) -> Stored | None:
     """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
     stored: Stored | None = step.key[1] if type(step.key) is tuple else None
     return stored
+
+
+def _grouped(values: list[RemoteValue], slots: tuple[range, ...]) -> list[RemoteValue]:
+    """The first block of each output, which keeps the others."""
+    for slot in slots:
+        values[slot.start].rest = values[slot.start + 1 : slot.stop]
+    return [values[slot.start] for slot in slots]
 
 
 def _open_link(config: Config, mesh: Mesh) -> tuple[Link, str]:
@@ -553,6 +659,11 @@ def _open_link(config: Config, mesh: Mesh) -> tuple[Link, str]:
 
         worker = Worker(kind, max_plans=config.max_plans, inline=True, cache_dir=config.cache_dir)
         return InlineLink(worker), kind
+    if config.executor == "dry":
+        # why: few sessions are dry
+        from lazygt.runtime.dry import DryWorker
+
+        return InlineLink(DryWorker(max_plans=config.max_plans)), kind
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.process_link import LinkSpec, ProcessLink
 
@@ -580,6 +691,14 @@ def _load_meanwhile() -> None:
     """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
     importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
     importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python
+
+
+def _origin(tensor: LazyTensor) -> Workers | None:
+    session = tensor._cell.recorder.shipper
+    return session.origin if isinstance(session, Session) else None
+
+
+origins.BY_DEVICE[NAME] = _origin
 
 
 def current() -> Session:

@@ -4,22 +4,21 @@
     lazygt.parallelize(model, {"blocks.*.qkv.weight": {"model": Shard(0)}})
 
 Placements are ``torch.distributed.tensor``'s, one for each axis of the mesh: a list in its order,
-or a dict by name, in which an axis that is not named is ``Replicate()``. They say where a value is
-stored. What else is cut, and what is exchanged, follows; the numbers never change.
+or a dict by name. They say where a value is stored. What else is cut, and what is exchanged,
+follows; the numbers never change. Tables for whole modules are in ``lazygt.parallel``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lazygt.graph.label import Label, Partial, Replicated, label_of
-from lazygt.graph.mesh import Mesh, Placement
+from lazygt.graph.label import Anyhow, Label, Partial, Replicated, label_of
+from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.passes.sharding.places import PLACE, place_node
+from lazygt.passes.sharding.places import PLACE, place_node, stored_by
 from lazygt.recorder import Recorder
 from lazygt.session import current
 from lazygt.tensor import LazyTensor, meta_of
@@ -31,10 +30,11 @@ Placements = Sequence[Any] | Mapping[str, Any]
 def distribute(t: torch.Tensor, placements: Placements, pinned: bool = False) -> torch.Tensor:
     """The same values, stored as ``placements`` say.
 
-    Gradients pass through it as they are.
+    Gradients pass through it as they are; that of a pinned value is pinned as well.
 
     Args:
         t: a lazygt tensor.
+        placements: an axis that a dict does not name is ``Replicate()``.
         pinned: it is also *used* so, and never moved for an op that would run faster otherwise.
 
     Raises:
@@ -48,8 +48,7 @@ def distribute(t: torch.Tensor, placements: Placements, pinned: bool = False) ->
             f"move it with .to('lazygt')"
         )
     placement = placement_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
-    placed: torch.Tensor = _Place.apply(t, placement, pinned)  # type: ignore[no-untyped-call]
-    return placed
+    return placed(t, Stored(placement, pinned))
 
 
 def redistribute(t: torch.Tensor, placements: Placements) -> torch.Tensor:
@@ -61,58 +60,32 @@ def redistribute(t: torch.Tensor, placements: Placements) -> torch.Tensor:
     return distribute(t, placements)
 
 
-def parallelize(
-    module: torch.nn.Module, plan: Mapping[str, Placements], pinned: bool = False
-) -> torch.nn.Module:
-    """Store a module's parameters as ``plan`` says; each stays the object that it is.
-
-    Args:
-        plan: names of parameters, with ``*`` for any text -> placements. The first pattern that
-            fits a name counts.
-        pinned: see ``distribute``.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: a pattern that fits no parameter, or a placement that one can't have; no
-            parameter has been placed then.
-    """
-    mesh = current().mesh
-    found: list[tuple[LazyTensor, Placement]] = []
-    unused = set(plan)
-    for name, parameter in module.named_parameters():
-        pattern = next((p for p in plan if fnmatchcase(name, p)), None)
-        if pattern is None:
-            continue
-        unused.discard(pattern)
-        if not isinstance(parameter, LazyTensor) or parameter._view is not None:
-            raise ValueError(
-                f"parameter {name!r} is no lazygt tensor of its own, but on {parameter.device}; "
-                f"make the module inside the session"
-            )
-        what = f"parameter {name!r} of {meta_of(parameter)}"
-        found.append((parameter, placement_for(what, parameter.dim(), plan[pattern], mesh)))
-    if unused:
-        names = ", ".join(name for name, _ in module.named_parameters())
-        raise ValueError(f"no parameter fits {min(unused)!r}; the module has: {names}")
-    for t, placement in found:
-        recorder = t._cell.recorder
-        with recorder.lock:
-            recorder.own(t._cell, _record(recorder, t, meta_of(t), placement, pinned))
-    return module
+def placed(t: LazyTensor, stored: Stored) -> torch.Tensor:
+    """``t`` with an annotation that has been checked."""
+    if meta_of(t).extent < t.numel():
+        t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
+    found: torch.Tensor = _Place.apply(t, stored)  # type: ignore[no-untyped-call]
+    return found
 
 
-def placement_for(what: str, rank: int, placements: Placements, mesh: Mesh) -> Placement:
+def placement_for(
+    what: str,
+    rank: int,
+    placements: Placements,
+    mesh: Mesh,
+    others: Placement | None = None,
+) -> Placement:
     """The labels, one an axis, that a user's placements stand for.
 
     Args:
         what: names the tensor in errors.
         rank: its number of dims.
+        others: the labels on axes that are not named; None: whole.
 
     Raises:
         ValueError: naming the tensor and the mesh.
     """
+    rest = others or (Replicated(),) * len(mesh.names)
     if isinstance(placements, Mapping):
         unknown = [name for name in placements if name not in mesh.names]
         if unknown:
@@ -124,15 +97,13 @@ def placement_for(what: str, rank: int, placements: Placements, mesh: Mesh) -> P
             raise ValueError(
                 f"{what}: {len(listed)} placements, but the mesh {mesh} has {len(mesh.names)} axes"
             )
-    return tuple(
-        _label(what, rank, one, axis, mesh)
-        for one, axis in zip(listed, mesh.names, strict=True)
-    )  # fmt: skip
+    return tuple([
+        other if one is None else _label(what, rank, one, axis, mesh)
+        for one, axis, other in zip(listed, mesh.names, rest, strict=True)
+    ])  # fmt: skip
 
 
 def _label(what: str, rank: int, placement: Any, axis: str, mesh: Mesh) -> Label:
-    if placement is None:
-        return Replicated()
     try:
         label = label_of(placement, rank)
     except ValueError as error:
@@ -145,30 +116,80 @@ def _label(what: str, rank: int, placement: Any, axis: str, mesh: Mesh) -> Label
     return label
 
 
+def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
+    """The parameter, if it can be stored in another way.
+
+    Raises:
+        ValueError: it is not on the workers, or is a view of another tensor.
+    """
+    if not isinstance(parameter, LazyTensor) or parameter._view is not None:
+        raise ValueError(
+            f"parameter {name!r} is no lazygt tensor of its own, but on {parameter.device}; "
+            f"make the module inside the session"
+        )
+    return parameter
+
+
+def store(t: LazyTensor, stored: Stored) -> None:
+    """Keep a tensor's values as ``stored`` says from here on; it stays the object that it is."""
+    recorder = t._cell.recorder
+    with recorder.lock:
+        recorder.own(t._cell, _record(recorder, t, meta_of(t), stored))
+
+
+def stored_now(tensors: Iterable[LazyTensor]) -> list[Stored]:
+    """How tensors are to be kept, as far as it has been said."""
+    session = current()
+    whole = Stored((Replicated(),) * len(session.mesh.names))
+    stretch = session.recorder.stretch
+    said: dict[int, Stored] = {}
+    for number, (_, remote) in enumerate(stretch.inputs):
+        said[~number] = remote.stored or whole
+    for step in stretch.step.path():
+        if step.node is not None and step.node.op == PLACE:
+            said[step.first] = stored_by(step.node)
+        elif step.node is not None:
+            versions = range(step.first + len(step.node.fresh), step.values)
+            for target, version in zip(step.node.writes, versions, strict=False):
+                said[version] = said.get(target, whole)
+    return [_said(t, stretch.serial, said) or whole for t in tensors]
+
+
+def _said(t: LazyTensor, serial: int, said: Mapping[int, Stored]) -> Stored | None:
+    cell = t._cell
+    if cell.serial == serial:
+        return said.get(cell.index)
+    stored: Stored | None = None if cell.remote is None else cell.remote.stored
+    return stored
+
+
 class _Place(torch.autograd.Function):
     """The annotation as autograd sees it: the identity."""
 
     @staticmethod
-    def forward(ctx: Any, t: LazyTensor, placement: Placement, pinned: bool) -> LazyTensor:
-        recorder, meta = t._cell.recorder, _fresh(meta_of(t))
+    def forward(ctx: Any, t: LazyTensor, stored: Stored) -> LazyTensor:
+        ctx.stored = stored
+        recorder, meta = t._cell.recorder, fresh_meta(meta_of(t))
         with recorder.lock:
-            return recorder.show(_record(recorder, t, meta, placement, pinned), meta)
+            return recorder.show(_record(recorder, t, meta, stored), meta)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, None
+        (grad,) = grads
+        return placed(grad, ctx.stored) if ctx.stored.pinned else grad, None
 
 
-def _fresh(meta: TensorMeta) -> TensorMeta:
+def fresh_meta(meta: TensorMeta) -> TensorMeta:
     """The meta of a value of its own: a view's, without what lies before it in memory."""
     return TensorMeta.of(meta.empty("meta")) if meta.offset else meta
 
 
-def _record(
-    recorder: Recorder, t: LazyTensor, meta: TensorMeta, placement: Placement, pinned: bool
-) -> int:
+def unsaid(mesh: Mesh) -> Placement:
+    """Labels that say nothing of any axis."""
+    return (Anyhow(),) * len(mesh.names)
+
+
+def _record(recorder: Recorder, t: LazyTensor, meta: TensorMeta, stored: Stored) -> int:
     """Record the annotation of a tensor's value; returns the number of the new value."""
     index = recorder.index_of(t)
-    return recorder.internal(
-        (PLACE, index, placement, pinned), place_node(index, meta, placement, pinned)
-    )
+    return recorder.internal((PLACE, index, stored), place_node(index, meta, stored))

@@ -29,12 +29,14 @@ class Step:
         node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
         input: the meta of the input that enters here; None for an op.
         forward: for a backward op, the number of the forward op in the same stretch, or -1.
+        backward: autograd ran it.
         nbytes: bytes of all results recorded up to here.
         first: number of the op's first result.
         ops, values, params, inputs: how many of each there are up to here, this step included.
     """
 
     __slots__ = (
+        "backward",
         "children",
         "depth",
         "facts",
@@ -78,6 +80,7 @@ class Step:
         self.links: tuple[ViewStep, ...] | None = None
         self.make: TensorMeta | None = None
         self.forward = -1
+        self.backward = False
         if node is not None:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Param, Ref
@@ -18,6 +18,9 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import Mark, expand
 from lazygt.runtime.tiers import Compile
 from lazygt.trie import Step
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.gathers import Gather
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
@@ -214,12 +217,15 @@ class Why:
         flushed: how many there were in all.
         misses: the latest plan misses.
         compiles: the groups for which compiled code was asked.
+        gathers: the ops for which blocks were put together, since no rule says how they run on
+            blocks; the first time of each.
     """
 
     flushes: Sequence[Flush]
     flushed: int
     misses: Sequence[Miss]
     compiles: Sequence[Compile] = ()
+    gathers: Sequence[Gather] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -261,6 +267,7 @@ class Why:
             f"{count}x {op}  {line}  its result's shape depends on values: shipped and asked"
             for (op, line), count in asked.items()
         ]
+        rows += [f"{each}" for each in self.gathers]
         return rows + [
             f"{each.line}  {each.ops} ops stay eager: {_trouble(each)}"
             for each in self.compiles

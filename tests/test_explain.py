@@ -145,9 +145,7 @@ def test_nothing_is_computed(here: Path) -> None:
 
 @pytest.mark.parametrize("compute", [True, False])
 def test_a_dry_run_calls_no_kernel(compute: bool) -> None:
-    with lazygt.session(executor="inline", compile="off") as s:
-        if not compute:
-            explaining.dry(s)
+    with lazygt.session(executor="inline" if compute else "dry", compile="off") as s:
         y = (torch.ones(64, 64) @ torch.ones(64, 64)).exp()
         with torch.autograd.profiler.profile() as profile:
             s.flush()
@@ -241,13 +239,6 @@ def test_an_interrupted_script_is_explained_up_to_there(here: Path) -> None:
 # -- from Python ---------------------------------------------------------------------------------
 
 
-def test_a_dry_session_must_be_new_and_inline() -> None:
-    with lazygt.session(executor="inline") as s:
-        torch.ones(3, device="lazygt").sum().item()
-        with pytest.raises(ValueError, match="must be inline and new"):
-            explaining.dry(s)
-
-
 def test_a_plan_explains_itself() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
     with lazygt.session(executor="inline") as s:
@@ -269,7 +260,6 @@ def test_a_plan_explains_itself() -> None:
 def test_gains_are_those_by_which_the_pass_decided() -> None:
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 8))
     with lazygt.session(**explaining.DRY) as s:
-        explaining.dry(s)
         model.to("lazygt")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
             }
         ),
     ),
-    (frozenset({"session", "function", "sharding"}),),
+    (frozenset({"session", "function", "parallel", "pipeline", "sharding", "units"}),),
     (
         frozenset(
             {
@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "commands",
                 "scripts",
                 "doctor",
+                "exchanges",
                 "explain",
                 "faces",
                 "report",

@@ -138,7 +138,7 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
         ({"worker": 1}, TypeError, r"unexpected keyword 'worker'; it takes: workers"),
         ({"workers": 0}, ValueError, r"workers=0\): expected an integer >= 1"),
         ({"workers": 1.5}, ValueError, r"workers=1.5"),
-        ({"executor": "magic"}, ValueError, r"executor='magic'\): expected 'process' or 'inline'"),
+        ({"executor": "magic"}, ValueError, r"expected 'process', 'inline' or 'dry'"),
         ({"executor": "inline", "workers": 2}, ValueError, r"one worker"),
         ({"device": "tpu"}, ValueError, r"expected auto, cpu or cuda"),
         ({"threads": 0}, ValueError, r"threads=0"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from lazygt.graph.mesh import Mesh
 from lazygt.scripts import Ran, run_script
 from lazygt.session import Session
 
@@ -16,6 +17,13 @@ Script = Annotated[Path, typer.Argument(help="the script; its own arguments foll
 Inline = Annotated[
     bool,
     typer.Option(help="where the script opens no session of its own, run it in this process"),
+]
+OnMesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="plan for this mesh, such as data=8,model=4, without its workers: nothing is computed",
+    ),
 ]
 #: For commands that take a script: what lazygt does not know is the script's.
 SETTINGS = {
@@ -58,6 +66,22 @@ def own_first(args: list[str], takes_value: Mapping[str, bool]) -> list[str]:
         else:
             own.append(arg)
     return [*own, *others, *rest]
+
+
+def on_mesh(
+    context: typer.Context, settings: Mapping[str, Any], mesh: str | None
+) -> Mapping[str, Any]:
+    """The settings; on a mesh, if one is given, those of a dry session.
+
+    Ends the command when it is no mesh.
+    """
+    if mesh is None:
+        return settings
+    try:
+        Mesh.parse(mesh)
+    except ValueError as error:
+        fail(context, f"--mesh: {error}")
+    return {**settings, "mesh": mesh, "executor": "dry", "compile": "off"}
 
 
 def run(

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import typer
 
-from lazygt.commands.base import Inline, Script, fail, finish, run
+from lazygt.commands.base import Inline, OnMesh, Script, fail, finish, on_mesh, run
 from lazygt.graph.alias import op_facts
+from lazygt.graph.communication import Communication, communications_by_node
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import print_graph
-from lazygt.passes import PIPELINE
+from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
+from lazygt.passes.sharding.chosen import chosen_text, programs_of
 from lazygt.runtime.client import PlanEntry
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 
-#: The stages that a plan goes through.
-STAGES = ("recorded", *(stage.name for stage in PIPELINE), "plan")
+#: The stages that a plan goes through, some of them only on a mesh; from ``shard`` on it is rank
+#: 0's.
+GRAPHS = (
+    "recorded",
+    *(stage.name for stage in BEFORE_SHARDING),
+    "shard",
+    "merge",
+    "overlap",
+    *(stage.name for stage in AFTER_SHARDING),
+    "plan",
+)
+#: What can be printed: ``placements`` is the program before ``shard``, with all labels.
+STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
 
 
 def dump(
@@ -29,14 +43,16 @@ def dump(
     ] = "plan",
     plan: Annotated[int | None, typer.Option(help="print this plan only, counted from 0")] = None,
     inline: Inline = False,
+    mesh: OnMesh = None,
 ) -> None:
     """Run an unchanged script and print every plan that its sessions built, and what they cost.
 
-    A script that opens no session is run inside one.
+    A script that opens no session is run inside one. With --mesh nothing is computed.
     """
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
-    ran = run(context, script, inline, {"keep_stages": True} if stage != "plan" else {})
+    settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
+    ran = run(context, script, inline, settings)
     number = 0
     for session in ran.sessions:
         number = _print_session(session, number, plan, stage)
@@ -67,13 +83,26 @@ def _print_plan(session: Session, entry: PlanEntry, number: int, stage: str) -> 
     plan = entry.plan
     typer.echo(f"# plan {number}: shipped {entry.ships} time(s), {entry.size} bytes; "
                f"run {entry.runs} time(s)")  # fmt: skip
+    texts = list(_texts(session, plan, stage))
+    if not texts:
+        typer.echo(f"# it went through no stage {stage!r}\n")
+    for graph, text in texts:
+        typer.echo(f"# {_sizes(graph)}")
+        typer.echo(text + "\n")
+
+
+def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, str]]:
+    """What there is of a stage: one graph, or none of a plan that was not placed."""
+    name = f"{stage} of plan {_name(plan)}"
     if stage == "plan":
-        graph, text = plan.graph, plan_text(plan)
-    else:
-        graph = dict(session.stages(plan))[stage]
-        text = print_graph(graph, f"{stage} of plan {_name(plan)}", _byte_notes(graph))
-    typer.echo(f"# {_sizes(graph)}")
-    typer.echo(text + "\n")
+        yield plan.graph, plan_text(plan)
+    elif stage == "placements":
+        for steps in programs_of(session.decided(plan)):
+            graph, labels = chosen_text(steps)
+            yield graph, print_graph(graph, name, _byte_notes(graph), labels)
+    elif stage in (stages := dict(session.stages(plan))):
+        graph = stages[stage]
+        yield graph, print_graph(graph, name, _byte_notes(graph, plan.mesh))
 
 
 def _print_counts(session: Session) -> None:
@@ -86,7 +115,8 @@ def _print_counts(session: Session) -> None:
 
 def plan_text(plan: Plan) -> str:
     """A plan as it prints, with the bytes that each node makes."""
-    notes = zip(Schedule.of(plan.graph).notes(), _byte_notes(plan.graph), strict=True)
+    made = _byte_notes(plan.graph, plan.mesh)
+    notes = zip(Schedule.of(plan.graph).notes(), made, strict=True)
     joined = ["; ".join(filter(None, pair)) for pair in notes]
     return print_graph(plan.graph, f"plan {_name(plan)}", joined)
 
@@ -95,8 +125,21 @@ def _name(plan: Plan) -> str:
     return plan.digest.hex()[:12]
 
 
-def _byte_notes(graph: Graph) -> list[str]:
-    return [f"{made} bytes" if (made := _made(node)) else "" for node in graph.nodes]
+def _byte_notes(graph: Graph, mesh: Mesh | None = None) -> list[str]:
+    """What each node makes, and what a collective sends."""
+    sent = communications_by_node(graph, mesh)
+    return [
+        _sent(sent[number])
+        if number in sent
+        else f"{made} bytes" if (made := _made(node)) else ""
+        for number, node in enumerate(graph.nodes)
+    ]  # fmt: skip
+
+
+def _sent(each: Communication) -> str:
+    kind = f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind
+    ring = f", {each.ring_bytes} in a ring of {each.ranks}" if each.ranks > 1 else ""
+    return f"{kind} along {each.mesh_dim}: {each.nbytes} bytes{ring}"
 
 
 def _made(node: Node) -> int:

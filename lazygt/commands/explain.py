@@ -7,8 +7,8 @@ import sys
 import typer
 from rich.console import Console
 
-from lazygt.commands.base import Script, finish, run
-from lazygt.explain import DRY, Runs, dry, report_of, runs_of
+from lazygt.commands.base import OnMesh, Script, finish, on_mesh, run
+from lazygt.explain import DRY, Runs, report_of, runs_of
 from lazygt.report import Report
 from lazygt.scripts import Ran
 from lazygt.session import Session
@@ -20,19 +20,17 @@ _DRY = (
 _FAILED = " The script failed; this is what it recorded until then."
 
 
-def explain(context: typer.Context, script: Script) -> None:
+def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None:
     """Record an unchanged script without computing anything, and say what it would cost.
 
     For each of its lines: flops, bytes, launches and peak memory; what is fused, and why the rest
-    is not. A script that fails on the way is explained up to there, with exit code 1.
+    is not. On a mesh, which needs none of its workers: what one rank of it does, the collectives,
+    and what would be dearer. A script that fails on the way is explained up to there, with exit
+    code 1.
     """
     sessions: list[Session] = []
-
-    def opened(session: Session) -> None:
-        sessions.append(dry(session))
-
     try:
-        ran = run(context, script, True, DRY, opened)
+        ran = run(context, script, True, on_mesh(context, DRY, mesh), sessions.append)
     except KeyboardInterrupt:
         typer.echo("interrupted; explained is what was recorded until then", err=True)
         ran = Ran(sessions, failed=True)
@@ -41,7 +39,7 @@ def explain(context: typer.Context, script: Script) -> None:
     for session in sessions:
         runs += runs_of(session, first)
         first += len(session.entries())
-    report = report_of(runs)
+    report = report_of(runs, alternatives=True)
     if report.plans:
         _show(report, _DRY + (_FAILED if ran.failed else ""))
     else:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lazygt.commands.base import Inline, Script, fail, finish, run
-from lazygt.commands.dump import STAGES
+from lazygt.commands.base import Inline, OnMesh, Script, fail, finish, on_mesh, run
+from lazygt.commands.dump import GRAPHS
 from lazygt.errors import LazyGTError
 from lazygt.graph.amounts import count
 from lazygt.graph.node import Graph
@@ -31,27 +31,33 @@ def viz(
         typer.Option(help="draw this plan, counted from 0; by default the one of most ops"),
     ] = None,
     stage: Annotated[
-        str, typer.Option(help=f"draw the graph of this stage: {', '.join(STAGES)}")
+        str, typer.Option(help=f"draw the graph of this stage: {', '.join(GRAPHS)}")
     ] = "plan",
     collapse: Annotated[
         str, typer.Option(help="one box a source line: auto (for large graphs), always, never")
     ] = "auto",
     inline: Inline = False,
+    mesh: OnMesh = None,
 ) -> None:  # fmt: skip
-    """Run an unchanged script and draw one of its plans.
+    """Run an unchanged script and draw one of its plans. With --mesh nothing is computed.
 
     A page (.html) needs no other program and no network; .svg and .png need Graphviz.
     """
     _check(context, output, stage, collapse)
-    ran = run(context, script, inline, {"keep_stages": True} if stage != "plan" else {})
+    settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
+    ran = run(context, script, inline, settings)
     plans = [(session, found) for session in ran.sessions for found in _plans(session)]
     if plans:
         number = _most_ops(plans) if plan is None else plan
         if not 0 <= number < len(plans):
             fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
         graph = _graph(*plans[number], stage)
+        if graph is None:
+            fail(
+                context, f"plan {number} has no stage {stage!r}: nothing of it is placed on a mesh"
+            )
         try:
-            render(graph, output, _COLLAPSE[collapse])
+            render(graph, output, _COLLAPSE[collapse], plans[number][1].mesh)
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
         typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")
@@ -62,8 +68,8 @@ def viz(
 
 def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
     """End the command before the script runs when the picture could not be written after it."""
-    if stage not in STAGES:
-        fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
+    if stage not in GRAPHS:
+        fail(context, f"there is no stage {stage!r}, only {', '.join(GRAPHS)}")
     if collapse not in _COLLAPSE:
         fail(context, f"--collapse is one of {', '.join(_COLLAPSE)}, not {collapse!r}")
     if output.suffix not in SUFFIXES:
@@ -83,8 +89,8 @@ def _plans(session: Session) -> list[Plan]:
     return [entry.plan for entry in session.entries()]
 
 
-def _graph(session: Session, plan: Plan, stage: str) -> Graph:
-    return plan.graph if stage == "plan" else dict(session.stages(plan))[stage]
+def _graph(session: Session, plan: Plan, stage: str) -> Graph | None:
+    return plan.graph if stage == "plan" else dict(session.stages(plan)).get(stage)
 
 
 def _most_ops(plans: list[tuple[Session, Plan]]) -> int:

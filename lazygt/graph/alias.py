@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from lazygt.graph.label import MEETINGS
+from lazygt.graph.label import HALVES, MEETINGS
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
 
@@ -96,7 +96,8 @@ def has_effect(node: Node) -> bool:
     """
     if node.body is not None:
         return False
-    return node.dynamic or not node.results or node.op in MEETINGS or draws(node)
+    met = node.op in MEETINGS or node.op in HALVES
+    return node.dynamic or not node.results or met or draws(node)
 
 
 def draws(node: Node) -> bool:

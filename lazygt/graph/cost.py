@@ -24,10 +24,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, analyse, draws, op_facts
+from lazygt.graph.label import HALVES, MEETINGS, WAIT
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
 from lazygt.graph.ops import viewed_argument
 
+#: What ranks do together, and the end of it.
+_COLLECTIVES = MEETINGS | HALVES | {WAIT}
 #: Every family, those that a fused node takes its family from first.
 FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
             "view")  # fmt: skip
@@ -42,17 +45,17 @@ _VIEWS = _names("""_unsafe_view _reshape_alias unsafe_split unsafe_split_with_si
     lift lift_fresh""")
 #: Take memory and leave it as it is.
 _UNTOUCHED = _names("empty empty_like empty_permuted empty_strided new_empty")
-_FREE = _UNTOUCHED | _names("wait_tensor manual_seed get_rng_state set_rng_state")
+_FREE = _UNTOUCHED | _names("wait wait_tensor manual_seed get_rng_state set_rng_state")
 #: Write their first argument without reading it.
 _OVERWRITES = _names("copy fill zero uniform normal bernoulli exponential random")
 #: Make a tensor in the likeness of another, without reading that.
 _LIKENESSES = _names("""empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     new_empty new_zeros new_ones new_full""")
 #: Read from their first argument only the elements that they return.
-_PICKS = _names("embedding gather index index_select take _unsafe_index")
+_PICKS = _names("embedding gather index index_select shard take _unsafe_index")
 _MOVES = _names("""arange as_strided block_diag cat clone contiguous copy diag_embed diagonal
-    embedding_dense eye fill flip full index_copy index_fill index_put _index_put_impl linspace
-    masked_select ones repeat roll scalar_tensor select slice split stack tril triu unfold
+    embedding_dense eye fill first flip full index_copy index_fill index_put _index_put_impl
+    linspace masked_select ones repeat roll scalar_tensor select slice split stack tril triu unfold
     _unsafe_index_put write_back zero zeros""")
 _MEMORY = _MOVES | _PICKS | _LIKENESSES | _UNTOUCHED
 _REDUCTIONS = _names("""all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod
@@ -112,7 +115,7 @@ def family(node: Node) -> str:
     """Which of FAMILIES a node is of; a fused node is of the first that a member is of."""
     if node.body is not None:
         return min((family(member) for member in node.body.nodes), key=FAMILIES.index)
-    if node.op.startswith("_c10d_functional."):
+    if node.op in _COLLECTIVES or node.op.startswith("_c10d_functional."):
         return "collective"
     base, known = base_name(node.op), op_facts(node)
     if base in _VIEWS or (known is not None and (known.views or known.inplace_view)):

@@ -11,8 +11,19 @@ arguments:
     lazygt.all_to_all(value, split, concat, size, axis)  S(concat) -> S(split)
     lazygt.shard(value, dim, axis)                       R -> S(dim), nothing is sent
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
+    lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
+    lazygt.launch_(kind, values, moves, op, axis)        the same of one value, in its own memory
+    lazygt.wait(flying, held, kept, axis)                ends it, and gives what each value became
+    lazygt.send(value, peer, axis)                       H(here) -> H(peer), the one half
+    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
 
 ``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
+
+A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
+``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
+gather, ``(dim,)`` for a reduce-scatter. ``flying`` is what a launch gave. Until the wait nobody
+may write ``held``: values that are sent from where they lie. ``kept`` are the positions of results
+that outlive the run, and get memory of their own.
 """
 
 from __future__ import annotations
@@ -26,13 +37,20 @@ ALL_REDUCE = "lazygt.all_reduce"
 ALL_GATHER = "lazygt.all_gather"
 REDUCE_SCATTER = "lazygt.reduce_scatter"
 ALL_TO_ALL = "lazygt.all_to_all"
+LAUNCH = "lazygt.launch"
+LAUNCH_ = "lazygt.launch_"
+WAIT = "lazygt.wait"
 SHARD = "lazygt.shard"
 FIRST = "lazygt.first"
+SEND = "lazygt.send"
+RECV = "lazygt.recv"
 
 #: Ops for which all ranks of the axis must meet, in the same order.
-MEETINGS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+MEETINGS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, LAUNCH, LAUNCH_})
+#: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
+HALVES = frozenset({SEND, RECV})
 #: Ops whose result depends on which rank runs them.
-COLLECTIVE_OPS = MEETINGS | {SHARD, FIRST}
+COLLECTIVE_OPS = MEETINGS | HALVES | {SHARD, FIRST, WAIT}
 
 REDUCE_OPS = ("sum", "max", "min", "prod")
 
@@ -65,7 +83,27 @@ class Partial:
         return f"P({self.op})"
 
 
-Label = Replicated | Sharded | Partial
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Rank ``rank`` of the axis has the whole value, the others nothing."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"H({self.rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class Anyhow:
+    """Nothing is said of this axis."""
+
+    def __str__(self) -> str:
+        return "?"
+
+
+#: Values are held by one rank on the axis of pipeline stages alone, where no rule is asked.
+#: Anyhow stands in annotations alone.
+Label = Replicated | Sharded | Partial | Held | Anyhow
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -85,6 +123,8 @@ def block_size(size: int, parts: int, index: int) -> int:
 
 def local_shape(shape: tuple[int, ...], label: Label, parts: int, index: int) -> tuple[int, ...]:
     """The shape of what rank ``index`` has of a value of ``shape``."""
+    if isinstance(label, Held) and label.rank != index:
+        return (0,)
     if not isinstance(label, Sharded):
         return shape
     block = block_size(shape[label.dim], parts, index)
@@ -93,6 +133,8 @@ def local_shape(shape: tuple[int, ...], label: Label, parts: int, index: int) ->
 
 def local_meta(meta: TensorMeta, label: Label, parts: int, index: int) -> TensorMeta:
     """The meta of what rank ``index`` has of a value: row-major when it is a block."""
+    if isinstance(label, Held) and label.rank != index:
+        return intern((0,), (1,), meta.dtype)
     if not isinstance(label, Sharded):
         return meta
     shape = local_shape(meta.shape, label, parts, index)
@@ -127,7 +169,8 @@ def label_of(placement: Any, rank: int) -> Label:
 
 
 def placement_of(label: Label) -> Any:
-    """The ``torch.distributed.tensor`` placement of a label."""
+    """The ``torch.distributed.tensor`` placement of a label; torch has none for ``Held``, which
+    stands for itself."""
     # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
     from torch.distributed.tensor import Partial as TorchPartial
     from torch.distributed.tensor import Replicate, Shard
@@ -136,4 +179,6 @@ def placement_of(label: Label) -> Any:
         return Shard(label.dim)
     if isinstance(label, Partial):
         return TorchPartial({"prod": "product"}.get(label.op, label.op))
+    if isinstance(label, Held):
+        return label
     return Replicate()

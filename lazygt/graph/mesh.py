@@ -14,15 +14,35 @@ from lazygt.graph.label import Label
 Placement = tuple[Label, ...]
 
 
+class Unit(NamedTuple):
+    """Parameters that are stored in blocks along an axis and gathered together to be used (FSDP).
+
+    Attributes:
+        name: of the module that the parameters belong to.
+        axis: of the mesh.
+        cap_bytes: so much is gathered, or reduced, at once.
+        reshard_after_forward: the backward gathers again what the forward has used.
+        limit_all_gathers: at most two gathers are under way at a time.
+    """
+
+    name: str
+    axis: str
+    cap_bytes: int
+    reshard_after_forward: bool = True
+    limit_all_gathers: bool = True
+
+
 class Stored(NamedTuple):
     """How a value is kept between two runs.
 
     Attributes:
         pinned: it is also used so, and never moved for an op that would be faster otherwise.
+        unit: along this one's axis it is gathered to be used, whatever ``pinned`` says.
     """
 
     labels: Placement
     pinned: bool = False
+    unit: Unit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,9 @@ MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 #: A Python number in these shapes the result, so it is part of the program, not of its data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
+#: Arguments whose number decides whether the op draws at all, so it is part of the program too.
+DECIDING_NUMBERS = frozenset({"dropout_p"})
+
 #: Draws from the generator although torch's tag is missing.
 UNTAGGED_RANDOM = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 
@@ -157,6 +160,8 @@ class OpFacts:
 
 def _hoist(argument: Any) -> int:
     kind = str(argument.type)
+    if argument.name in DECIDING_NUMBERS:
+        return 0
     if kind in _SCALAR_LISTS:
         return 2
     return int(kind in _SCALAR_TYPES)

@@ -22,7 +22,9 @@ from typing import Any
 import networkx as nx
 
 from lazygt.graph.amounts import amount, count
+from lazygt.graph.communication import Communication
 from lazygt.graph.cost import Cost, base_name
+from lazygt.graph.label import WAIT
 
 #: Fill colour of each family of ops, and of inputs and outputs.
 COLOURS = {
@@ -44,6 +46,7 @@ Paths = Mapping[str, tuple[str, ...]]
 _SWEEPS = 4
 _NARROWEST = 8
 _LONGEST = 40
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,9 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
     tip: tuple[str, ...] = (op, note)
     if data["kind"] == "op":
         text, tip = base_name(op), (*tip, *_cost(data["cost"]), *_source(data["line"]))
+    if data["exchange"] is not None:
+        text, note = _exchange(data["exchange"])
+        tip = (*_sent(data["exchange"]), *tip)
     return Label(text, _cut(note), "", COLOURS[data["family"]], scale, _mark([data]), tip)
 
 
@@ -110,10 +116,15 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
         return Label(title, note, "", colour, scale, mark, (note,))
     kinds = Counter(data["family"] for data in members).most_common()
     tip = (", ".join(f"{number} {kind}" for kind, number in kinds), *_cost(cost))
+    met = [each for data in members if (each := data["exchange"]) is not None]
+    tip += tuple(" ".join(_exchange(each)) for each in met[:_NAMED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source(line)
     source = "".join(map(_cut, _source(title)[1:]))
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
+    if met:
+        sent = amount(sum(each.nbytes for each in met), "B")
+        note += f"; {count(len(met), 'collective')}, {sent}"
     return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
 
 
@@ -121,9 +132,27 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
+def _exchange(each: Communication) -> tuple[str, str]:
+    """What a collective does, and with how much."""
+    kind = f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind
+    return kind, f"{amount(each.nbytes, 'B')} along {each.mesh_dim}"
+
+
+def _sent(each: Communication) -> tuple[str, ...]:
+    """What is known of its way; how many ranks there are is not known of a graph alone."""
+    if each.ranks == 1:
+        return (each.why,)
+    ring = f"each of {each.ranks} ranks sends {amount(each.ring_bytes, 'B')} in a ring"
+    return ring, each.why
+
+
 def _mark(members: Iterable[Mapping[str, Any]]) -> str:
-    marks = {"collective" if m["family"] == "collective" else "sync" * m["sync"] for m in members}
+    marks = {"collective" if _meets(m) else "sync" * m["sync"] for m in members}
     return max(marks & {"collective", "sync"}, default="")
+
+
+def _meets(member: Mapping[str, Any]) -> bool:
+    return bool(member["family"] == "collective" and member["op"] != WAIT)
 
 
 def _cost(cost: Cost) -> tuple[str, ...]:

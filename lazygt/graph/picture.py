@@ -4,8 +4,9 @@
               └─ net.py:8 ─────────────┘   └─ train.py:20
 
 Large graphs are drawn with one box a source line. Colours name the families of ``graph.cost``;
-letters grow with the logarithm of the cost. Collectives are hexagons, and what the client waits
-for (outputs, and ops whose results' shapes depend on values) has a double frame.
+letters grow with the logarithm of the cost. Collectives are hexagons that say how many bytes go
+along which axis of the mesh. What the client waits for (outputs, and ops whose results' shapes
+depend on values) has a double frame.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import graphviz  # type: ignore[import-untyped]
 import networkx as nx
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.communication import communications_by_node
 from lazygt.graph.cost import Cost, family, member_costs
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.page import Label, Paths, labels, legend, quotient, to_html
@@ -32,7 +35,7 @@ SUFFIXES = (".dot", ".svg", ".png", ".html")
 Collapse = Literal["auto"] | bool
 
 
-def to_networkx(graph: Graph) -> nx.DiGraph:
+def to_networkx(graph: Graph, mesh: Mesh | None = None) -> nx.DiGraph:
     """The graph as networkx has it: inputs, ops and outputs, and an edge from maker to user.
 
     A fused node is not a node here: its members are, and their ``group`` is its id. The ids of
@@ -41,18 +44,23 @@ def to_networkx(graph: Graph) -> nx.DiGraph:
     Node attributes: ``kind`` (``"input"``, ``"op"`` or ``"output"``), ``op``, ``family`` (see
     ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``meta`` (text of the
     results' metas), ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits
-    for it), ``group`` (id or None). Ids are ``in0``, ``n3``, ``n3.1`` (a member of the fused
+    for it), ``exchange`` (the Communication that it launches, or None), ``group`` (id or None).
+    Ids are ``in0``, ``n3``, ``n3.1`` (a member of the fused
     node ``n3``) and ``out0``. The sum of all costs is the graph's.
 
     Edge attributes: ``values`` (a tuple: the numbers of the values that flow; between members of
     one fused node, in its own numbering) and ``meta`` (their metas as text).
+
+    Args:
+        mesh: of the ranks that run the graph, if it is known; tells how many meet.
     """
-    return _Drawing(graph).drawing
+    return _Drawing(graph, mesh).drawing
 
 
 class _Drawing:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh | None) -> None:
         self.graph, self.metas = graph, graph.values
+        self.exchanges = communications_by_node(graph, mesh)
         self.drawing = nx.DiGraph(groups=[])
         #: the id of what makes each value
         self.makers: list[str] = []
@@ -62,6 +70,8 @@ class _Drawing:
         costs = member_costs(graph)
         for number, node in enumerate(graph.nodes):
             self._node(f"n{number}", node, graph.line(number), costs[number])
+            if number in self.exchanges:
+                self.drawing.nodes[f"n{number}"]["exchange"] = self.exchanges[number]
         for number, value in enumerate(graph.outputs):
             self._add(f"out{number}", "output", "output", _text(self.metas[value]), sync=True)
             self._edge(self.makers[value], f"out{number}", value, self.metas[value])
@@ -106,7 +116,7 @@ class _Drawing:
         kind = op if op in ("input", "output") else "op"
         self.drawing.add_node(
             name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
-            flops=cost.flops, bytes=cost.bytes, sync=sync, group=group,
+            flops=cost.flops, bytes=cost.bytes, sync=sync, exchange=None, group=group,
         )  # fmt: skip
 
     def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
@@ -119,9 +129,9 @@ def _text(meta: TensorMeta | None) -> str:
     return "unknown" if meta is None else str(meta)
 
 
-def to_dot(graph: Graph, collapse: Collapse = "auto") -> str:
-    """The source of the picture in Graphviz's language."""
-    drawing = to_networkx(graph)
+def to_dot(graph: Graph, collapse: Collapse = "auto", mesh: Mesh | None = None) -> str:
+    """The source of the picture in Graphviz's language; ``mesh``: see ``to_networkx``."""
+    drawing = to_networkx(graph, mesh)
     by_line = _is_by_line(drawing, collapse)
     paths = _paths(drawing, by_line)
     shown = labels(drawing, paths)
@@ -202,11 +212,17 @@ def _legend_table(colours: Mapping[str, str]) -> str:
     return f'<<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>>'
 
 
-def render(graph: Graph, path: str | Path, collapse: Collapse = "auto") -> Path:
+def render(
+    graph: Graph, path: str | Path, collapse: Collapse = "auto", mesh: Mesh | None = None
+) -> Path:
     """Write the picture to a file; its suffix (one of SUFFIXES) says how.
 
     ``.html`` is a page of its own that needs no other program: groups open at a click, the mouse
     moves and magnifies, and a box searches. ``.svg`` and ``.png`` need Graphviz.
+
+    Args:
+        mesh: of the ranks that run the graph, if it is known: collectives then tell the bytes that
+            a rank sends.
 
     Returns:
         The path.
@@ -222,11 +238,11 @@ def render(graph: Graph, path: str | Path, collapse: Collapse = "auto") -> Path:
             f"what to write"
         )
     if path.suffix == ".html":
-        path.write_text(_page(graph, collapse, path.stem), encoding="utf-8")
+        path.write_text(_page(graph, collapse, path.stem, mesh), encoding="utf-8")
     elif path.suffix == ".dot":
-        path.write_text(to_dot(graph, collapse), encoding="utf-8")
+        path.write_text(to_dot(graph, collapse, mesh), encoding="utf-8")
     else:
-        path.write_bytes(_with_graphviz(to_dot(graph, collapse), path))
+        path.write_bytes(_with_graphviz(to_dot(graph, collapse, mesh), path))
     return path
 
 
@@ -249,8 +265,8 @@ def _with_graphviz(source: str, path: Path) -> bytes:
     return done.stdout
 
 
-def _page(graph: Graph, collapse: Collapse, title: str) -> str:
-    drawing = to_networkx(graph)
+def _page(graph: Graph, collapse: Collapse, title: str, mesh: Mesh | None) -> str:
+    drawing = to_networkx(graph, mesh)
     by_line = _is_by_line(drawing, collapse)
     opened = () if by_line else drawing.graph["groups"]
     return to_html(drawing, _paths(drawing, by_line), title, opened)

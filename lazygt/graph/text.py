@@ -11,7 +11,10 @@
 
 Values are ``%n``, run-time numbers ``$n``, the worker's device ``device``. The last results of a
 node that ``writes`` values are their new versions. A fused node shows its members in braces,
-with numbers of their own.
+with numbers of their own. Where a value lies on a mesh stands behind its meta, and is left out
+again by the parser:
+
+      %2: f32[64, 784] {data: S(0), model: P(sum) -> R} = aten.mul.Tensor(%0, $0)
 """
 
 from __future__ import annotations
@@ -29,18 +32,25 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
-def print_graph(graph: Graph, name: str = "graph", notes: Sequence[str] = ()) -> str:
-    """The canonical text. ``notes`` adds a remark after each node's line."""
+def print_graph(
+    graph: Graph, name: str = "graph", notes: Sequence[str] = (), labels: Sequence[str] = ()
+) -> str:
+    """The canonical text.
+
+    Args:
+        notes: a remark after each node's line.
+        labels: what stands behind each value's meta, in braces.
+    """
     lines = [f"{name} {{"]
     for number, meta in enumerate(graph.inputs):
-        lines.append(f"  %{number}: {meta} = input")
+        lines.append(f"  %{number}: {_placed(meta, number, labels)} = input")
     for number, kind in enumerate(graph.params):
         lines.append(f"  ${number}: {kind} = param")
     for number, (node, results) in enumerate(graph.numbered()):
         remark = graph.line(number) if graph.lines else ""
         if number < len(notes) and notes[number]:
             remark = f"{remark}  [{notes[number]}]" if remark else f"[{notes[number]}]"
-        text = print_node(node, results)
+        text = print_node(node, results, labels)
         if node.body is not None:
             text = print_graph(node.body, name=text).replace("\n", "\n  ")
         lines.append(f"  {text}" + (f"  # {remark}" if remark else ""))
@@ -49,10 +59,10 @@ def print_graph(graph: Graph, name: str = "graph", notes: Sequence[str] = ()) ->
     return "\n".join(lines)
 
 
-def print_node(node: Node, results: range) -> str:
+def print_node(node: Node, results: range, labels: Sequence[str] = ()) -> str:
     """One node: its results with their metas, the op, the arguments."""
     shown = [
-        f"%{number}: {meta if meta is not None else 'none'}"
+        f"%{number}: {_placed(meta, number, labels)}"
         for number, meta in zip(results, node.results, strict=True)
     ]
     args = [_arg(arg) for arg in node.args] + [f"{key}={_arg(arg)}" for key, arg in node.kwargs]
@@ -60,6 +70,11 @@ def print_node(node: Node, results: range) -> str:
     if node.writes:
         text += " writes " + ", ".join(f"%{value}" for value in node.writes)
     return text + (" dynamic" if node.dynamic else "")
+
+
+def _placed(meta: TensorMeta | None, number: int, labels: Sequence[str]) -> str:
+    text = "none" if meta is None else str(meta)
+    return f"{text} {labels[number]}" if number < len(labels) and labels[number] else text
 
 
 def _arg(arg: Arg) -> str:
@@ -87,6 +102,7 @@ _TOKEN = re.compile(
     r"|(?P<string>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|(?P<number>-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
     r"|(?P<name>\w+)|(?P<mark>[\[\](),=]))"
 )
+_LABELS = re.compile(r" \{[^{}]*\}")
 _META = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\](?:@\((?P<stride>[\d, -]*)\))?(?:\+(?P<offset>\d+))?"
     r"(?P<conj>~conj)?(?P<neg>~neg)?$"
@@ -114,6 +130,7 @@ def _parse_rows(rows: Iterator[str]) -> Graph:
             found.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
         left, _, right = body.partition(" = ")
+        left = _LABELS.sub("", left)
         if right == "input":
             found.inputs.append(parse_meta(left.split(": ", 1)[1]))
         elif right == "param":

@@ -7,12 +7,16 @@ from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
 from lazygt.passes.fuse import Fuse
 from lazygt.passes.lifetime import Lifetime
+from lazygt.passes.unpack import Unpack
 
 #: What is done to a program, however many ranks run it.
 BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())
-#: What is done to each rank's program, once ``sharding.shard`` has made one for each.
-AFTER_SHARDING: tuple[Pass, ...] = (Foreach(), Lifetime(), Fuse())
+#: What is done to the program of one rank, be it the only one or not.
+_ON_ONE_RANK: tuple[Pass, ...] = (Foreach(), Lifetime(), Fuse())
 
-PIPELINE = BEFORE_SHARDING + AFTER_SHARDING
+#: All that is done to a program that one worker runs.
+PIPELINE = BEFORE_SHARDING + _ON_ONE_RANK
+#: What is done to each rank's program, once ``sharding`` has made one for each.
+AFTER_SHARDING = (*_ON_ONE_RANK, Unpack())
 
 __all__ = ["AFTER_SHARDING", "BEFORE_SHARDING", "PIPELINE", "Pass", "run_passes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, has_effect
@@ -27,8 +27,12 @@ class Order(NamedTuple):
     memory: list[int]
 
 
-def dependencies(graph: Graph) -> Order:
-    """What constrains the order of the nodes; linear in their number."""
+def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> Order:
+    """What constrains the order of the nodes; linear in their number.
+
+    Args:
+        in_turn: the nodes that keep their order among each other.
+    """
     count = len(graph.values)
     maker = [-1] * count
     home = list(range(count))
@@ -47,7 +51,7 @@ def dependencies(graph: Graph) -> Order:
             writer[home[target]] = number
         for value in node.refs():
             readers.setdefault(home[value], []).append(number)
-        if has_effect(node):
+        if in_turn(node):
             before.add(last_effect)
             last_effect = number
         for value, where in zip(results, _homes(node, results), strict=True):

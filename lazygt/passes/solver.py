@@ -28,6 +28,10 @@ TABLE_CAP = 400_000
 _SWEEPS = 20
 
 
+class Infeasible(ValueError):
+    """No choices have a finite cost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Choose ``0 <= choice < sizes[v]`` for every variable ``v`` with the least sum of factors.
@@ -76,13 +80,14 @@ def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
         cap: the most entries a table may have while it is summed.
 
     Raises:
-        ValueError: a factor does not fit its variables, or no choices have a finite cost.
+        Infeasible: no choices have a finite cost.
+        ValueError: a factor does not fit its variables.
     """
     _check(problem)
     first = Elimination(problem.sizes, problem.factors, cap)
     found = first.run()
     if math.isinf(found.bound):
-        raise ValueError("every joint choice costs infinity: some factors contradict each other")
+        raise Infeasible("every joint choice costs infinity: some factors contradict each other")
     choices, cost = found.choices, found.bound
     if found.relaxed:
         fixed = {v: choices[v] for v in found.relaxed}

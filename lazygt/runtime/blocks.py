@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from lazygt.graph.label import Replicated, Sharded, shard_bounds
+from lazygt.graph.label import Held, Replicated, Sharded, shard_bounds
+from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Mesh, Placement
 from lazygt.graph.meta import TensorMeta
 
@@ -14,7 +15,7 @@ Region = tuple[slice, ...]
 
 
 def region(mesh: Mesh, placement: Placement, shape: Sequence[int], rank: int) -> Region:
-    """What a rank has of a value of ``shape``: one slice a dim.
+    """What a rank has of a value of ``shape``, if it has any: one slice a dim.
 
     A dim that several axes shard is cut by the first of them, its blocks by the next.
     """
@@ -31,26 +32,47 @@ def owners(mesh: Mesh, placement: Placement, shape: Sequence[int]) -> dict[int, 
     """The ranks whose blocks make up the whole value, with their regions.
 
     Of ranks with the same block the first one stands here, and none with an empty block, except
-    rank 0.
+    the first rank that has any.
     """
-    found = {}
+    found: dict[int, Region] = {}
     for rank in range(mesh.world_size):
         copies = [
             mesh.index(rank, axis)
             for axis, label in zip(mesh.names, placement, strict=True)
             if isinstance(label, Replicated)
         ]
+        if any(copies) or not has_any(mesh, placement, rank):
+            continue
         where = region(mesh, placement, shape, rank)
-        if not any(copies) and (rank == 0 or all(s.stop > s.start for s in where)):
+        if not found or all(s.stop > s.start for s in where):
             found[rank] = where
     return found
 
 
-def joined(
-    meta: TensorMeta, regions: Mapping[int, Region], blocks: Mapping[int, torch.Tensor]
-) -> torch.Tensor:
-    """The whole value on the CPU, laid out as ``meta`` says, of its owners' blocks."""
+def has_any(mesh: Mesh, placement: Placement, rank: int) -> bool:
+    """Whether a rank has anything of a value, if only an empty block."""
+    return all(
+        label.rank == mesh.index(rank, axis)
+        for axis, label in zip(mesh.names, placement, strict=True)
+        if isinstance(label, Held)
+    )
+
+
+def sent(
+    mesh: LogicalMesh, placement: Placement, shape: Sequence[int]
+) -> dict[int, tuple[Region, ...]]:
+    """The workers that have the whole value together, each with the regions of its blocks."""
+    workers = dict.fromkeys(map(mesh.worker, owners(mesh.ranks, placement, shape)))
+    return {
+        worker: tuple([region(mesh.ranks, placement, shape, rank)
+                       for rank in mesh.holders(worker, placement)])
+        for worker in workers
+    }  # fmt: skip
+
+
+def joined(meta: TensorMeta, blocks: Iterable[tuple[Region, torch.Tensor]]) -> torch.Tensor:
+    """The whole value on the CPU, laid out as ``meta`` says, of the blocks in its regions."""
     whole = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
-    for rank, where in regions.items():
-        whole[where].copy_(blocks[rank])
+    for where, block in blocks:
+        whole[where].copy_(block)
     return whole

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.errors import CollectiveMismatch, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.mesh import Stored
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.source import Mark
@@ -29,6 +29,8 @@ Answer = tuple[Done, list[memoryview]]
 #: Takes (rank, run, plan, who wrote it, timings) of a timed run.
 Timed = Callable[[int, int, "PlanEntry | None", "Describe | None", Timings], None]
 
+#: Kinds of failures that come from several ranks at once, for one reason.
+_SHARED = frozenset({wire.COLLECTIVE_ERROR, wire.MISMATCH})
 _KEPT_ERRORS = 1_000
 #: What stands for an op that nobody remembers.
 _UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
@@ -38,15 +40,22 @@ class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "id", "mark", "stored")
+    __slots__ = ("_dead", "id", "mark", "rest", "stored")
 
     def __init__(self, key: int, dead: deque[int]) -> None:
         self.id = key
         self._dead = dead
         #: how it lies on the mesh; None: every rank has all of it
         self.stored: Stored | None = None
+        #: the further blocks of a value of which a rank holds several
+        self.rest: Sequence[RemoteValue] = ()
         #: the user's line that made it, for whoever looks at its handle
         self.mark: Mark | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all its blocks."""
+        return (self.id, *[block.id for block in self.rest])
 
     def __del__(self) -> None:
         self._dead.append(self.id)
@@ -107,8 +116,8 @@ class _Flight:
     asked: frozenset[int]
     answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
-    #: (op, line) of what has failed on some rank
-    failed: set[tuple[str, str]] = field(default_factory=set)
+    #: (op, line, kind of error) of what has failed on some rank
+    failed: set[tuple[str, str, str]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -156,6 +165,7 @@ class Client:
         self._forget: list[PlanEntry] = []
         self._known: dict[bytes, PlanEntry] = {}
         self._flights: OrderedDict[int, _Flight] = OrderedDict()
+        self._written: list[tuple[int, int, tuple[int, ...], str]] = []
         self._held: dict[int, int] = {}
         self._failures: deque[ExecutionError] = deque()
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
@@ -217,7 +227,7 @@ class Client:
         Does not wait; see ``hold_back``.
 
         Args:
-            ranks: those that send what is fetched; rank 0 is one of them.
+            ranks: those that send what is fetched, and whose answers are looked at.
         """
         self.pump()
         if entry is not None:
@@ -273,7 +283,7 @@ class Client:
             self._take_next()
 
     def wait(self, seq: int) -> dict[int, Answer]:
-        """The answers to run ``seq`` of rank 0 and all ranks that were asked for something.
+        """The answers to run ``seq`` of all ranks that were asked for something.
 
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
@@ -395,6 +405,25 @@ class Client:
         self.counts.bytes_sent += size
         self.log.write("send", kind, rank, self._seq, size, why)
 
+    def order(self, rank: int, number: int, order: tuple[Any, ...]) -> None:
+        """Have a worker write blocks for a transfer; ``written`` takes its answer."""
+        self._send("write", rank, wire.encode_write(number, order), "transfer()")
+
+    def written(self, seconds: float) -> list[tuple[int, int, tuple[int, ...], str]]:
+        """(rank, number, checksums, error) of what was ordered and is done.
+
+        Waits at most ``seconds`` for something to come.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        message = None if self._written else self._receive(seconds)
+        while message is not None:
+            self._take(message)
+            message = self._receive(0)
+        written, self._written = self._written, []
+        return written
+
     # -- answers -------------------------------------------------------------------------
 
     def _take_next(self) -> None:
@@ -415,13 +444,20 @@ class Client:
         size = sum(len(frame) for frame in frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
-        kinds = {wire.DONE: "done", wire.NEED: "need", wire.SWAPPED: "swapped"}
+        kinds = {
+            wire.DONE: "done",
+            wire.NEED: "need",
+            wire.SWAPPED: "swapped",
+            wire.WROTE: "wrote",
+        }
         number = header[1] if isinstance(header[1], int) else 0
         self.log.write("receive", kinds.get(header[0], "?"), rank, number, size, "")
         if header[0] == wire.NEED:
             self._resend(rank, header[1], header[2])
         elif header[0] == wire.DONE:
             self._done(rank, wire.decode_done(header), frames[1:])
+        elif header[0] == wire.WROTE:
+            self._written.append((rank, *header[1:]))
         elif header[0] == wire.SWAPPED:
             self._swapped(rank, header[1], header[2])
         else:
@@ -471,10 +507,12 @@ class Client:
 
     def _failed(self, flight: _Flight, error: ExecutionError) -> None:
         """Note a failure, unless another rank's is the same or its cause."""
-        follows = error.kind == wire.COLLECTIVE_ERROR and flight.failed
-        if not follows and (error.op, error.where) not in flight.failed:
+        follows = error.kind in _SHARED and flight.failed
+        # of one op, one rank may fail to make the result and another to receive it
+        what = error.op, error.where, error.kind
+        if not follows and what not in flight.failed:
             self._failures.append(error)
-        flight.failed.add((error.op, error.where))
+        flight.failed.add(what)
 
     def _drop(self, rank: int, done: Done) -> None:
         """Give back the room of what was fetched and is not wanted any more."""
@@ -502,12 +540,12 @@ class Client:
 
     def _raise(self, error: ExecutionError) -> NoReturn:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""
-        if error.kind == wire.COLLECTIVE_ERROR:
+        if error.kind in _SHARED:
             self.synchronize()  # the rank that is the cause may not have answered yet
             causes = (e for e in self._failures if e.kind != wire.COLLECTIVE_ERROR)
             error = next(causes, error)
         self._failures = deque(
-            e for e in self._failures if e is not error and e.kind != wire.COLLECTIVE_ERROR
+            e for e in self._failures if e is not error and e.kind not in _SHARED
         )
         raise error
 
@@ -527,7 +565,8 @@ class Client:
         known = self._errors.get((failure.seq, rank, failure.node))
         if known is None:
             op, inputs, where = describe(failure.node, rank) if describe else _UNKNOWN
-            known = ExecutionError(op, inputs, where, failure.kind, failure.detail, rank)
+            kind = CollectiveMismatch if failure.kind == wire.MISMATCH else ExecutionError
+            known = kind(op, inputs, where, failure.kind, failure.detail, rank)
             self._errors[failure.seq, rank, failure.node] = known
             if len(self._errors) > _KEPT_ERRORS:
                 self._errors.popitem(last=False)
@@ -536,13 +575,17 @@ class Client:
     # -- fetches -------------------------------------------------------------------------
 
     def fetched(
-        self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Mapping[int, Region] | None
+        self,
+        answers: Mapping[int, Answer],
+        meta: TensorMeta,
+        regions: Mapping[int, Sequence[Region]] | None,
     ) -> torch.Tensor:
         """A fetched value as a CPU tensor of its own.
 
         Args:
             answers: of rank 0, or of each rank in ``regions``.
-            regions: rank -> what of the value it has sent; None: rank 0 has sent all of it.
+            regions: rank -> what of the value it has sent, one region a block; None: rank 0 has
+                sent all of it.
 
         Raises:
             ExecutionError: the value could not be computed.
@@ -550,10 +593,16 @@ class Client:
         self.counts.fetches += 1
         if regions is None:
             return self._tensor(0, answers[0])
-        return joined(meta, regions, {rank: self._tensor(rank, answers[rank]) for rank in regions})
+        blocks = [
+            (region, self._tensor(rank, answers[rank], which))
+            for rank, sent in regions.items()
+            for which, region in enumerate(sent)
+        ]
+        return joined(meta, blocks)
 
-    def _tensor(self, rank: int, answer: Answer) -> torch.Tensor:
-        (item,), buffers = answer[0].fetched, answer[1]
+    def _tensor(self, rank: int, answer: Answer, which: int = 0) -> torch.Tensor:
+        fetched, buffers = answer[0].fetched, answer[1]
+        item = fetched[which]
         if isinstance(item, Failure):
             self._raise(self._error(rank, item, None))
         meta = item.meta
@@ -564,7 +613,8 @@ class Client:
             assert arena is not None
             flat = tensor_over(arena, item.offset, nbytes, self._read[rank].append)
         elif nbytes:
-            flat = wire.received(buffers[0])
+            earlier = [one for one in fetched[:which] if isinstance(one, Fetched)]
+            flat = wire.received(buffers[sum(one.offset is None for one in earlier)])
         else:
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         typed = flat.view(meta.dtype)

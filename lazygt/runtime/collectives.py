@@ -1,82 +1,39 @@
-"""The collectives of sharded plans, on one axis of the mesh each.
+"""The exchanges of sharded plans, on one axis of the mesh each, waited for at once.
 
-Shards are as torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later
-ones what is left, which may be nothing. Where torch.distributed wants equal blocks, the last ones
-are padded on their way.
+Those under way while something else is computed are ``flights``.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lazygt.graph.label import shard_bounds
 from lazygt.runtime import group
-
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
-
-
-# torch 2.13 renamed them
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from lazygt.runtime.flights import at_once
+from lazygt.runtime.outbox import OUTBOX
 
 
 def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
     """The values of all ranks of the axis, reduced elementwise."""
-    made = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(made, _OPS[op], group.line(axis).group)
-    return made
+    return at_once("all_reduce", value, (), op, axis)
 
 
 def all_gather(value: torch.Tensor, dim: int, size: int, axis: str) -> torch.Tensor:
     """The blocks of all ranks of the axis side by side; ``size`` is that of ``dim`` then."""
-    line = group.line(axis)
-    block = shard_bounds(size, line.size, 0)[1]
-    mine = _padded(value.movedim(dim, 0), block)
-    made = mine.new_empty((line.size * block, *mine.shape[1:]))
-    _gather(made, mine, group=line.group)
-    return made[:size].movedim(0, dim).contiguous()
+    return at_once("all_gather", value, (dim, size), None, axis)
 
 
 def reduce_scatter(value: torch.Tensor, dim: int, op: str, axis: str) -> torch.Tensor:
     """This rank's block of the reduced values."""
-    line = group.line(axis)
-    size = value.shape[dim]
-    start, stop = shard_bounds(size, line.size, line.index)
-    block = shard_bounds(size, line.size, 0)[1]
-    whole = _padded(value.movedim(dim, 0), line.size * block)
-    made = whole.new_empty((block, *whole.shape[1:]))
-    _scatter(made, whole, _OPS[op], group=line.group)
-    return made[: stop - start].movedim(0, dim).contiguous()
+    return at_once("reduce_scatter", value, (dim,), op, axis)
 
 
 def all_to_all(
     value: torch.Tensor, split_dim: int, concat_dim: int, size: int, axis: str
 ) -> torch.Tensor:
     """Sharded along ``split_dim`` instead of along ``concat_dim``, whose whole size is ``size``."""
-    line = group.line(axis)
-    parts = range(line.size)
-    splits = [_length(value.shape[split_dim], line.size, index) for index in parts]
-    pieces = value.split(splits, split_dim)
-    shape = list(value.shape)
-    shape[split_dim] = splits[line.index]
-    shapes = []
-    for index in parts:
-        shape[concat_dim] = _length(size, line.size, index)
-        shapes.append(tuple(shape))
-    counts = [torch.Size(one).numel() for one in shapes]
-    made = value.new_empty(sum(counts))
-    sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    dist.all_to_all_single(made, sent, counts, [p.numel() for p in pieces], group=line.group)
-    received = [one.view(s) for one, s in zip(made.split(counts), shapes, strict=True)]
-    return torch.cat(received, concat_dim)
+    return at_once("all_to_all", value, (split_dim, concat_dim, size), None, axis)
 
 
 def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
@@ -92,15 +49,31 @@ def first(value: torch.Tensor, axis: str) -> torch.Tensor:
     return made if group.line(axis).index == 0 else made.zero_()
 
 
-def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """``value``, contiguous, with zeros below it."""
-    if value.shape[0] == rows:
-        return value.contiguous()
-    made = value.new_zeros((rows, *value.shape[1:]))
-    made[: value.shape[0]] = value
-    return made
+def send(value: torch.Tensor, peer: int, axis: str) -> None:
+    """Send a value to the rank at place ``peer`` of the axis; does not wait for it to arrive.
+
+    What is sent is a copy: the value's memory may be written as soon as this returns.
+    """
+    line = group.line(axis)
+    data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if data.is_cuda and not _takes_cuda(line):
+        data = data.cpu()
+    if data.numel():
+        data = data.view(-1).view(torch.uint8)  # backends know few dtypes, all of them bytes
+        OUTBOX.keep(dist.isend(data, group=line.group, group_dst=peer), data)
 
 
-def _length(size: int, parts: int, index: int) -> int:
-    start, stop = shard_bounds(size, parts, index)
-    return stop - start
+def recv(
+    peer: int, shape: list[int], dtype: torch.dtype, device: torch.device, axis: str
+) -> torch.Tensor:
+    """The next value that the rank at place ``peer`` of the axis sends; row-major."""
+    line = group.line(axis)
+    through = device if device.type != "cuda" or _takes_cuda(line) else torch.device("cpu")
+    made = torch.empty(shape, dtype=dtype, device=through)
+    if made.numel():
+        dist.recv(made.view(-1).view(torch.uint8), group=line.group, group_src=peer)
+    return made.to(device)
+
+
+def _takes_cuda(line: group.Line) -> bool:
+    return "nccl" in str(dist.get_backend_config(line.group))

@@ -12,6 +12,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
@@ -38,7 +40,10 @@ class Group:
 
     def __init__(self, spec: GroupSpec, rank: int, world_size: int) -> None:
         self._spec, self._rank, self._world_size = spec, rank, world_size
+        self.mesh, self.rank = Mesh.parse(spec.mesh), rank
         self._lines: dict[str, Line] = {}
+        self._store: Any = None
+        self._opened = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
         self._thread.start()
@@ -73,6 +78,30 @@ class Group:
         self._lines.clear()
         dist.destroy_process_group()
 
+    def tell(self, key: str, text: str) -> None:
+        """Let other ranks know something; does not wait for them to join.
+
+        Raises:
+            LazyGTError: this rank found no place to meet.
+        """
+        self._place().set(f"{key}/{self._rank}", text)
+
+    def told(self, key: str, rank: int) -> str:
+        """What another rank has told, once it has; waits at most the group's timeout.
+
+        Raises:
+            LazyGTError: this rank found no place to meet.
+            RuntimeError: the other has told nothing in that time.
+        """
+        text: bytes = self._place().get(f"{key}/{rank}")
+        return text.decode()
+
+    def _place(self) -> Any:
+        self._opened.wait()
+        if self._store is None:
+            self.wait()
+        return self._store
+
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
         if not self._thread.is_alive() and self._failure is None and dist.is_initialized():
@@ -80,18 +109,25 @@ class Group:
 
     def _join(self) -> None:
         try:
+            timeout = timedelta(seconds=self._spec.timeout)
+            meet = rendezvous(self._spec.init_method, self._rank, self._world_size)
+            store, _, _ = next(iter(meet))
+            store.set_timeout(timeout)
+            self._store = PrefixStore("lazygt", store)
+            self._opened.set()
             dist.init_process_group(
                 self._spec.backend,
-                init_method=self._spec.init_method,
+                store=PrefixStore("group", store),
                 rank=self._rank,
                 world_size=self._world_size,
-                timeout=timedelta(seconds=self._spec.timeout),
+                timeout=timeout,
             )
-            mesh = Mesh.parse(self._spec.mesh)
-            for axis in mesh.names:  # every rank makes every group, in the same order
-                self._lines[axis] = self._line(mesh, axis)
+            for axis in self.mesh.names:  # every rank makes every group, in the same order
+                self._lines[axis] = self._line(self.mesh, axis)
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
+        finally:
+            self._opened.set()
 
     def _line(self, mesh: Mesh, axis: str) -> Line:
         if mesh.size(axis) == self._world_size:
@@ -144,6 +180,11 @@ def line(axis: str) -> Line:
     return _current.line(axis)
 
 
+def current() -> Group | None:
+    """This worker's group; None: it is alone."""
+    return _current
+
+
 def abandon(reason: str) -> None:
     """Leave the group for good, so that no other rank waits in a collective for this one."""
     if _current is not None:
@@ -161,6 +202,23 @@ def backend_for(device: str, world_size: int, gpus: int) -> str:
 
     NCCL for CUDA tensors when each rank has a GPU of its own; it refuses a shared one.
     """
-    if device == "cuda" and world_size <= gpus and dist.is_nccl_available():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    slow = device != "cuda" or why_gloo(device, world_size, gpus)
+    return "gloo" if slow else "cpu:gloo,cuda:nccl"
+
+
+def why_gloo(device: str, world_size: int, gpus: int) -> str:
+    """Why ranks on GPUs use Gloo, which copies what they exchange to the host and back.
+
+    Empty where they use NCCL, and for ranks on CPUs.
+    """
+    if device != "cuda" or world_size == 1:
+        return ""
+    if world_size > gpus:
+        return (
+            f"{world_size} workers share {gpus} GPU{'s' * (gpus != 1)}, and NCCL takes one rank a "
+            f"GPU: collectives go through Gloo and the host's memory, which is much slower. Use at "
+            f"most {gpus} worker{'s' * (gpus != 1)} here"
+        )
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL: collectives go through Gloo and the host's memory"
+    return ""

@@ -8,9 +8,21 @@ from typing import Any
 import torch
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, FIRST, REDUCE_SCATTER, SHARD
+from lazygt.graph.label import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    LAUNCH,
+    LAUNCH_,
+    RECV,
+    REDUCE_SCATTER,
+    SEND,
+    SHARD,
+    WAIT,
+)
 from lazygt.graph.ops import overload
-from lazygt.runtime import collectives, group
+from lazygt.runtime import collectives, flights, group
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -81,8 +93,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
     ALL_GATHER: collectives.all_gather,
     REDUCE_SCATTER: collectives.reduce_scatter,
     ALL_TO_ALL: collectives.all_to_all,
+    LAUNCH: flights.launch,
+    LAUNCH_: flights.launch_,
+    WAIT: flights.wait,
     SHARD: collectives.shard,
     FIRST: collectives.first,
+    SEND: collectives.send,
+    RECV: collectives.recv,
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.communication import Communication, communications
 from lazygt.graph.inline import inline
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
 from lazygt.graph.text import print_graph
 from lazygt.graph.verify import verify
@@ -51,6 +52,7 @@ class Plan:
     Attributes:
         graph: as the passes left it, with fused nodes.
         decided: the schedule of its steps, if it is not the one that follows from the graph.
+        mesh: the ranks that it is run on, for those who ask; no part of what it is.
     """
 
     #: Set by ``lazygt.faces``: what a run costs.
@@ -58,6 +60,7 @@ class Plan:
 
     graph: Graph
     decided: Schedule | None = None
+    mesh: Mesh | None = field(default=None, compare=False)
 
     @staticmethod
     def build(graph: Graph) -> Plan:
@@ -106,7 +109,7 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Communication, ...]:
         """What this rank exchanges with others in one run, in the order of launch."""
-        return communications(self.steps.graph)
+        return communications(self.steps.graph, self.mesh)
 
     @property
     def asks(self) -> bool:

@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ import zmq
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime import channel, supervise
 from lazygt.runtime.channel import Address, Client, Frame, Keys, SessionDirectory, new_token
-from lazygt.runtime.group import backend_for
+from lazygt.runtime.group import backend_for, why_gloo
 from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.launchers.base import WORKER_FACTORY, Boot, GroupSpec, Launcher, Process
 from lazygt.runtime.launchers.local import LocalLauncher, share_of_cores, visible_gpu
@@ -420,6 +421,8 @@ class _StartPlan:
             return None
         gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
         backend = backend_for(self.spec.device, self.spec.world_size, gpus)
+        if slow := why_gloo(self.spec.device, self.spec.world_size, gpus):
+            warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
         return GroupSpec(backend, f"file://{self.directory}/group", self.spec.group_timeout,
                          self.spec.mesh)  # fmt: skip
 

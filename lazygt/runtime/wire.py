@@ -25,6 +25,7 @@ from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 VERSION = 3
 
 PLAN, RUN, DONE, NEED, SWAP, SWAPPED = 1, 2, 3, 4, 5, 6
+WRITE, WROTE = 7, 8
 
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
@@ -234,6 +235,8 @@ class Run:
 
 #: The kind of failure of a collective: another rank's failure, most likely, is the cause.
 COLLECTIVE_ERROR = "CollectiveError"
+#: The kind of a failure when ranks were about to meet in different collectives.
+MISMATCH = "CollectiveMismatch"
 
 
 @dataclass(slots=True)
@@ -319,6 +322,16 @@ def encode_swap(digest: bytes, groups: Sequence[tuple[int, str]]) -> list[Buffer
 def encode_swapped(digest: bytes, error: str) -> list[Buffer]:
     """A SWAPPED message: done, or why the plan stays on its tier."""
     return [pack((SWAPPED, digest, error))]
+
+
+def encode_write(number: int, order: tuple[Any, ...]) -> list[Buffer]:
+    """A WRITE message: copy blocks into a transfer's memory; see ``transfer.writer``."""
+    return [pack((WRITE, number, order))]
+
+
+def encode_wrote(number: int, checks: Sequence[int], error: str) -> list[Buffer]:
+    """A WROTE message: the checksums of the blocks, or why they could not be written."""
+    return [pack((WROTE, number, tuple(checks), error))]
 
 
 def encode_run(run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:

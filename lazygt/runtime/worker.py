@@ -13,7 +13,7 @@ from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime import kernels, wire
+from lazygt.runtime import agreement, group, kernels, wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
@@ -24,6 +24,7 @@ from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put,
 
 if TYPE_CHECKING:
     from lazygt.runtime.shm import Arena
+    from lazygt.transfer.writer import Writer
 
 #: Ids of what a data-dependent node made: given by the worker, so above all of the client's.
 DYNAMIC_IDS = 1 << 48
@@ -32,9 +33,13 @@ DYNAMIC_IDS = 1 << 48
 class _Known:
     """A plan as this worker knows it. The executor may be forgotten; the lists may not."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
+        #: other ranks have other plans
+        self.own = own
         self.inputs, self.frees = Prediction(), Prediction()
         self.params: tuple[Any, ...] = ()
+        self.checked = False
+        self.mismatch: Failure | None = None
 
 
 class Worker:
@@ -74,6 +79,7 @@ class Worker:
         self._max_plans, self._shm_threshold = config.max_plans, config.shm_threshold
         self._cache = Cache(config.cache_dir)
         self._waiting: list[list[Buffer]] = []
+        self._writer: Writer | None = None
         self._next_dynamic = DYNAMIC_IDS
         self._generator_state = torch.default_generator.get_state() if inline else None
 
@@ -102,12 +108,17 @@ class Worker:
             return [self._run(run, frames[1:])]
         if kind == wire.SWAP:
             return [self._swap(header)]
+        if kind == wire.WRITE:
+            return [self._write(header)]
         raise ProtocolError(f"unknown message kind {kind!r}")
 
     def close(self) -> None:
         """Drop all values."""
         self.store = Store()
         self._executors.clear()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _plan(self, header: Any, frames: Sequence[Buffer]) -> None:
         try:
@@ -130,7 +141,7 @@ class Worker:
             self._executors.pop(old, None)
             self._known.pop(old, None)
         if fresh or digest not in self._known:
-            self._known[digest] = _Known()
+            self._known[digest] = _Known(bool(salt and salt[0]))
         self._executors[digest] = EagerExecutor(plan, self.device)
         while len(self._executors) > self._max_plans:
             self._executors.popitem(last=False)
@@ -150,6 +161,26 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
         return wire.encode_swapped(digest, "")
+
+    def _write(self, header: Any) -> list[Buffer]:
+        """Copy blocks of values to where a transfer needs them."""
+        # why: few workers ever send weights
+        from lazygt.transfer import writer
+
+        _, number, order = header
+        try:
+            if self._writer is None:
+                self._writer = writer.Writer(writer.threads())
+            checks = self._writer.write(writer.Order.read(order), self._value)
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            return wire.encode_wrote(number, (), f"{type(error).__name__}: {error}")
+        return wire.encode_wrote(number, checks, "")
+
+    def _value(self, key: int) -> torch.Tensor:
+        value = self.store.get(key)
+        if isinstance(value, Failed):
+            raise RuntimeError(f"the value could not be computed: {value.failure.detail}")
+        return value
 
     # -- runs ----------------------------------------------------------------------------
 
@@ -218,7 +249,13 @@ class Worker:
         self._release(frees, done)
         if run.timed:
             executor = TimedExecutor(executor)
-        outcome = self._isolated(executor, inputs, known.params)
+        if not known.checked:
+            known.checked = True
+            known.mismatch = self._mismatch(executor.plan, run.seq, known.own)
+        if known.mismatch is None:
+            outcome = self._isolated(executor, inputs, known.params)
+        else:
+            outcome = _nothing(executor.plan, known.mismatch)
         if isinstance(executor, TimedExecutor):
             done.timings = Timings(0, 0, tuple(executor.times))
         for offset, value in enumerate(outcome.outputs):
@@ -226,6 +263,11 @@ class Worker:
         done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
         if executor.plan.asks:
             self._describe(outcome, done, run.seq)
+
+    def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
+        """Why the ranks must not run a plan that is new to them: they would not meet."""
+        joined = group.current() if self.world_size > 1 else None
+        return None if joined is None else agreement.mismatch(joined, run, plan.steps.graph, own)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         """The values of a run; what it overwrites without owning is copied."""
@@ -296,6 +338,12 @@ class Worker:
             return Fetched(meta, slot.offset)
         buffers.append(data.numpy().data)
         return Fetched(meta)
+
+
+def _nothing(plan: Plan, failure: Failure) -> Outcome:
+    """The outcome of a plan that was not run."""
+    failed = Failed(failure)
+    return Outcome([failed for _ in plan.graph.outputs], [failure], failed, [])
 
 
 def draws(plan: Plan) -> bool:

@@ -34,6 +34,9 @@ class Piece(NamedTuple):
     nbytes: int
     place: int
 
+    def __str__(self) -> str:
+        return f"bytes {self.begin} to {self.begin + self.nbytes}"
+
 
 Request = tuple[Piece, ...]
 

@@ -41,7 +41,7 @@ _crc32 = _fastest_crc32()
 
 
 class Copy(NamedTuple):
-    """One run to move between flat tensors of as many elements; two dtypes make it a cast."""
+    """What to move between two tensors of one shape; two dtypes make it a cast."""
 
     source: Tensor
     target: Tensor
@@ -131,11 +131,11 @@ class Crew:
         return Work([self._pool.submit(job, part) for part in _parts(copies)])
 
     def check(self, runs: Sequence[Tensor], check: Checksum) -> list[int]:
-        """The checksums of flat uint8 tensors, in order."""
+        """The checksums of the tensors' bytes, in order."""
         copies = [Copy(run, run) for run in runs]
 
         def job(part: Sequence[Copy]) -> list[int]:
-            return [check(copy.source) for copy in part]
+            return [check(as_bytes(copy.source.contiguous())) for copy in part]
 
         return Work([self._pool.submit(job, part) for part in _parts(copies)]).result()
 
@@ -164,13 +164,13 @@ class Work:
 
 def _copy_one(copy: Copy, check: Checksum | None) -> int:
     source, target = copy
-    if source.dtype != target.dtype:
-        target.copy_(source)
-        source = as_bytes(target)
-    elif source.numel():
+    on_cpu = source.device.type == "cpu"
+    if on_cpu and target.is_contiguous() and travels_as_it_is(source, target.dtype):
         # unlike an assignment between memoryviews, this lets other threads run
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-    return check(source) if check is not None else 0
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        return check(as_bytes(source)) if check is not None else 0
+    target.copy_(source)
+    return check(as_bytes(target.contiguous())) if check is not None else 0
 
 
 def _parts(copies: Sequence[Copy]) -> list[list[Copy]]:
@@ -182,5 +182,5 @@ def _parts(copies: Sequence[Copy]) -> list[list[Copy]]:
             parts.append([])
             room = _JOB_BYTES
         parts[-1].append(copy)
-        room -= copy.source.numel()
+        room -= copy.target.nbytes
     return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -45,8 +45,8 @@ def parent_module(name: str) -> str:
 class ModuleExtractor:
     """The parameters and persistent buffers of a torch module, or the entries of a mapping.
 
-    Works on the CPU, on GPUs, and in a lazygt session, where each chunk is fetched from the
-    workers when it is asked for.
+    Works on the CPU, on GPUs, and in a lazygt session, where a sender leaves the writing to the
+    workers, or else each chunk is fetched from them when it is asked for.
 
     Args:
         module: read anew at each transfer.
@@ -75,15 +75,16 @@ class ModuleExtractor:
 
     def manifest(self) -> Manifest:
         """Names, dtypes on the wire, shapes and ties, in the module's order."""
-        return Manifest(tuple(spec for _, spec, _ in self._entries()))
+        return Manifest(tuple(spec for _, spec, _ in self.entries()))
 
     def chunks(self) -> Iterator[Chunk]:
         """One chunk a module; lazygt tensors come as fetched CPU tensors."""
-        own = (entry for entry in self._entries() if entry[1].alias_of is None)
+        own = (entry for entry in self.entries() if entry[1].alias_of is None)
         for module, entries in groupby(own, key=lambda entry: self._group(entry[0])):
             yield Chunk(module, [(spec, _reachable(tensor, spec)) for _, spec, tensor in entries])
 
-    def _entries(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
+    def entries(self) -> Iterator[tuple[str, ParamSpec, Tensor]]:
+        """The module's name of each parameter, how it travels, and where it is now."""
         first: dict[object, ParamSpec] = {}
         for name, tensor in self._named():
             _check_dense(name, tensor)
@@ -97,6 +98,11 @@ class ModuleExtractor:
                 )
             tie = None if target.name == wire_name else target.name
             yield name, ParamSpec(wire_name, dtype, shape, tie), tensor
+
+    def is_elsewhere(self, kinds: Container[str]) -> bool:
+        """Whether the first parameter is on one of these kinds of devices."""
+        first = next(self._named(), None)
+        return first is not None and first[1].device.type in kinds
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self._module, nn.Module):

@@ -23,8 +23,9 @@ def transfer(
     """Give every receiver of ``sender`` the weights of ``source``, or none of them.
 
     Args:
-        source: a module (also one in a lazygt session), a mapping of tensors, or an extractor
-            made with casts, groups or other names.
+        source: a module, a mapping of tensors, or an extractor made with casts, groups or other
+            names. The workers of a lazygt session, sharded or not, write their own values into
+            shared memory; other senders fetch them through this process.
         version: greater than the receivers' own; by default the last one plus 1.
         timeout: seconds for the whole transfer.
         progress: draw a bar; None: where standard error is a terminal.
@@ -32,6 +33,8 @@ def transfer(
     Raises:
         TransferError: it failed; receivers keep their version, and it may be tried again at
             once. Its subclasses say who and why: see `lazygt.transfer.errors`.
+        ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
+            lost a worker; receivers keep their version, too.
     """
     if isinstance(source, nn.Module | Mapping):
         source = ModuleExtractor(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lazygt.transfer.control import Connection, Message
+from lazygt.transfer.holding import Holding
 from lazygt.transfer.outgoing import Outgoing
 from lazygt.transfer.peers import Peer
 
@@ -34,6 +35,9 @@ class SenderHooks:
 
 class ReceiverHooks:
     """Steps of a receiver; by default nothing happens."""
+
+    #: what this receiver holds of each parameter; None: all of it
+    holding: Holding | None = None
 
     def invited(self, begin: Message, link: Connection) -> None:
         """Take what came with ``begin``, whatever becomes of the transfer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ class Outgoing:
     Attributes:
         number: counts the sender's transfers, also those that failed.
         tensors: parameters that the extractor has yielded and no request has taken yet.
+        done, total: bytes that have been carried, and that will be.
+        written: bytes that each worker of a session has written itself, by rank.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class Outgoing:
         self.unchanged: list[int] = []
         self.digests: dict[int, bytes] = {}
         self.requests = self.chunks = self.done = 0
+        self.total = manifest.nbytes
         self.phases: dict[str, float] = {}
+        self.written: Counter[int] = Counter()
 
     def travelling(self, number: int) -> Tensor:
         """A parameter's bytes as they travel, flat uint8, on its own device."""
@@ -59,7 +64,7 @@ class Outgoing:
         if self.deadline.expired:
             raise TransferError(
                 f"the deadline of {self.deadline.seconds:g} s passed after {self.done} of "
-                f"{self.manifest.nbytes} bytes; give transfer() a longer timeout"
+                f"{self.total} bytes; give transfer() a longer timeout"
             )
 
     @contextmanager
@@ -113,6 +118,7 @@ class Outgoing:
             phases=self.phases,
             pauses={peer.name: float(peer.said["committed"]["pause"]) for peer in committed},
             lost=lost,
+            written=dict(sorted(self.written.items())),
         )
 
 

@@ -20,6 +20,7 @@ from lazygt.transfer.errors import (
     TransferError,
     VersionHeld,
 )
+from lazygt.transfer.holding import Holding
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
 _DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own
@@ -32,6 +33,7 @@ class Peer:
 
     Attributes:
         name: as it calls itself; unique among those connected.
+        holding: what it holds of each parameter; None: all of it.
         version: what it had when the transfer began.
         transfer: number of the transfer that its answers below belong to.
         said: what it has answered: kind of message -> the message.
@@ -42,6 +44,7 @@ class Peer:
 
     connection: Connection
     name: str
+    holding: Holding | None = None
     version: int = 0
     transfer: int = 0
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -236,8 +239,9 @@ class Peers:
             connection.send({"kind": "refuse", "why": why}, deadline)
             connection.close()
             return
+        holding = Holding.unpack(hello.get("holding"))
         connection.send({"kind": "welcome"}, deadline)
-        self.connected.append(Peer(connection, hello["name"]))
+        self.connected.append(Peer(connection, hello["name"], holding))
 
     def _unwelcome(self, hello: Message) -> str | None:
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL:

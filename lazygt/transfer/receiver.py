@@ -20,7 +20,7 @@ from lazygt.transfer.bytework import Crew
 from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
 from lazygt.transfer.errors import SenderGone, TransferError
 from lazygt.transfer.hooks import ReceiverHooks
-from lazygt.transfer.incoming import Aborted, Incoming, Wake
+from lazygt.transfer.incoming import Aborted, Block, Incoming, Mismatch, Wake
 from lazygt.transfer.reading import Readings
 from lazygt.transfer.spec import Manifest, check_complete, difference
 
@@ -133,7 +133,8 @@ class Receiver(ReceiverHooks, Readings, ABC):
 
     def _serve(self, link: Connection) -> None:
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
-        link.send({"kind": "hello", **hello}, Deadline(_SEND_SECONDS))
+        holds = {} if self.holding is None else {"holding": self.holding.packed}
+        link.send({"kind": "hello", **hello, **holds}, Deadline(_SEND_SECONDS))
         while not self._closing:
             self._poll(link)
             self._pull(link)
@@ -187,9 +188,14 @@ class Receiver(ReceiverHooks, Readings, ABC):
             self._give_up()
             self._guarded(link, message, self._begin)
         elif self._incoming is not None and message.get("transfer") == self._incoming.transfer:
-            steps = {"data": self._data, "prepare": self._prepare, "commit": self._commit}
-            if kind in steps:
-                self._guarded(link, message, steps[kind])
+            step = {
+                "data": self._data,
+                "parts": self._parts,
+                "prepare": self._prepare,
+                "commit": self._commit,
+            }.get(kind)
+            if step is not None:
+                self._guarded(link, message, step)
             else:
                 self._give_up()
 
@@ -208,13 +214,13 @@ class Receiver(ReceiverHooks, Readings, ABC):
                 message,
                 "refuse",
                 why=str(error) or type(error).__name__,
-                mismatch=isinstance(error, _Mismatch),
+                mismatch=isinstance(error, Mismatch),
             )
 
     def _begin(self, link: Connection, message: Message) -> None:
         if "deadline" not in message:
             self.invited(message, link)
-        incoming = Incoming(message, self._current)
+        incoming = Incoming(message, self._current, self.holding)
         self._check_manifest(incoming)
         incoming.deadline = message.get("deadline", incoming.deadline)
         self._incoming, self._waiting = incoming, None
@@ -229,13 +235,13 @@ class Receiver(ReceiverHooks, Readings, ABC):
 
     def _check_manifest(self, incoming: Incoming) -> None:
         if incoming.version <= self.version:
-            raise _Mismatch(f"it has version {self.version}, not older than {incoming.version}")
+            raise Mismatch(f"it has version {self.version}, not older than {incoming.version}")
         expected = self._expect
         if expected is None and self._current is not None:
-            expected = self._current.manifest
-        why = None if expected is None else difference(expected, incoming.manifest)
+            expected = self._current.whole
+        why = None if expected is None else difference(expected, incoming.whole)
         if why is not None:
-            raise _Mismatch(why)
+            raise Mismatch(why)
 
     def _data(self, link: Connection, message: Message) -> None:
         incoming = self._incoming
@@ -243,17 +249,15 @@ class Receiver(ReceiverHooks, Readings, ABC):
         pieces = [Piece(*entry) for entry in message["pieces"]]
         runs = [incoming.run(piece) for piece in pieces]
         self.receive(incoming, message, pieces, link)
-        if incoming.check is not None:
-            found = self._crew.check(runs, incoming.check)
-            for piece, ours, theirs in zip(pieces, found, message["checks"], strict=True):
-                if ours != theirs:
-                    raise TransferError(
-                        f"bytes {piece.begin} to {piece.begin + piece.nbytes} of "
-                        f"{incoming.manifest.params[piece.param].name} are not what was sent "
-                        f"({incoming.verify} {ours:#x}, sent {theirs:#x})"
-                    )
-        for piece in pieces:
-            incoming.arrived[piece.param] += piece.nbytes
+        incoming.take_in(self._crew, pieces, runs, message["checks"])
+        self._answer(link, message, "staged")
+
+    def _parts(self, link: Connection, message: Message) -> None:
+        """Blocks that are there already."""
+        incoming = self._incoming
+        assert incoming is not None
+        blocks = [Block(*entry) for entry in message["parts"]]
+        incoming.take_in(self._crew, blocks, map(incoming.block, blocks), message["checks"])
         self._answer(link, message, "staged")
 
     def _prepare(self, link: Connection, message: Message) -> None:
@@ -289,10 +293,6 @@ class Receiver(ReceiverHooks, Readings, ABC):
 
     def _answer(self, link: Connection, message: Message, kind: str, **more: Any) -> None:
         link.send({"kind": kind, "transfer": message["transfer"], **more}, Deadline(_SEND_SECONDS))
-
-
-class _Mismatch(TransferError):
-    """The offered manifest is not what this receiver takes."""
 
 
 def _is_about(message: Message, incoming: Incoming, kind: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class TransferReport:
         phases: seconds by phase: begin, data, prepare, commit.
         pauses: seconds by receiver for which new readings could have been held up by the flip.
         lost: receivers that went away after the decision to commit.
+        written: bytes that each worker of a session wrote itself, by rank; empty when the bytes
+            came from the process that called.
     """
 
     version: int
@@ -42,6 +44,7 @@ class TransferReport:
     phases: Mapping[str, float]
     pauses: Mapping[str, float]
     lost: tuple[str, ...] = ()
+    written: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def gb_per_second(self) -> float:

@@ -123,7 +123,10 @@ class Sender(SenderHooks, ABC):
         version = self.version + 1 if version is None else version
         self._transfers += 1
         check = checksum_named(self.verify)
-        out = Outgoing(self._transfers, version, extractor.manifest(), Deadline(timeout), check)
+        manifest = extractor.manifest()
+        if manifest == self._sent:
+            manifest = self._sent  # what is known of it need not be found out again
+        out = Outgoing(self._transfers, version, manifest, Deadline(timeout), check)
         begin = time.perf_counter()
         peers = self._open()
         committed = False
@@ -205,9 +208,9 @@ class Sender(SenderHooks, ABC):
             self._begin(out, peers)
         self._peers.during = "data"
         with out.phase("data"):
-            for _ in self._requests(out, extractor, peers):
+            for _ in self.requests(out, extractor, peers):
                 if progress is not None:
-                    progress(Progress(out.done, out.manifest.nbytes, out.requests))
+                    progress(Progress(out.done, out.total, out.requests))
             self.finish(out)
         self._peers.during = "prepare"
         with out.phase("prepare"):
@@ -216,7 +219,7 @@ class Sender(SenderHooks, ABC):
             self._peers.wait(lambda peer: "prepared" in peer.said, out.deadline)
             out.check_time()  # this process itself may have been stopped
         if progress is not None:
-            progress(Progress(out.manifest.nbytes, out.manifest.nbytes, out.requests))
+            progress(Progress(out.total, out.total, out.requests))
 
     def _begin(self, out: Outgoing, peers: list[Peer]) -> None:
         self.prepare(out, peers)
@@ -235,10 +238,10 @@ class Sender(SenderHooks, ABC):
         for peer in peers:
             peer.version = peer.said["ready"]["version"]
 
-    def _requests(
+    def requests(
         self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
     ) -> Iterator[None]:
-        """Carry one request after the other."""
+        """Carry one request after the other, each when the next item is asked for."""
         batcher = Batcher(out.manifest, self.threshold)
         known = self._digests if self._skip and self._all_have_last(out, peers) else None
         for chunk in extractor.chunks():

@@ -3,13 +3,18 @@
 Two slots, each the size of the model. Readers hold tensors in one while the sender fills the
 other, so a transfer is one copy, however many receivers there are. A slot is faulted in once and
 reused; it is written again only when no receiver holds a tensor in it.
+
+Receivers may hold blocks instead of whole parameters. A slot then has room for each different
+layout, and whoever has the values writes them there: this process, or the workers of a session.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -17,12 +22,17 @@ from lazygt.runtime.shm import Arena, tensor_over
 from lazygt.transfer.batches import Piece, Request
 from lazygt.transfer.bytework import Copy, Work, as_bytes, travels_as_it_is
 from lazygt.transfer.control import Connection, Message
+from lazygt.transfer.extractor import Extractor
+from lazygt.transfer.holding import Holding
 from lazygt.transfer.incoming import Incoming, Wake
+from lazygt.transfer.origins import Origin
 from lazygt.transfer.outgoing import Outgoing
+from lazygt.transfer.parts import Layout, Parts, layout_of, remote
 from lazygt.transfer.peers import Peer
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest
+from lazygt.transfer.writer import Writer, memory_of, threads
 
 GIB = 1 << 30
 _BEING_COPIED = 3  # requests; enough to keep the threads busy while the extractor works
@@ -32,6 +42,7 @@ class Slot:
     """Memory for one version, seen from the sender.
 
     Attributes:
+        memory: how the processes that write into it find it.
         known_to: receivers that have its descriptor.
         digests: of the parameters in it, as far as they are known.
     """
@@ -42,6 +53,7 @@ class Slot:
         self.arena = Arena.create(room)
         self.offset = self.arena.allocate(room).offset
         self.flat = self.arena.view(self.offset, room)
+        self.memory = memory_of(self.arena)
         self.known_to: set[Peer] = set()
         self.digests: dict[int, bytes] = {}
 
@@ -82,13 +94,18 @@ class SharedMemoryTransferSender(Sender):
         self._current: Slot | None = None
         self._target: Slot | None = None
         self._copying: deque[tuple[Request, Work]] = deque()
+        self._layout: Layout | None = None
+        self._parts: Parts | None = None
+        self._writer: Writer | None = None
+        self._origins: weakref.WeakSet[Origin] = weakref.WeakSet()
 
     @property
     def threshold(self) -> int:
         return self._threshold
 
     def prepare(self, out: Outgoing, peers: Sequence[Peer]) -> None:
-        extent = out.manifest.extent
+        self._layout = layout_of(out.manifest, peers)
+        extent = self._layout.extent
         if any(slot.extent != extent for slot in self._slots):
             self.forget()
         self._target = next((slot for slot in self._slots if slot is not self._current), None)
@@ -105,7 +122,30 @@ class SharedMemoryTransferSender(Sender):
         fds = () if peer in slot.known_to else (slot.arena.fd,)
         slot.known_to.add(peer)
         live = [one.number for one in self._slots]
-        return {"slot": slot.number, "offset": slot.offset, "slots": live, "new": bool(fds)}, fds
+        assert self._layout is not None
+        offset = slot.offset + self._layout.bases[self._layout.of[peer]]
+        return {"slot": slot.number, "offset": offset, "slots": live, "new": bool(fds)}, fds
+
+    def requests(
+        self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
+    ) -> Iterator[None]:
+        layout, slot = self._layout, self._target
+        assert layout is not None
+        assert slot is not None
+        tensors = remote(extractor)
+        if tensors is None and layout.plain:
+            yield from super().requests(out, extractor, peers)
+            return
+        live = [one.memory.inode for one in self._slots]
+        self._parts = Parts(
+            out, self._peers, layout, slot.memory, slot.offset, self._threshold, live, self.verify
+        )
+        if tensors is not None:
+            self._origins.add(tensors.origin)
+            yield from self._parts.from_origin(tensors.origin, tensors.tensors)
+        else:
+            self._writer = self._writer or Writer(threads())
+            yield from self._parts.from_chunks(extractor, self._writer)
 
     def carry(self, out: Outgoing, request: Request) -> None:
         slot = self._target
@@ -136,18 +176,26 @@ class SharedMemoryTransferSender(Sender):
         self._copying.clear()
         if self._target is not None:
             self._target.digests = dict(out.digests) if committed else {}
+            if self._parts is not None and self._parts.unanswered:
+                # a worker may still write into it: it is left to that, and never used again
+                self._slots.remove(self._target)
+                self._target.close()
         if committed:
             self._current = self._target
-        self._target = None
+        self._target = self._parts = None
 
     def forget(self) -> None:
         for slot in self._slots:
             slot.close()
         self._slots.clear()
         self._current = None
+        for origin in self._origins:
+            origin.let_go(self.address)
 
     def release(self) -> None:
         self.forget()
+        if self._writer is not None:
+            self._writer.close()
 
     def _announce_oldest(self, out: Outgoing) -> None:
         request, work = self._copying.popleft()
@@ -170,13 +218,34 @@ class SharedMemoryTransferReceiver(Receiver):
     """Reads what a `SharedMemoryTransferSender` on the same host wrote; see `Receiver`.
 
     Its parameters lie in memory shared with the other receivers: do not write to them.
+
+    Args:
+        mesh, rank, placements: what this receiver holds, if not all of each parameter: the block
+            of ``rank`` on a mesh of receivers, such as ``{"model": 2}``. ``placements`` maps name
+            patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
+            order or a dict by axis. The first pattern that fits counts; a parameter that none
+            fits is held whole.
+
+    Raises:
+        ValueError: ``mesh``, ``rank`` or ``placements`` make no sense together.
     """
 
     strategy = SharedMemoryTransferSender.strategy
 
     def __init__(
-        self, address: str, *, name: str | None = None, expect: Manifest | None = None
+        self,
+        address: str,
+        *,
+        name: str | None = None,
+        expect: Manifest | None = None,
+        mesh: Mapping[str, int] | str | None = None,
+        rank: int = 0,
+        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
     ) -> None:
+        if (mesh is None) != (placements is None):
+            raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
+        if mesh is not None and placements is not None:
+            self.holding = Holding.of(mesh, rank, placements)
         self._slots: dict[int, Arena] = {}
         self._held: set[int] = set()
         self._released: deque[int] = deque()

@@ -119,6 +119,11 @@ class Manifest:
         return sum(aligned(spec.nbytes) for spec in self.params)
 
     @cached_property
+    def wholes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """All of each parameter, as a block: (0, size) of each dim."""
+        return tuple(tuple((0, size) for size in spec.shape) for spec in self.params)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that travel."""
         return sum(spec.nbytes for spec in self.params)

@@ -45,8 +45,8 @@ def test_there_is_an_example_of_every_command() -> None:
 
 
 def test_commands_print_what_is_said(tmp_path: Path) -> None:
-    (script,) = blocks("py")
-    (tmp_path / "step.py").write_text(script)
+    for name, script in zip(("step.py", "sharded.py"), blocks("py"), strict=True):
+        (tmp_path / name).write_text(script)
     shell = f'lazygt() {{ "{sys.executable}" -m lazygt.cli "$@"; }}\n'
     env = {
         **os.environ,

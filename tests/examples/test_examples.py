@@ -102,7 +102,12 @@ def test_gpt_refuses_resume_without_a_checkpoint() -> None:
         run_example("train_gpt.py", "--resume")
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2"])
+def test_gpt_refuses_fsdp_without_an_axis_for_it() -> None:
+    with pytest.raises(AssertionError, match="--fsdp needs workers to cut the weights over"):
+        run_example("train_gpt.py", "--fsdp --mesh model=2")
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2", "data=2 --fsdp"])
 def test_gpt_on_a_mesh_agrees_with_eager(mesh: str) -> None:
     lazy = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --mesh {mesh}")
     eager = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --eager")

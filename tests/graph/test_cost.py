@@ -121,6 +121,10 @@ def test_cost_adds_field_by_field() -> None:
             Cost(0, 24, 24, 1),
         ),
         (("f32[6]",), "%1: f32[6] = _c10d_functional.wait_tensor.default(%0)", Cost()),
+        (("f32[6]",), "%1: f32[6] = lazygt.all_reduce(%0, 'sum', 'data')", Cost(0, 24, 24, 1)),
+        (("f32[6]",), "%1: f32[6] = lazygt.wait(%0, [], [], 'data')", Cost()),
+        # its own block of what it has whole
+        (("f32[6]",), "%1: f32[2] = lazygt.shard(%0, 0, 'data')", Cost(0, 8, 8, 1)),
         # its size is not known before it ran
         (("f32[6]",), "%1: none = aten.nonzero.default(%0) dynamic", Cost(0, 24, 0, 1)),
     ],
@@ -180,6 +184,10 @@ def test_lines_share_a_fused_node() -> None:
         ("aten.uniform_.default", "random"),
         ("lazygt.manual_seed", "random"),
         ("_c10d_functional.all_reduce.default", "collective"),
+        ("lazygt.reduce_scatter", "collective"),
+        ("lazygt.launch_", "collective"),
+        ("lazygt.wait", "collective"),
+        ("lazygt.first", "memory"),
         ("aten.sort.default", "other"),
     ],
 )

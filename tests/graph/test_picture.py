@@ -19,6 +19,7 @@ import lazygt
 from lazygt.errors import LazyGTError
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs
+from lazygt.graph.mesh import Mesh
 from lazygt.graph.picture import MANY, render, to_dot, to_networkx
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
@@ -133,6 +134,7 @@ def test_attributes() -> None:
         "flops": 4,
         "bytes": 48,
         "sync": False,
+        "exchange": None,
         "group": None,
     }
     assert drawing.nodes["in0"]["kind"] == drawing.nodes["in0"]["family"] == "input"
@@ -198,6 +200,41 @@ def test_collectives_and_sync_points_stand_out() -> None:
     assert "peripheries=2" in marked["n1"]  # its shape depends on values
     assert "peripheries=2" in marked["out0"]
     assert not re.search("hexagon|peripheries", marked["in0"])
+
+
+MEETING = """\
+graph {
+  %0: f32[4] = input
+  %1: f32[4] = lazygt.all_reduce(%0, 'sum', 'data')  # a.py:1
+  %2: f32[8] = lazygt.launch('all_reduce', [%1, %0], [], 'max', 'data')  # a.py:1
+  %3: f32[4], %4: f32[4] = lazygt.wait(%2, [%1, %0], [], 'data')  # a.py:1
+  %5: f32[4] = aten.add.Tensor(%3, %4)  # a.py:2
+  return %5
+}"""
+
+
+def test_a_collective_says_what_goes_where() -> None:
+    mesh = Mesh.parse("data=4,model=2")
+    drawing = to_networkx(parse_graph(MEETING), mesh)
+    found = {name: each for name, each in drawing.nodes(data="exchange") if each is not None}
+    assert {name: (each.kind, each.nbytes, each.ring_bytes) for name, each in found.items()} == {
+        "n0": ("all_reduce", 16, 24),
+        "n1": ("all_reduce", 32, 48),
+    }
+    rows = to_dot(parse_graph(MEETING), False, mesh).splitlines()
+    (one,) = [row for row in rows if "all_reduce sum" in row]
+    assert "16 B along data" in one
+    assert "each of 4 ranks sends 24 B in a ring" in one
+    assert "shape=hexagon" in one
+    (wait,) = [row for row in rows if '[label="wait' in row]
+    assert "hexagon" not in wait
+    (unknown,) = [
+        row for row in to_dot(parse_graph(MEETING), False).splitlines() if "all_reduce max" in row
+    ]
+    assert "in a ring" not in unknown
+    lines = to_dot(parse_graph(MEETING), True, mesh).splitlines()
+    (box,) = [row for row in lines if "2 collectives, 48 B" in row]
+    assert "shape=hexagon" in box
 
 
 def test_dearer_ops_have_larger_letters() -> None:
@@ -295,7 +332,7 @@ def test_when_graphviz_fails_the_error_says_why(
 @needs_dot
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("collapse", [True, False])
-@pytest.mark.parametrize("text", [TINY, FUSED, COLLECTIVE])
+@pytest.mark.parametrize("text", [TINY, FUSED, COLLECTIVE, MEETING])
 def test_graphviz_accepts_the_source(tmp_path: Path, text: str, collapse: bool) -> None:
     svg = render(parse_graph(text), tmp_path / "g.svg", collapse).read_text()
     assert svg.count('class="node"') == boxes(to_dot(parse_graph(text), collapse))

@@ -9,6 +9,7 @@ from lazygt.graph.label import Label, Replicated
 from lazygt.graph.node import Node
 from lazygt.passes.rules import rows_of
 from lazygt.passes.rules.base import Row
+from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import (
     GPU,
     Machine,
@@ -16,7 +17,6 @@ from lazygt.passes.sharding.cost import (
     reshard_seconds,
 )
 from lazygt.passes.sharding.problem import Question, build_problem
-from lazygt.passes.sharding.reach import Annotation
 from lazygt.passes.solver import Solution
 
 R = Replicated()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from lazygt.graph.label import Label, Partial, Replicated, Sharded
+from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import CPU, GPU, Machine
-from lazygt.passes.sharding.reach import Annotation
 from lazygt.passes.solver import Solution, solve
 from tests.passes.placements import Annotations, collectives, question_of
 from tests.passes.tools import graph_of
@@ -221,7 +221,9 @@ def test_a_pin_is_kept_by_every_user_that_can() -> None:
     for (node, _), entry in zip(graph.numbered(), question.entries, strict=True):
         for place, value in enumerate(node.refs()):
             if value in pinned:
-                assert {row.inputs[place] for row in entry.rows} == {pinned[value].label}
+                label = pinned[value].label
+                parts = {P} if label == R else set()  # what is whole counts as a sum, too
+                assert {label} <= {row.inputs[place] for row in entry.rows} <= {label} | parts
 
 
 def test_a_pinned_result_is_made_so() -> None:

@@ -15,6 +15,7 @@ from lazygt.graph.cost import Cost
 from lazygt.graph.label import Label, Partial, Replicated, Sharded
 from lazygt.passes.rules import rows_of
 from lazygt.passes.rules.base import Collective, Row
+from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.catalogue import Entry, catalogue
 from lazygt.passes.sharding.cost import (
     Machine,
@@ -26,7 +27,6 @@ from lazygt.passes.sharding.cost import (
     seconds,
     work_share,
 )
-from lazygt.passes.sharding.reach import Annotation
 from lazygt.passes.solver import solve
 from tests.passes.placements import PLAIN, Annotations, question_of
 from tests.passes.tools import graph_of

@@ -367,7 +367,7 @@ def accepted(program: list[Step], state: State) -> list[Step]:
         before = list(state.tensors)
         try:
             step.run(state)
-        except (RuntimeError, IndexError, ValueError):
+        except (RuntimeError, IndexError, ValueError, TypeError):
             state.tensors = before
             continue
         taken.append(step)

@@ -89,7 +89,7 @@ def test_owners_have_every_element_once(
     assert bool((count == 1).all())
     whole = torch.randn(shape)
     meta = TensorMeta.of(torch.empty(shape).t().contiguous().t())
-    made = joined(meta, found, {rank: whole[where] for rank, where in found.items()})
+    made = joined(meta, [(where, whole[where]) for where in found.values()])
     assert torch.equal(made, whole)
     assert made.stride() == meta.stride
 

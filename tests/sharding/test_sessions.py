@@ -168,4 +168,5 @@ def test_stages_and_compiled_groups_are_each_ranks_own(compile: str) -> None:
         torch.testing.assert_close(y.cpu(), (whole.sin() * 2 + whole).tanh())
         assert s.last_plan is not None
         names = [name for name, _ in s.stages(s.plans()[-1])]
-        assert names == ["recorded", "fold", "cse", "dce", "shard", "foreach", "lifetime", "fuse"]
+        before = ["recorded", "fold", "cse", "dce", "shard"]
+        assert names == [*before, "overlap", "foreach", "lifetime", "fuse", "unpack"]

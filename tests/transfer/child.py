@@ -97,10 +97,12 @@ GPU_RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
 class Reader:
     """A process with a receiver, commanded through a pipe."""
 
-    def __init__(self, strategy: str, address: str, name: str) -> None:
+    def __init__(self, strategy: str, address: str, name: str, **options: Any) -> None:
         self.name = name
         self._pipe, theirs = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=read, args=(theirs, strategy, address, name))
+        self._process = PROCESSES.Process(
+            target=read, args=(theirs, strategy, address, name), kwargs=options
+        )
         self._process.start()
         theirs.close()
 
@@ -135,10 +137,10 @@ def send_signal(pid: int, number: int) -> None:
         os.sched_yield()
 
 
-def read(pipe: Connection, strategy: str, address: str, name: str) -> None:
-    """The main function of a reader's process."""
+def read(pipe: Connection, strategy: str, address: str, name: str, **options: Any) -> None:
+    """The main function of a reader's process; ``options`` are the receiver's."""
     make = {**RECEIVERS, **GPU_RECEIVERS}[strategy]
-    with make(address, name=name) as receiver:
+    with make(address, name=name, **options) as receiver:
         commands = _Commands(receiver)
         while True:
             try:

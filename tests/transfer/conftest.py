@@ -36,13 +36,15 @@ class Stage:
     def sender(self, **options: Any) -> Sender:
         return self._stack.enter_context(SENDERS[self.strategy](**options))
 
-    def readers(self, sender: Sender, count: int = 1) -> list[Reader]:
+    def readers(self, sender: Sender, count: int = 1, **options: Any) -> list[Reader]:
+        """So many more readers; ``options`` are their receivers'."""
         there = len(sender.receivers)
+        names = [f"reader {there + number}" for number in range(count)]
         made = [
             self._stack.enter_context(
-                closing(Reader(self.strategy, sender.address, f"reader {there + number}"))
+                closing(Reader(self.strategy, sender.address, name, **options))
             )
-            for number in range(count)
+            for name in names
         ]
         sender.wait_for_receivers(there + count, 20.0)
         return made

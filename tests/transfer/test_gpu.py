@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.transfer import (
@@ -16,6 +17,7 @@ from lazygt.transfer import (
     ReceiverDied,
     ReceiverRefused,
     Sender,
+    SharedMemoryTransferSender,
 )
 from lazygt.transfer.bytework import xor64
 from lazygt.transfer.cuda_ipc import GIB
@@ -112,3 +114,21 @@ def test_nccl_broadcasts_between_gpus() -> None:
         for version in (1, 2, 3):
             lazygt.transfer(on_gpu(version), sender, timeout=60.0)
             assert there.ask("checksums") == (version, checksums(weights(version)))
+
+
+def test_gpu_workers_write_their_own_blocks() -> None:
+    with (
+        SharedMemoryTransferSender() as made,
+        closing(Reader("shared-memory", made.address, "whole")) as reader,
+        lazygt.session(mesh={"data": 2}, device="cuda", threads=1) as s,
+    ):
+        made.wait_for_receivers(1, 30.0)
+        model = torch.nn.Linear(300, 201)
+        lazygt.parallelize(model, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        s.synchronize()
+        fetched = s.stats()["bytes_fetched"]
+        report = lazygt.transfer(model, made, timeout=30.0)
+        assert s.stats()["bytes_fetched"] == fetched
+        assert set(report.written) == {0, 1}
+        expected = {name: p.detach().cpu() for name, p in model.state_dict().items()}
+        assert reader.ask("checksums") == (1, checksums(expected))

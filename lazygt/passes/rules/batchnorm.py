@@ -6,6 +6,7 @@ So a batch on several ranks has the statistics that it has on one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lazygt.graph.label import Label
@@ -24,7 +25,7 @@ from lazygt.passes.rules.base import (
     splittable,
     table,
 )
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.lower import lower_row, zeros, zeros_when_empty
 from lazygt.passes.rules.statistics import moments, total
 
 if TYPE_CHECKING:
@@ -164,7 +165,54 @@ def _synchronised_backward(count: int) -> Lower:
     return lower
 
 
+def _cudnn(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """As the native op, which computes the same. The reserve that there is not is called split, so
+    that the backward is sharded too and does without."""
+    reserve = node.fresh[3]
+    assert reserve is not None, f"{node.op}: no reserve"
+    native = replace(node, op="aten.native_batch_norm.default", fresh=node.fresh[:3])
+
+    def lowered(row: Row) -> Lower:
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            made = lower_row(build, row, native, operands)
+            return (*made[:3], zeros(build, reserve, R), *made[3:])
+
+        return lower
+
+    return [
+        Row(row.inputs, (*row.outputs[:3], S(0), *row.outputs[3:]), lowered(row), row.comm)
+        for row in _forward(native, metas, parts)
+    ]
+
+
+def _cudnn_backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """As the native op, in all rows: the reserve of a forward on blocks is of no use."""
+    call = Call(node, metas, parts)
+    statistics = [call[name] for name in ("running_mean", "running_var", "save_mean", "save_var")]
+    args = (call["grad_output"], call["input"], call["weight"], *statistics, True, call["epsilon"])
+    native = Node("aten.native_batch_norm_backward.default", (*args, (True, True, True)), (),
+                  node.fresh)  # fmt: skip
+
+    def lowered(row: Row) -> Lower:
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            value, gradient, *rest = operands[:-1]
+            return lower_row(build, row, native, [gradient, value, *rest])
+
+        return lower
+
+    whole = Row((R,) * len(native.refs()), (R,) * len(native.results))
+    found = []
+    for row in (whole, *_backward(native, metas, parts)):
+        gradient, value, *rest = row.inputs
+        for reserve in (R, S(0)):
+            inputs = (value, gradient, *rest, reserve)
+            found.append(Row(inputs, row.outputs, lowered(row), row.comm))
+    return found
+
+
 RULES: dict[str, Rule] = {
+    **table("cudnn_batch_norm.default", _cudnn),
+    **table("cudnn_batch_norm_backward.default", _cudnn_backward),
     **table(
         "native_batch_norm.default _native_batch_norm_legit.default "
         "_native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default",

@@ -1,12 +1,28 @@
-"""Embedding tables: split by tokens, by features, or by rows, each rank looking up its own."""
+"""Embedding tables: split by tokens, by features, or by rows, each rank looking up its own.
+
+Bags of embeddings: by features only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lazygt.graph.label import Label
 from lazygt.graph.node import Node, Ref
-from lazygt.passes.rules.base import Call, Lower, Metas, P, Row, Rule, S, Values, splittable, table
+from lazygt.passes.rules.base import (
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
@@ -79,7 +95,34 @@ def _own_rows(count: int) -> Lower:
     return lower
 
 
+_MAX = 2  #: the mode of a bag whose result is its largest row
+
+
+def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """By features, all bags on every rank; what else comes out tells of indices alone."""
+    call = Call(node, metas, parts)
+    rest: list[Label] = [R] * (len(node.results) - 1)
+    if call["mode"] == _MAX:
+        return ()
+    found = [call.row([P, *rest], weight=P)]
+    if call.shape("weight")[1] > 1:
+        found.append(call.row([S(1), *rest], weight=S(1)))
+    return found
+
+
+def _bag_backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    if call["mode"] == _MAX or call.args.get("sparse"):
+        return ()
+    found = [call.row(P, grad=P)]
+    if call.shape("grad")[1] > 1:
+        found.append(call.row(S(1), grad=S(1)))
+    return found
+
+
 RULES: dict[str, Rule] = {
+    **table("_embedding_bag.default _embedding_bag_forward_only.default", _bag),
+    **table("_embedding_bag_backward.default _embedding_bag_dense_backward.default", _bag_backward),
     **table("embedding.default", _forward),
     **table("embedding_dense_backward.default", _backward),
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from lazygt.graph.label import Label, Sharded, local_shape
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node, Ref
-from lazygt.passes.rules.base import Call, Row, Values
+from lazygt.passes.rules.base import PMAX, Call, Collective, P, Row, S, Values
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
@@ -44,6 +46,61 @@ def zeros_when_empty(call: Call, row: Row) -> Row:
         ]
 
     return replace(row, lower=lower)
+
+
+def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> list[Row]:
+    """The row of an op that only moves elements, for operands that are split where it moves them.
+
+    Each rank does the op with its blocks among zeros; the result is the sum of those (of bools,
+    the maximum).
+
+    Args:
+        dims: the dim that is split, of each tensor argument that is.
+        kept: the dim that the result is reduced into blocks of, inside the row; None: it is left
+            partial, for a result that is smaller than its operand.
+    """
+    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    result = call.result()
+    if all(meta.shape[dim] < 2 for dim in dims.values() for meta in metas):
+        return []
+    if kept is not None and result.shape[kept] < 2:
+        return []
+    partial = PMAX if result.dtype == torch.bool else P
+    labels = {name: S(dim) for name, dim in dims.items()}
+    row = call.row(partial if kept is None else S(kept), **labels)
+    comm = [] if kept is None else [Collective("reduce_scatter", result.nbytes, partial.op)]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        wide = [
+            among_zeros(build, value, given.dim, meta.shape[given.dim])
+            if isinstance(given, Sharded)
+            else value
+            for value, given, meta in zip(operands, row.inputs, metas, strict=True)
+        ]
+        made = build.rerun(node, wide)
+        if kept is None or made[0] is None:
+            return made
+        return (build.reduce_scatter(made[0], kept, partial.op),)
+
+    return [row.by(lower, comm)]
+
+
+def among_zeros(build: Builder, value: Ref, dim: int, size: int) -> Ref:
+    """This rank's block along ``dim``, where it is among zeros for those of the others."""
+    start, stop = build.bounds(size)
+    after = [0, 0] * (len(build.shape(value)) - 1 - dim)
+    made: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
+    return made
+
+
+def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
+    """The part of ``first`` to ``last`` that lies in this rank's block of a dim of ``size``.
+
+    It starts and stops at the same place, in ``first`` to ``last``, where there is none.
+    """
+    start, stop = build.bounds(size)
+    a = min(max(first, start), max(first, last))
+    return a, max(a, min(last, stop))
 
 
 def zeros(build: Builder, meta: TensorMeta, label: Label) -> Ref:

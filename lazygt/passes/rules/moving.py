@@ -1,7 +1,8 @@
 """Cutting and joining: cat, stack, split, slice, select, pad, flip, roll, and their gradients.
 
 Dims that are not cut pass through, as do partial sums. A piece of a split dim may lie on several
-ranks; each places its part of it among zeros.
+ranks; each places its part of it among zeros, and only the piece is reduced. What moves a whole
+tensor along a split dim (cat, flip, roll, pad) is one reduce-scatter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lazygt.passes.rules.base import (
     splittable,
     table,
 )
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.lower import own_part, scattered, zeros_when_empty
 from lazygt.passes.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     # torch lets an empty 1-d tensor stand among tensors of any rank
     split = [d for d in splittable(shape) if d != dim] if set(ranks) == {len(shape)} else []
     found = [call.row(S(d), tensors=S(d)) for d in split]
-    return found + [call.row(label, tensors=label) for label in _partials(call)]
+    if set(ranks) == {len(shape)} and partials(call, bools=True):
+        found += scattered(call, {"tensors": dim}, kept=dim)
+    return found + [call.row(label, tensors=label) for label in partials(call)]
 
 
 def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -48,52 +51,58 @@ def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     found = [call.row(S(d), tensors=S(d - (d > dim))) for d in splittable(shape) if d != dim]
-    return found + [call.row(label, tensors=label) for label in _partials(call)]
+    return found + [call.row(label, tensors=label) for label in partials(call)]
 
 
-def _partials(call: Call) -> list[Label]:
+def partials(call: Call, bools: bool = False) -> list[Label]:
     """What passes through; sums must not be rounded to a narrower dtype, or be of bools."""
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     same = {meta.dtype for meta in metas} == {call.result().dtype}
-    return list(PARTIALS) if same and call.result().dtype != torch.bool else []
+    return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
 
 
 def _cut(gone: bool) -> Rule:
-    """Of an op that cuts along ``dim`` into results; ``gone``: without that dim."""
+    """Of an op that cuts along ``dim`` into results; ``gone``: without that dim.
+
+    Several pieces together are as large as the whole, which is gathered for them.
+    """
 
     def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         call = Call(node, metas, parts)
-        shape = call.shape("self")
-        dim = call.dim("dim", len(shape))
-        found = [
-            call.row(S(d - (gone and d > dim)), self=S(d)) for d in splittable(shape) if d != dim
-        ]
-        return found + [call.row(label, self=label) for label in PARTIALS]
+        dim = call.dim("dim", len(call.shape("self")))
+        found = _uncut(call, dim, gone)
+        return found if len(node.results) > 1 else [*found, *scattered(call, {"self": dim})]
 
     return rows
 
 
+def _uncut(call: Call, dim: int, gone: bool) -> list[Row]:
+    """The rows that split another dim than the one that is cut, or none."""
+    split = [d for d in splittable(call.shape("self")) if d != dim]
+    found = [call.row(S(d - (gone and d > dim)), self=S(d)) for d in split]
+    return found + [call.row(label, self=label) for label in PARTIALS]
+
+
 def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    """Along the cut dim: each rank's part of the slice among zeros, when steps are 1."""
+    """Along the cut dim: each rank's part of the slice among zeros."""
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    found = [*_cut(gone=False)(node, metas, parts)]
+    found = _uncut(call, dim, gone=False)
     first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
     if shape[dim] < 2:
         return found
     if (first, last, step) == (0, shape[dim], 1):
         return [*found, call.row(S(dim), self=S(dim))]
-    if step == 1 and last > first and call.meta("self").dtype != torch.bool:
-        found.append(call.row(P, self=S(dim)).by(_own_part(dim, shape[dim], first, last)))
-    return found
+    if last <= first:
+        return found
+    (row,) = scattered(call, {"self": dim})
+    return [*found, row.by(_own_part(dim, shape[dim], first, last)) if step == 1 else row]
 
 
 def _own_part(dim: int, size: int, first: int, last: int) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        start, stop = build.bounds(size)
-        a, b = min(max(first, start), last), max(min(last, stop), first)
-        b = max(a, b)
+        (a, b), start = own_part(build, size, first, last), build.rank_offset(size)
         mine = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
         after = [0, 0] * (len(build.shape(value)) - 1 - dim)
         padding = (*after, a - first, last - b)
@@ -105,11 +114,9 @@ def _own_part(dim: int, size: int, first: int, last: int) -> Lower:
 def _select(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    found = [*_cut(gone=True)(node, metas, parts)]
-    if shape[dim] > 1 and call.meta("self").dtype != torch.bool:
-        at = call["index"] % shape[dim]
-        found.append(call.row(P, self=S(dim)).by(_owned(dim, shape[dim], at)))
-    return found
+    found = _uncut(call, dim, gone=True)
+    lower = _owned(dim, shape[dim], call["index"] % shape[dim])
+    return found + [row.by(lower) for row in scattered(call, {"self": dim})]
 
 
 def _owned(dim: int, size: int, at: int) -> Lower:
@@ -165,7 +172,11 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
         found = [
             call.row(S(d), self=S(d)) for d in splittable(call.shape("self")) if d not in mixed
         ]
-        return [*found, call.row(P, self=P)] if linear else found
+        if not linear:
+            return found
+        split = [d for d in splittable(call.shape("self")) if d in mixed]
+        found += [row for d in split for row in scattered(call, {"self": d}, kept=d)]
+        return [*found, call.row(P, self=P)]
 
     return rows
 
@@ -198,7 +209,7 @@ def _transform(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
 
 
 def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    """Dims that are there once."""
+    """Dims that are there once pass through."""
     call = Call(node, metas, parts)
     shape, repeats = call.shape("self"), call["repeats"]
     new = len(repeats) - len(shape)
@@ -213,21 +224,8 @@ def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
     split = [d for d in splittable(call.shape("self")) if d not in gone]
     found = [call.row(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
+    found += [row for d in sorted(gone) for row in scattered(call, {"self": d})]
     return found + [call.row(label, self=label) for label in PARTIALS]
-
-
-def _into(gone: bool) -> Rule:
-    """Of select_scatter and slice_scatter: ``src`` in the place of a cut along ``dim``."""
-
-    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-        call = Call(node, metas, parts)
-        shape = call.shape("self")
-        dim = call.dim("dim", len(shape))
-        split = [d for d in splittable(shape) if d != dim]
-        found = [call.row(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
-        return found + [call.row(label, self=label, src=label) for label in _partials(call)]
-
-    return rows
 
 
 def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -263,8 +261,6 @@ RULES: dict[str, Rule] = {
     **table("select.int select_copy.int", _select),
     **table("select_backward.default", _placed(gone=True)),
     **table("slice_backward.default", _placed(gone=False)),
-    **table("select_scatter.default", _into(gone=True)),
-    **table("slice_scatter.default", _into(gone=False)),
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
     **table("_fft_c2c.default _fft_r2c.default _fft_c2r.default", _transform),

@@ -1,4 +1,5 @@
-"""Pooling and upsampling: samples and channels pass through; space stays whole."""
+"""Pooling, upsampling, sampling on a grid, patches: samples and channels pass through; space stays
+whole."""
 
 from __future__ import annotations
 
@@ -39,7 +40,32 @@ def _spatial(op: str) -> int:
     return next(count for text, count in _WINDOWS.items() if text in op)
 
 
+def _sampled(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """A grid for each sample, the same for all its channels."""
+    call = Call(node, metas, parts)
+    samples, channels = call.shape("input")[:2]
+    found = [call.row(P, input=P)]
+    if samples > 1:
+        found.append(zeros_when_empty(call, call.row(S(0), input=S(0), grid=S(0))))
+    if channels > 1:
+        found.append(zeros_when_empty(call, call.row(S(1), input=S(1))))
+    return found
+
+
+def _unfolded(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Patches as columns, and back: split by samples, where there are several."""
+    call = Call(node, metas, parts)
+    found = [call.row(P, self=P)]
+    batched = len(call.shape("self")) == (3 if "col2im" in node.op else 4)
+    if batched and call.shape("self")[0] > 1:
+        found.append(zeros_when_empty(call, call.row(S(0), self=S(0))))
+    return found
+
+
 RULES: dict[str, Rule] = {
+    **table("grid_sampler_2d.default grid_sampler_3d.default", _sampled),
+    **table("im2col.default col2im.default", _unfolded),
+    **table("upsample_nearest2d.vec upsample_bilinear2d.vec", _rule("input")),
     **table(
         "max_pool2d_with_indices.default max_pool3d_with_indices.default "
         "adaptive_max_pool2d.default adaptive_max_pool3d.default",

@@ -1,4 +1,6 @@
-"""sort, topk, cumulative sums: other dims pass through; along the dim itself ranks meet."""
+"""sort, topk, cumulative sums: other dims pass through; along the dim itself ranks meet for topk
+and cumsum. What is sorted, or a middle one (sort, kthvalue, median, mode), is gathered for it.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Each meets inside the row, with collectives of the reduced size, and its result 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,17 +59,17 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     comm = [Collective("all_gather", nbytes * parts)]
     for dim in splittable(call.shape("self")):
         if dim in dims:
-            lower = _norm_of_norms(call.shape("self")[dim])
+            lower = _norm_of_norms(call.shape("self")[dim], dims)
             found.append(call.row(R, self=S(dim)).by(lower, comm))
     return found
 
 
-def _norm_of_norms(size: int) -> Lower:
+def _norm_of_norms(size: int, dims: Collection[int]) -> Lower:
     """The norm of the norms of all blocks that have elements; of order 0 they are counts."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         order = build.bind(node, operands)["ord"]
-        mine = _norm_of_block(build, node, operands)
+        mine = _norm_of_block(build, node, operands, dims)
         norms = build.all_gather(build.op("aten.unsqueeze.default", mine, 0), 0, build.parts)
         filled = sum(block_size(size, build.parts, rank) > 0 for rank in range(build.parts))
         norms = build.op("aten.slice.Tensor", norms, 0, 0, filled)
@@ -81,19 +81,22 @@ def _norm_of_norms(size: int) -> Lower:
     return lower
 
 
-def _norm_of_block(build: Builder, node: Node, operands: Sequence[Ref]) -> Ref:
+def _norm_of_block(
+    build: Builder, node: Node, operands: Sequence[Ref], dims: Collection[int]
+) -> Ref:
     """Of an empty block, which no order need be defined for, anything: it is cut off."""
     if not build.meta(operands[0]).numel:
         operands = [build.op("aten.constant_pad_nd.default", operands[0],
-                             _one_more(build.shape(operands[0])), 0)]  # fmt: skip
+                             _one_more(build.shape(operands[0]), dims), 0)]  # fmt: skip
     (made,) = build.rerun(node, operands)
     assert made is not None
     return made
 
 
-def _one_more(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Padding, last dim first, that gives every dim without elements one."""
-    return tuple(pad for size in reversed(shape) for pad in (0, int(size == 0)))
+def _one_more(shape: tuple[int, ...], dims: Collection[int]) -> tuple[int, ...]:
+    """Padding, last dim first, that gives those of ``dims`` without elements one."""
+    more = [int(size == 0 and dim in dims) for dim, size in enumerate(shape)]
+    return tuple(pad for one in reversed(more) for pad in (0, one))
 
 
 def _norm_lower(order: float) -> Lower:

@@ -1,21 +1,36 @@
-"""``lazygt.write_back``: a block of the written view goes back into the same block of its base.
+"""Writes into a part: ``lazygt.write_back`` of a view, ``select_scatter``, ``slice_scatter``.
 
-A dim passes when every view of the chain keeps it and names none of its sizes.
+A dim passes when every view of the chain keeps it and names none of its sizes. Along a dim that
+is cut, each rank writes what lies in its block of a value that all have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lazygt.graph.alias import WRITE_BACK, ViewStepKey
-from lazygt.graph.label import Label
+from lazygt.graph.alias import WRITE_BACK, ViewStepKey, view_step
+from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.passes.rules import moving, views
-from lazygt.passes.rules.base import Lower, Metas, P, R, Row, Rule, S, Values, splittable
+from lazygt.passes.rules.base import (
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
+from lazygt.passes.rules.lower import own_part
+from lazygt.passes.rules.moving import partials
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
@@ -33,6 +48,8 @@ def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         label = _through(steps, S(dim), parts)
         if label is not None:
             found.append(Row((S(dim), label), (S(dim),), _written))
+        elif (cut := _cut(steps, dim, parts)) is not None:
+            found.append(Row((S(dim), R), (S(dim),), _part_written(chain, cut)))
     return found
 
 
@@ -64,9 +81,81 @@ def _through(
     return label
 
 
+class _Cut(NamedTuple):
+    """Where a chain of views cuts a split dim: its step number ``at`` keeps some of ``dim``."""
+
+    at: int
+    dim: int
+    size: int
+    first: int
+    last: int
+    gone: bool
+
+
+def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
+    """A select of the split dim, or, at the end of the chain, a slice of it."""
+    label: Label | None = S(dim)
+    for at, step in enumerate(steps):
+        assert isinstance(label, Sharded)
+        passed = _through([step], label, parts)
+        if passed is None:
+            return _cut_by(step, at, label.dim, last=at + 1 == len(steps))
+        label = passed
+    return None
+
+
+def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -> _Cut | None:
+    node, meta, _ = step
+    call, size = Call(node, (meta,), 1), meta.shape[dim]
+    if node.op not in ("aten.select.int", "aten.slice.Tensor"):
+        return None
+    if call.dim("dim", len(meta.shape)) != dim:
+        return None
+    if node.op == "aten.select.int":
+        index = call["index"] % size
+        return _Cut(at, dim, size, index, index + 1, gone=True)
+    start, stop, stride = slice(call["start"], call["end"], call["step"]).indices(size)
+    return _Cut(at, dim, size, start, stop, gone=False) if last and stride == 1 else None
+
+
+def _part_written(chain: Sequence[ViewStepKey], cut: _Cut) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        a, b = own_part(build, cut.size, cut.first, cut.last)
+        start = build.rank_offset(cut.size)
+        if cut.gone and a < b:
+            step = view_step("aten.select.int", 0, (None, cut.dim, a - start), (), 0)
+            return _write(build, base, value, (*chain[: cut.at], step, *chain[cut.at + 1 :]))
+        if cut.gone:  # nothing is written, into the memory of the base
+            value = build.full((*_selected_shape(build, base, chain[: cut.at], cut.dim),), 0, base)
+        else:
+            value = build.op("aten.slice.Tensor", value, cut.dim, a - cut.first, b - cut.first)
+        ends = (0, 0) if a == b else (a - start, b - start)
+        step = view_step("aten.slice.Tensor", 0, (None, cut.dim, *ends), (), 0)
+        return _write(build, base, value, (*chain[: cut.at], step))
+
+    return lower
+
+
+def _selected_shape(
+    build: Builder, base: Ref, chain: Sequence[ViewStepKey], dim: int
+) -> tuple[int, ...]:
+    """The shape of no element along ``dim`` of the view of a local base."""
+    shape = build.shape(base)
+    for node, _, which in _steps(build.meta(base), chain):
+        made = node.results[which]
+        assert made is not None
+        shape = made.shape
+    return (*shape[:dim], 0, *shape[dim + 1 :])
+
+
+def _write(build: Builder, base: Ref, value: Ref, chain: Sequence[ViewStepKey]) -> Values:
+    return build.add(Node(WRITE_BACK, (base, value, tuple(chain)), (), (build.meta(base),)))
+
+
 def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     base, value = operands
-    return build.add(Node(WRITE_BACK, (base, value, node.args[2]), (), (build.meta(base),)))
+    return _write(build, base, value, node.args[2])
 
 
 def _laid_out(meta: TensorMeta) -> Lower:
@@ -81,4 +170,42 @@ def _laid_out(meta: TensorMeta) -> Lower:
     return lower
 
 
-RULES: dict[str, Rule] = {WRITE_BACK: _rows}
+def _into(gone: bool) -> Rule:
+    """Of select_scatter and slice_scatter: ``src`` in the place of a cut along ``dim``."""
+
+    def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+        call = Call(node, metas, parts)
+        shape = call.shape("self")
+        dim = call.dim("dim", len(shape))
+        split = [d for d in splittable(shape) if d != dim]
+        found = [call.row(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
+        if shape[dim] > 1 and call.args.get("step", 1) == 1:
+            found.append(call.row(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
+        return found + [call.row(label, self=label, src=label) for label in partials(call)]
+
+    return rows
+
+
+def _part_put(call: Call, dim: int, gone: bool) -> Lower:
+    size = call.shape("self")[dim]
+    index = call["index"] % size if gone else 0
+    ends = (index, index + 1) if gone else slice(call["start"], call["end"]).indices(size)[:2]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        value, source = operands
+        (a, b), start = own_part(build, size, *ends), build.rank_offset(size)
+        if a == b:
+            return (build.op("aten.clone.default", value),)
+        if gone:
+            return build.rerun(node, operands, index=a - start)
+        source = build.op("aten.slice.Tensor", source, dim, a - ends[0], b - ends[0])
+        return build.rerun(node, [value, source], start=a - start, end=b - start)
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    WRITE_BACK: _rows,
+    **table("select_scatter.default", _into(gone=True)),
+    **table("slice_scatter.default", _into(gone=False)),
+}

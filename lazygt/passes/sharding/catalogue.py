@@ -16,6 +16,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.passes.base import renumbered
 from lazygt.passes.rules.base import Metas, Row
 from lazygt.passes.sharding.cost import Machine, row_seconds, ticks, work_share
+from lazygt.passes.sharding.places import MARKS, PLACE
 
 #: The rows of a node, with or without the one that is R everywhere.
 RowsOf = Callable[[Node], Sequence[Row]]
@@ -26,7 +27,7 @@ class Entry:
     """The rows that one kind of node may be run as.
 
     Attributes:
-        rows: all R first, then in the order of the rule.
+        rows: all R first, then in the order of the rule; of a placement those that keep it.
         costs: the time of each, in ticks.
         shares: the part of the node's arithmetic that a rank does, of each.
         heavy: whether the node is a matmul, a convolution or an attention.
@@ -128,8 +129,11 @@ def _entry(
     machine: Machine,
 ) -> Entry:
     operands = [metas[value] for value in node.refs()]
-    every = (replicated(node), *filter(_is_cut, rows))
-    seconds = [row_seconds(machine, cost, row, operands, node.results, parts) for row in every]
+    every = tuple(rows) if node.op == PLACE else (replicated(node), *filter(_is_cut, rows))
+    seconds = [
+        0.0 if node.op in MARKS else row_seconds(machine, cost, row, operands, node.results, parts)
+        for row in every
+    ]
     shares = [work_share(row, operands, node.results, parts) for row in every]
     return Entry(every, np.array(list(map(ticks, seconds))), tuple(shares), _is_heavy(node))
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lazygt.graph.communication import ring_bytes
 from lazygt.graph.cost import Cost
 from lazygt.graph.label import Label, Partial, Replicated, Sharded, block_size
 from lazygt.graph.meta import TensorMeta
 from lazygt.passes.rules.base import Metas, Row
 
-#: Bytes a rank sends in a ring of N, per byte of payload and (N - 1) / N.
-_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 #: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
 _FREE_PARTIAL = ("sum", "max", "min")
 _TICKS = 1e12
@@ -64,11 +63,6 @@ GPU = Machine(
     link_latency=1.5e-5,
     launch=4e-6,
 )
-
-
-def ring_bytes(kind: str, nbytes: int, parts: int) -> float:
-    """Bytes that each of ``parts`` ranks sends in a ring for a collective of this payload."""
-    return _RING[kind] * nbytes * (parts - 1) / parts
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> float:

@@ -37,10 +37,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The local program of one rank of an axis, and the label of each of its outputs."""
+    """The local program of one rank of an axis, and the label of each of its outputs.
+
+    Attributes:
+        values: for each value of the whole program, where the local one has it with each label
+            that it comes with or is given, the first as it was made.
+    """
 
     graph: Graph
     outputs: tuple[Label, ...]
+    values: tuple[Mapping[Label, int], ...] = ()
 
 
 def localise(
@@ -93,7 +99,10 @@ class _Walk:
         self._from(max(len(self.graph.nodes) - 1, 0))
         whole = self.build.graph(outputs)
         lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
-        return Local(lined, labels)
+        return Local(lined, labels, self._numbers())
+
+    def _numbers(self) -> tuple[Mapping[Label, int], ...]:
+        return tuple([{label: at.index for label, at in have.items()} for have in self.have])
 
     def _node(self, node: Node, row: Row, operands: Sequence[Ref]) -> Sequence[Ref | None]:
         if row.lower is None and (node.op.startswith("lazygt.") or node.dynamic):

@@ -1,27 +1,52 @@
-"""The user's annotations as nodes of the graph: ``lazygt.place``.
+"""The user's annotations as nodes of the graph: each is its first operand, and says where it is.
 
 Sessions know them whether they shard or not, so nothing of the sharding itself is loaded here.
 """
 
 from __future__ import annotations
 
-from lazygt.graph.mesh import Placement
+from collections.abc import Collection
+
+from lazygt.graph.label import Anyhow, Held, Label, Replicated, Sharded
+from lazygt.graph.mesh import Stored, Unit
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.passes.base import placed, rebuild
 
-#: ``place(value, labels, pinned)``: the value; ``labels`` has one label an axis, as text.
+#: ``place(value, labels, pinned[, unit])``: the value; ``labels`` has one label an axis, as text.
 PLACE = "lazygt.place"
+#: ``enter_stage(value, stage, axis)``: the value, on a stage of a pipeline along an axis.
+ENTER = "lazygt.enter_stage"
+#: ``leave_stage(gradient, value, axis)``: the gradient, back on the stage that the value is on.
+LEAVE = "lazygt.leave_stage"
+MARKS = frozenset({PLACE, ENTER, LEAVE})
 
 
-def without_places(graph: Graph) -> Graph:
-    """The graph without its annotations."""
+def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
+    """The graph without its annotations of these kinds."""
     rows = placed(graph)
-    same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op == PLACE}
-    kept = [row for row in rows if row.node.op != PLACE]
+    same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
+    kept = [row for row in rows if row.node.op not in marks]
     return rebuild(graph, kept, same) if same else graph
 
 
-def place_node(value: int, meta: TensorMeta, placement: Placement, pinned: bool) -> Node:
+def place_node(value: int, meta: TensorMeta, stored: Stored) -> Node:
     """The annotation of a value of this number."""
-    return Node(PLACE, (Ref(value), tuple(map(str, placement)), pinned), (), (meta,))
+    unit = () if stored.unit is None else (tuple(stored.unit),)
+    args = (Ref(value), tuple(map(str, stored.labels)), stored.pinned, *unit)
+    return Node(PLACE, args, (), (meta,))
+
+
+def stored_by(node: Node) -> Stored:
+    """What a ``lazygt.place`` says."""
+    labels, pinned, *unit = node.args[1:]
+    return Stored(tuple(map(_label, labels)), pinned, Unit(*unit[0]) if unit else None)
+
+
+def _label(text: str) -> Label:
+    """The label that ``R``, ``S(1)``, ``H(0)`` or ``?`` names."""
+    if text == "?":
+        return Anyhow()
+    if text[0] == "H":
+        return Held(int(text[2:-1]))
+    return Replicated() if text == "R" else Sharded(int(text[2:-1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from lazygt.graph.label import Label, Replicated
@@ -48,7 +50,7 @@ class Prices:
         found = self._lines.get(key)
         if found is None:
             found = self._each(have, want, nbytes)
-            if len(want) > 1:  # the same op takes several
+            if len(want) > 1 or math.isinf(found):  # the same op takes several, or none leads there
                 for way in (Replicated(), *want):
                     first = self._each(have, (way,), nbytes)
                     found = min(found, first + self._each((*have, way), want, nbytes))

@@ -16,10 +16,11 @@ import numpy as np
 from lazygt.graph.label import Label, Partial, Replicated, Sharded
 from lazygt.graph.node import Graph
 from lazygt.passes.rules.base import Metas, Row
+from lazygt.passes.sharding.annotations import Annotation, follow
 from lazygt.passes.sharding.catalogue import Entry, RowsOf, catalogue
 from lazygt.passes.sharding.cost import Machine, reshard_kind
 from lazygt.passes.sharding.prices import Labels, Options, Prices
-from lazygt.passes.sharding.reach import Annotation, open_entries
+from lazygt.passes.sharding.reach import open_entries
 from lazygt.passes.solver import Problem, Solution
 from lazygt.passes.tables import Factor, Table
 
@@ -62,6 +63,7 @@ def build_problem(
     annotations: Mapping[int, Annotation] | None = None,
     outputs: Sequence[Collection[Label] | None] = (),
     explore: bool = False,
+    whole: Collection[int] = (),
 ) -> Question:
     """The placements of a graph's values on an axis of ``parts`` ranks, to be solved.
 
@@ -71,6 +73,7 @@ def build_problem(
         outputs: for each output the labels that it may have; None, and for all when there is
             nothing: any.
         explore: shard also what no annotation leads to.
+        whole: nodes, by number, that every rank may do all of in any case, but for pins.
 
     Raises:
         ValueError: an annotation for a value that is not there, or labels for another number of
@@ -80,7 +83,8 @@ def build_problem(
     metas = graph.values
     _check(graph, len(metas), annotations, outputs)
     entries, numbers = catalogue(graph, metas, rows_of, parts, machine)
-    opened = open_entries(graph, entries, numbers, annotations, explore)
+    annotations = follow(graph, metas, entries, numbers, annotations)
+    opened = open_entries(graph, metas, entries, numbers, annotations, explore, whole)
     build = _Build(graph, metas, opened, Prices(machine, parts))
     allowed = _allowed(graph, outputs)
     for value, users in enumerate(_users(graph, len(metas))):

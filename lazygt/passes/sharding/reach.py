@@ -14,64 +14,60 @@ What is reached is a bit mask a value, with one bit for each P(op) and each S(di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
-from typing import Literal
 
-from lazygt.graph.label import REDUCE_OPS, Label, Partial, Sharded
+from lazygt.graph.label import REDUCE_OPS, Label, Partial, Replicated, Sharded
 from lazygt.graph.node import Graph, Node
-from lazygt.passes.rules.base import Row
+from lazygt.passes.rules.base import Metas, Row
+from lazygt.passes.sharding.annotations import Annotation, moves_elements, takes_whole
 from lazygt.passes.sharding.catalogue import Entry
+from lazygt.passes.sharding.places import PLACE
 
 Masks = tuple[int, ...]
 Pins = tuple[Label | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Annotation:
-    """The label of a value.
-
-    Attributes:
-        kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**:
-            the same, but it is used whole by all ops except those that write it (FSDP); **free**:
-            it is not stored yet, the label is preferred where others cost the same. **pinned**:
-            it is stored, or made, and used so and not otherwise. For a value that an op makes,
-            the kinds besides pinned are wishes: they open rows.
-    """
-
-    label: Label
-    kind: Literal["given", "stored", "free", "pinned"] = "given"
-
-
 def open_entries(
     graph: Graph,
+    metas: Metas,
     entries: Sequence[Entry],
     numbers: Sequence[int],
     annotations: Mapping[int, Annotation],
     explore: bool,
+    whole: Collection[int] = (),
 ) -> list[Entry]:
     """The entry of each node with the rows that may be chosen for it.
 
     A row that breaks a pin is left out where another keeps it. So is one that has every rank do
     all of an op, where a row that was reached divides it: always of a matmul; of other ops unless
     the solver may ``explore``, or dividing them takes a collective in their middle.
+
+    Args:
+        whole: nodes, by number, that every rank may do all of in any case, but for pins.
     """
-    reach = _Reach(graph, entries, numbers, annotations, explore)
+    reach = _Reach(graph, metas, entries, numbers, annotations, explore)
     reach.spread()
-    found: dict[tuple[int, Masks, Pins], Entry] = {}
+    found: dict[tuple[int, Masks, Masks, Pins], Entry] = {}
     made = []
-    for node, number in zip(graph.nodes, numbers, strict=True):
-        key = number, reach.masks(node), reach.pins(node)
+    for at, (node, number) in enumerate(zip(graph.nodes, numbers, strict=True)):
+        key = number, reach.masks(node), reach.wishes(node), reach.pins(node)
         entry = found.get(key)
         if entry is None:
             entry = found[key] = _opened(entries[number], *key[1:], explore)
-        made.append(entry)
+        is_free = at in whole and _keeps(entries[number].rows[0], reach.pins(node))
+        made.append(_with_whole(entry, entries[number]) if is_free else entry)
     return made
 
 
-def _opened(entry: Entry, masks: Masks, pins: Pins, explore: bool) -> Entry:
+def _with_whole(opened: Entry, entry: Entry) -> Entry:
+    """The opened rows, and the one that is R everywhere."""
+    rows = set(map(id, opened.rows))
+    return entry.keep(lambda number, row: number == 0 or id(row) in rows)
+
+
+def _opened(entry: Entry, masks: Masks, wishes: Masks, pins: Pins, explore: bool) -> Entry:
     kept = entry.keep(lambda _, row: _keeps(row, pins) and is_possible(row, masks))
     # a factory shares no work that anybody brought: whole is as good as in blocks
     divides = bool(masks) and any(
@@ -79,7 +75,8 @@ def _opened(entry: Entry, masks: Masks, pins: Pins, explore: bool) -> Entry:
         for row, share in zip(kept.rows, kept.shares, strict=True)
     )
     if not explore:
-        kept = kept.keep(lambda _, row: is_asked(row, masks))
+        asked = tuple(map(or_, masks, wishes)) if wishes else masks
+        kept = kept.keep(lambda _, row: is_asked(row, asked))
     if divides and (entry.heavy or not explore):
         shares = kept.shares
         kept = kept.keep(lambda number, _: shares[number] < 1)
@@ -101,7 +98,11 @@ def is_asked(row: Row, masks: Masks) -> bool:
 
 
 def _keeps(row: Row, pins: Pins) -> bool:
-    return all(pin in (None, label) for pin, label in zip(pins, row.inputs, strict=False))
+    """Whether a row takes what is pinned as it is; what is whole may count as a partial sum."""
+    return all(
+        pin in (None, label) or (pin == Replicated() and isinstance(label, Partial))
+        for pin, label in zip(pins, row.inputs, strict=False)
+    )
 
 
 def _partial(label: Label) -> int:
@@ -117,25 +118,34 @@ def _union(rows: Sequence[Sequence[Label]], places: int, bit: Callable[[Label], 
     return [reduce(or_, [bit(labels[place]) for labels in rows], 0) for place in range(places)]
 
 
+def _looks_through(node: Node) -> bool:
+    """Whether blocks of a node's result are as good as made when its operand is in blocks."""
+    return node.op == PLACE or moves_elements(node)
+
+
 class _Reach:
     """What reaches each value."""
 
     def __init__(
         self,
         graph: Graph,
+        metas: Metas,
         entries: Sequence[Entry],
         numbers: Sequence[int],
         annotations: Mapping[int, Annotation],
         explore: bool,
     ) -> None:
         self._explore = explore
+        self._metas = metas
         self._graph, self._entries, self._numbers = graph, entries, numbers
         self._pinned = {v: a.label for v, a in annotations.items() if a.kind == "pinned"}
-        self._stored = {v for v, a in annotations.items() if a.kind == "stored"}
-        self._reached = [0] * (len(graph.inputs) + sum(len(node.results) for node in graph.nodes))
+        self._stored = {v: a.label for v, a in annotations.items() if a.kind == "stored"}
+        self._reached = [0] * len(metas)
         for value, annotation in annotations.items():
             self._reached[value] = _partial(annotation.label) | _block(annotation.label)
         self._spreads: dict[tuple[int, Masks], Masks] = {}
+        #: operand of a view -> the blocks that those who take the view would like to find there
+        self._wishes: dict[int, int] = {}
 
     def spread(self) -> None:
         """Follow the rows of all nodes until nothing more is reached."""
@@ -150,6 +160,21 @@ class _Reach:
                     seen[at] = masks
                     passed = self._passed(self._numbers[at], masks)
                     more |= self._merge((*node.refs(), *results), passed)
+
+        self._look_back()
+
+    def _look_back(self) -> None:
+        """Follow views and placements from their results to their operands."""
+        places = zip(self._graph.numbered(), self._numbers, strict=True)
+        for (node, results), number in reversed(list(places)):
+            if len(results) != 1 or not _looks_through(node):
+                continue
+            (value,), (result,) = node.refs(), results
+            wish = self._reached[result] | self._wishes.get(result, 0)
+            blocks = [row for row in self._entries[number].rows if _block(row.outputs[0]) & wish]
+            (found,) = _union([row.inputs for row in blocks], 1, _block)
+            if found and value not in self._stored:
+                self._wishes[value] = self._wishes.get(value, 0) | found
 
     def _merge(self, values: Sequence[int], masks: Masks) -> bool:
         """Whether a mask reaches a value that it did not reach before."""
@@ -176,18 +201,29 @@ class _Reach:
         return found
 
     def masks(self, node: Node) -> Masks:
-        """What reached each operand; a stored value reaches only those that write it."""
+        """What reached each operand; what is gathered for the node reaches it with nothing."""
         refs, reached = node.refs(), self._reached
-        if self._stored.isdisjoint(refs):
+        if self._stored.keys().isdisjoint(refs):
             return tuple([reached[value] for value in refs])
+        return tuple([0 if self._is_gathered(node, value) else reached[value] for value in refs])
+
+    def wishes(self, node: Node) -> Masks:
+        """The blocks of its operand that a view's result is wanted for; nothing where none is."""
+        refs = node.refs()
+        if len(refs) != 1 or refs[0] not in self._wishes or not _looks_through(node):
+            return ()
+        return (self._wishes[refs[0]],)
+
+    def pins(self, node: Node) -> Pins:
+        """The label that each operand must have; nothing where none must."""
+        refs, pinned, stored = node.refs(), self._pinned, self._stored
+        if pinned.keys().isdisjoint(refs) and stored.keys().isdisjoint(refs):
+            return ()
         return tuple([
-            0 if value in self._stored and value not in node.writes else reached[value]
+            Replicated() if self._is_gathered(node, value)
+            else pinned.get(value) or stored.get(value)
             for value in refs
         ])  # fmt: skip
 
-    def pins(self, node: Node) -> Pins:
-        """The label that each operand is pinned to; nothing where none is."""
-        refs, pinned = node.refs(), self._pinned
-        if not pinned or pinned.keys().isdisjoint(refs):
-            return ()
-        return tuple([pinned.get(value) for value in refs])
+    def _is_gathered(self, node: Node, value: int) -> bool:
+        return value in self._stored and takes_whole(node, value, self._metas)

@@ -7,22 +7,24 @@ the renumbering of values from axis to axis; the last step drops them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import MEETINGS, Label, Replicated, Sharded
+from lazygt.graph.label import MEETINGS, Anyhow, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes import rules
 from lazygt.passes.build import Builder
-from lazygt.passes.rules.base import Metas, Row, Values, splittable
+from lazygt.passes.rules.base import Row, Values, splittable
+from lazygt.passes.rules.views import PARTIALS
+from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.localise import Choice, Local, localise
-from lazygt.passes.sharding.places import PLACE, without_places
-from lazygt.passes.sharding.problem import build_problem
-from lazygt.passes.sharding.reach import Annotation
-from lazygt.passes.solver import solve
+from lazygt.passes.sharding.places import ENTER, PLACE, stored_by, without_places
+from lazygt.passes.sharding.problem import Question, build_problem
+from lazygt.passes.solver import Solution, solve
+from lazygt.passes.unmerge import Unmerge
 
 R = Replicated()
 
@@ -35,24 +37,37 @@ class Sharding:
     outputs: tuple[Stored, ...]
 
 
-def shard(graph: Graph, mesh: Mesh, inputs: Sequence[Stored], machine: Machine = CPU) -> Sharding:
+def shard(
+    graph: Graph,
+    mesh: Mesh,
+    inputs: Sequence[Stored],
+    machine: Machine = CPU,
+    decided: list[AxisStep] | None = None,
+) -> Sharding:
     """The local programs of a graph whose inputs lie on the mesh as ``inputs`` says.
 
-    An input that is written keeps its placement; so does a value that was placed.
+    An input that is written keeps its placement; so does a value that was placed. Horizontal ops
+    are taken apart first, so that each of their tensors may lie in its own way.
+
+    Args:
+        decided: gets how each axis was decided, outermost first.
     """
-    kept = _kept(graph, mesh, inputs)
+    graph = Unmerge().run(graph)
+    kept = kept_values(graph, mesh, inputs)
     homes = [kept.get(value) for value in graph.outputs]
     graphs = [graph]
     labels: list[Placement] = [() for _ in graph.outputs]
     for at in range(len(mesh.names)):
-        wanted = [None if home is None else home.labels[at] for home in homes]
+        wanted = [_wanted(home, at) for home in homes]
         axis = _Axis(mesh, at, inputs, machine)
-        made = _agreed(axis, graphs, wanted)
+        made = _agreed(axis, graphs, wanted, decided)
         graphs = [local.graph for ranks in made for local in ranks]
         chosen = made[0][0].outputs
         labels = [(*had, label) for had, label in zip(labels, chosen, strict=True)]
-    pinned = [home is not None and home.pinned for home in homes]
-    outputs = tuple([Stored(*each) for each in zip(labels, pinned, strict=True)])
+    outputs = tuple([
+        Stored(had) if home is None else home._replace(labels=had)
+        for had, home in zip(labels, homes, strict=True)
+    ])  # fmt: skip
     return Sharding(tuple(map(without_places, graphs)), outputs)
 
 
@@ -62,7 +77,10 @@ def same(a: Graph, b: Graph) -> bool:
 
 
 def _agreed(
-    axis: _Axis, graphs: Sequence[Graph], wanted: Sequence[Label | None]
+    axis: _Axis,
+    graphs: Sequence[Graph],
+    wanted: Sequence[Label | None],
+    decided: list[AxisStep] | None = None,
 ) -> list[list[Local]]:
     """The programs of each graph's ranks along an axis.
 
@@ -70,13 +88,16 @@ def _agreed(
     there. Their blocks may differ in size, so they may not; then they exchange whole values.
     """
     choices = _choices(axis, graphs, wanted)
-    if len({_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}) > 1:
+    exchanged = {_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}
+    if len(exchanged) > 1:
         choices = _choices(axis, graphs, wanted, exchange_whole=True)
     chosen = axis.labels(graphs[0], choices[0], wanted)
     made: list[list[Local]] = []
     for one, choice in zip(graphs, choices, strict=True):
         known = made[0] if made and same(one, graphs[0]) else None
         made.append(known or axis.localised(one, choice, chosen))
+    if decided is not None:
+        decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, made[0][0]))
     return made
 
 
@@ -116,11 +137,23 @@ class _Axis:
         return self.mesh.sizes[self.at]
 
     def choice(self, graph: Graph, wanted: Sequence[Label | None], exchange_whole: bool) -> Choice:
-        """The rows and labels that take the least time.
+        """The rows and labels that take the least time."""
+        question = self.question(graph, wanted, exchange_whole)
+        return self.chosen(question, solve(question.problem))
+
+    def question(
+        self,
+        graph: Graph,
+        wanted: Sequence[Label | None],
+        exchange_whole: bool,
+        whole: Collection[int] = (),
+    ) -> Question:
+        """What there is to choose.
 
         Args:
             wanted: for each output the label that it must have; None: whole or in blocks.
             exchange_whole: collectives of earlier axes are done with whole values.
+            whole: nodes that every rank may do all of in any case, but for pins.
         """
         allowed = [
             _whole_or_sharded(graph, value) if label is None else [label]
@@ -131,12 +164,18 @@ class _Axis:
         def rows(node: Node) -> Sequence[Row]:
             if exchange_whole and node.op in MEETINGS:
                 return []
-            return _rows_of(node, metas, self.parts)
+            if node.op == PLACE:
+                return _place_rows(node, self.at)
+            return rules.rows_of(node, metas, self.parts)
 
-        kept = _kept(graph, self.mesh, self.inputs)
-        annotations = _annotations(graph, kept, self.at)
-        question = build_problem(graph, rows, self.parts, self.machine, annotations, allowed)
-        solution = solve(question.problem)
+        kept = kept_values(graph, self.mesh, self.inputs)
+        annotations = _annotations(graph, kept, self.mesh, self.at)
+        return build_problem(
+            graph, rows, self.parts, self.machine, annotations, allowed, whole=whole
+        )
+
+    def chosen(self, question: Question, solution: Solution) -> Choice:
+        """The rows and labels of a solution."""
         given = [each.labels[self.at] for each in self.inputs]
         return Choice(question.rows(solution), question.labels(solution), given)
 
@@ -144,45 +183,92 @@ class _Axis:
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
     ) -> tuple[Label, ...]:
         """The labels that the outputs get."""
-        return self._local(graph, choice, wanted, 0).outputs
+        return self.local(graph, choice, wanted, 0).outputs
 
     def localised(
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
     ) -> list[Local]:
         """The program of each rank."""
-        return [self._local(graph, choice, wanted, index) for index in range(self.parts)]
+        return [self.local(graph, choice, wanted, index) for index in range(self.parts)]
 
-    def _local(
+    def local(
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None], index: int
     ) -> Local:
+        """The program of one rank."""
         homes = zip(graph.outputs, wanted, strict=True)
         known = {value: label for value, label in homes if label is not None}
         return localise(graph, choice, self.mesh.names[self.at], self.parts, index, known)
 
 
-def _annotations(graph: Graph, kept: Mapping[int, Stored], at: int) -> dict[int, Annotation]:
+@dataclass(frozen=True, slots=True)
+class AxisStep:
+    """How one axis was decided, as rank 0 has it.
+
+    Attributes:
+        graph, local: before and after.
+        wanted: for each output the label that it must have; None: whole or in blocks.
+        exchange_whole: collectives of earlier axes are done with whole values.
+    """
+
+    axis: _Axis
+    graph: Graph
+    wanted: tuple[Label | None, ...]
+    exchange_whole: bool
+    local: Local
+
+    @property
+    def name(self) -> str:
+        """The axis."""
+        return self.axis.mesh.names[self.axis.at]
+
+    def question(self, whole: Collection[int] = ()) -> Question:
+        """What there was to choose, and besides it to do all of some nodes on every rank."""
+        return self.axis.question(self.graph, self.wanted, self.exchange_whole, whole)
+
+    def other(self, question: Question, solution: Solution) -> Local:
+        """The program after another choice."""
+        choice = self.axis.chosen(question, solution)
+        return self.axis.local(self.graph, choice, self.wanted, 0)
+
+
+def _wanted(home: Stored | None, at: int) -> Label | None:
+    """The label that an output must have on an axis; None: any."""
+    label = None if home is None else home.labels[at]
+    return None if isinstance(label, Anyhow) else label
+
+
+def _annotations(
+    graph: Graph, kept: Mapping[int, Stored], mesh: Mesh, at: int
+) -> dict[int, Annotation]:
     """What the user has said of a graph's values, for one axis."""
     found = {}
     for value, each in kept.items():
         label = each.labels[at]
-        if each.pinned:
+        if isinstance(label, Anyhow):
+            continue
+        if each.unit is not None and each.unit.axis == mesh.names[at] and label != R:
+            found[value] = Annotation(label, "stored")
+        elif each.pinned:
             found[value] = Annotation(label, "pinned")
         elif value < len(graph.inputs) and label != R:
             found[value] = Annotation(label)
     for node, results in graph.numbered():
-        if node.op == PLACE and not node.args[2]:
-            found[results[0]] = Annotation(label_from(node.args[1][at]), "free")
+        label = kept[results[0]].labels[at] if node.op == PLACE else Anyhow()
+        if not isinstance(label, Anyhow):
+            found.setdefault(results[0], Annotation(label, "free"))
     return found
 
 
-def _kept(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Stored]:
+def kept_values(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Stored]:
     """The values with a place of their own: inputs, those that were placed, what is made of
     nothing (a weight before its first values), and new versions of all these."""
     found = dict(enumerate(inputs))
     whole = Stored((R,) * len(mesh.names))
     for node, results in graph.numbered():
         if node.op == PLACE:
-            found[results[0]] = Stored(tuple(map(label_from, node.args[1])), node.args[2])
+            found[results[0]] = stored_by(node)
+        elif node.op == ENTER and node.args[0].index in found:
+            found[results[0]] = found[node.args[0].index]
         elif not node.refs():
             found.update(dict.fromkeys(results, whole))
         targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
@@ -199,17 +285,17 @@ def _whole_or_sharded(graph: Graph, value: int) -> list[Label]:
     return [R, *(Sharded(dim) for dim in splittable(meta.shape))]
 
 
-def label_from(text: str) -> Label:
-    """The label that ``R`` or ``S(1)`` names."""
-    return R if text == "R" else Sharded(int(text[2:-1]))
-
-
-def _rows_of(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    if node.op != PLACE:
-        return rules.rows_of(node, metas, parts)
+def _place_rows(node: Node, at: int) -> Sequence[Row]:
+    """A placement in blocks is made right here: what stands behind it can then cut them again on
+    another axis."""
     (meta,) = node.fresh
     assert meta is not None
+    wanted = stored_by(node).labels[at]
     labels: list[Label] = [R, *(Sharded(dim) for dim in splittable(meta.shape))]
+    if isinstance(wanted, Sharded):
+        labels = [wanted]
+    elif isinstance(wanted, Anyhow):
+        labels += PARTIALS
     return [Row((label,), (label,), _place_here) for label in labels]
 
 

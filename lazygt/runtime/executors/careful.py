@@ -9,7 +9,7 @@ import torch
 
 from lazygt.errors import GraphError
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
-from lazygt.graph.label import COLLECTIVE_OPS, MEETINGS
+from lazygt.graph.label import COLLECTIVE_OPS, HALVES, MEETINGS, WAIT
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
@@ -80,7 +80,7 @@ class Careful:
                     failures.append(failure)
                     poison, failed = Failed(failure), True
             if poison is not None:
-                if node.op in MEETINGS:
+                if node.op in MEETINGS or node.op in HALVES or node.op == WAIT:
                     group.abandon(f"{poison.failure.kind}: {poison.failure.detail}")
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, MEETINGS
+from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, MEETINGS, REDUCE_SCATTER
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
+from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.verify import verify
 from lazygt.passes.build import Builder
 from lazygt.passes.rules import Collective, Row, rows_of
@@ -97,6 +99,8 @@ class Case:
             if want is None:
                 continue
             pieces = [values.pop(0) for values in got]
+            if number in OPAQUE_RESULTS.get(self.node.op, ()):
+                continue  # only the op's own backward could make anything of it
             if number in self.shapes_only:
                 pieces = [torch.zeros_like(piece) for piece in pieces]
                 want = torch.zeros_like(want)
@@ -132,6 +136,9 @@ class Case:
         return graphs, mine
 
 
+_REDUCE_OPS = {ALL_REDUCE: itemgetter(1), REDUCE_SCATTER: itemgetter(2)}
+
+
 def met(graph: Graph) -> list[str]:
     """The collectives in a rank's graph, as a row says them, sorted."""
     metas, found = graph.values, []
@@ -140,7 +147,7 @@ def met(graph: Graph) -> list[str]:
             kind = node.op.removeprefix("lazygt.")
             payload = node.results[0] if node.op == ALL_GATHER else metas[node.args[0].index]
             assert payload is not None
-            reduce_op = node.args[1] if node.op == ALL_REDUCE else "sum"
+            reduce_op = _REDUCE_OPS.get(node.op, lambda args: "sum")(node.args)
             found.append(str(Collective(kind, payload.nbytes, reduce_op)))
     return sorted(found)
 

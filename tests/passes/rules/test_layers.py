@@ -165,6 +165,12 @@ def adaptive_backward(d: Draw) -> Case:
     return Case("_adaptive_avg_pool2d_backward.default", d.of(*value.shape[:2], 2, 2), value)
 
 
+def grid_sampler(d: Draw) -> Case:
+    value = d.of(*d.shape(2), 4, 5)
+    grid = d.of(value.shape[0], 3, 3, 2)
+    return Case("grid_sampler_2d.default", value, grid, 0, 0, False)
+
+
 LAYERS: Cases = {
     "layer_norm": layer_norm(1),
     "layer_norm of two dims": layer_norm(2),
@@ -201,6 +207,11 @@ LAYERS: Cases = {
     "avg_pool2d_backward": avg_pool_backward,
     "adaptive_avg_pool2d": pool("_adaptive_avg_pool2d.default", [2, 2]),
     "adaptive_avg_pool2d_backward": adaptive_backward,
+    "grid_sampler_2d": grid_sampler,
+    "im2col": pool("im2col.default", [2, 2], [1, 1], [0, 0], [2, 2]),
+    "col2im": lambda d: Case("col2im.default", d.of(d.size(), 8, 9), [6, 6], [2, 2], [1, 1], [0, 0],
+                             [2, 2]),
+    "upsample_bilinear2d": pool("upsample_bilinear2d.vec", [9, 9], False, None),
     "upsample_nearest2d": pool("upsample_nearest2d.default", [9, 9]),
     "reflection_pad2d": pool("reflection_pad2d.default", [1, 1, 1, 1]),
 }  # fmt: skip

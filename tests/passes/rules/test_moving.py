@@ -82,6 +82,10 @@ def cut(op: str, *rest: Callable[[int], Any], dim: int | None = None) -> Make:
     return make
 
 
+def bools(op: str, *args: Any) -> Make:
+    return lambda d: Case(op, d.tensor(2) > 0, *args)
+
+
 def split_sizes(d: Draw) -> Case:
     value = d.tensor(2)
     return Case("split_with_sizes.default", value, [1, value.shape[1] - 1], 1)
@@ -145,6 +149,13 @@ MOVING: Cases = {
     "flip": on("flip.default", 3, [0, -1]), "roll": on("roll.default", 3, [1], [1]),
     "pad": on("constant_pad_nd.default", 3, [1, 0, 0, 0, 2, 1], 0.0),
     "pad with 1": on("constant_pad_nd.default", 3, [1, 0], 1.0),
+    "narrow": cut("narrow.default", lambda n: n // 3, lambda n: n - n // 2),
+    "roll all": on("roll.default", 2, [3]), "roll twice": on("roll.default", 3, [1, -2], [0, 2]),
+    "pad and cut": on("constant_pad_nd.default", 3, [-1, 2, 0, 0], 0.0),
+    **{f"{op} of bools": bools(op, *args) for op, *args in (
+        ("flip.default", [0]), ("select.int", 0, -1), ("slice.Tensor", 1, 1, 4),
+        ("split.Tensor", 2, 0), ("unbind.int", 1), ("constant_pad_nd.default", [1, 1], 0))},
+    "cat of bools": lambda d: Case("cat.default", [d.of(d.size(), 3) > 0, d.of(4, 3) > 0]),
     "select_scatter": put_into("select_scatter.default"),
     "slice_scatter": put_into("slice_scatter.default"),
     "repeat": on("repeat.default", 2, [3, 1, 2]), "diagonal": on("diagonal.default", 3, 0, 1, 2),
@@ -154,6 +165,10 @@ MOVING: Cases = {
     "write_back of a slice": write_back(("slice.Tensor", 0, 1, 2)),
     "write_back of a select of a transposed": write_back(
         ("transpose.int", 0, 2), ("select.int", 1, 0)),
+    "write_back of a transposed select": write_back(("select.int", 0, 1), ("t.default",)),
+    "write_back of a slice of a select": write_back(
+        ("select.int", 1, 0), ("slice.Tensor", 0, 1, 3)),
+    "write_back of the last": write_back(("slice.Tensor", 0, -1, 9)),
 }  # fmt: skip
 
 
@@ -243,3 +258,25 @@ ALL = VIEWS | MOVING | INDEXING
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
     check_rows(ALL[name], examples=12)
+
+
+#: What is moved along a split dim, and not gathered: label of the results.
+ALONG: dict[str, tuple[Make, str]] = {
+    "cat": (joined("cat.default", 0), "(S(0), S(0)) -> (S(0)) +reduce_scatter"),
+    "slice": (cut("slice.Tensor", lambda n: 1, lambda n: 3, dim=0), "(S(0)) -> (P(sum))"),
+    "select": (cut("select.int", lambda n: 1, dim=0), "(S(0)) -> (P(sum))"),
+    "flip": (on("flip.default", 3, [0]), "(S(0)) -> (S(0)) +reduce_scatter"),
+    "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +reduce_scatter"),
+    "select_scatter": (
+        lambda d: Case("select_scatter.default", d.of(6, 3), d.of(3), 0, 2),
+        "(S(0), R) -> (S(0))",
+    ),
+    "write_back": (write_back(("slice.Tensor", 0, 1, 3)), "(S(0), R) -> (S(0))"),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_is_cut_along_a_split_dim_is_not_gathered(name: str) -> None:
+    make, wanted = ALONG[name]
+    sixes = Draw(lambda: 6, lambda: False)
+    assert wanted in [str(row) for row in make(sixes).rows(2)]

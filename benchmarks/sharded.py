@@ -1,0 +1,163 @@
+"""Training and reductions on 2 and 4 CPU workers, against DDP, FSDP2 and DTensor in the same run.
+
+Every contestant has the same model, batch and number of workers, one thread a worker, and Gloo.
+They take turns, a burst of steps each; the loss is read at a burst's end. Before they are timed
+they train some steps, and all must come to the same loss.
+"""
+
+import argparse
+import math
+from contextlib import ExitStack
+
+from benchmarks.harness import Measured, Report, interleave, parser, ratio
+from benchmarks.sharded_processes import DATA, FULL, LAZYGT, PEERS, TENSOR, Crew, crew
+from benchmarks.sharded_workloads import COMPUTE, GPT_EXAMPLE, SMALL_GPT, WIDE_MLP
+from benchmarks.transfer import verdict
+
+#: What is trained in which way, and how many times as fast as the peer it has to be.
+RACES: dict[tuple[str, str], float | None] = {
+    (GPT_EXAMPLE, DATA): 1.0,
+    (WIDE_MLP, DATA): 1.0,
+    (GPT_EXAMPLE, FULL): 1.0,
+    (WIDE_MLP, FULL): 1.0,
+    (GPT_EXAMPLE, TENSOR): None,
+    (WIDE_MLP, TENSOR): None,
+    (SMALL_GPT, TENSOR): 3.0,
+}
+SUM_AIM = 1.3
+PARTS = ("training", "sum", "scaling")
+
+
+def ms(found: Measured) -> str:
+    return f"{found.median * 1e3:.2f}"
+
+
+def race(crews: dict[str, Crew], rounds: int) -> dict[str, Measured]:
+    """Seconds a step of each, in turns.
+
+    Raises:
+        RuntimeError: they do not compute the same.
+    """
+    for each in crews.values():
+        each.ask("settle")
+    results = {name: each.ask("result") for name, each in crews.items()}
+    first = next(iter(results.values()))
+    if not all(math.isclose(one, first, rel_tol=1e-3, abs_tol=1e-3) for one in results.values()):
+        raise RuntimeError(f"contestants come to different results: {results}")
+    return interleave({name: lambda c=c: c.ask("burst") for name, c in crews.items()}, rounds)
+
+
+def training(args: argparse.Namespace) -> Report:
+    report = Report(
+        "sharded training",
+        "One step of training, one thread a worker",
+        ["model", "way", "workers", "lazygt ms", "peer", "peer ms", "as fast", "lazygt sends"],
+    )
+    for workers in args.workers:
+        for (model, way), aim in RACES.items():
+            if args.only is None or args.only in f"{model}, {way}":
+                duel(report, args, (model, way), aim, workers)
+    return report
+
+
+def duel(
+    report: Report,
+    args: argparse.Namespace,
+    race_of: tuple[str, str],
+    aim: float | None,
+    workers: int,
+) -> None:
+    """lazygt and its peer on one model."""
+    model, way = race_of
+    peer = PEERS[way]
+    with ExitStack() as stack:
+        crews = {
+            name: stack.enter_context(crew(name, "train", workers, way, model, args.quick))
+            for name in (LAZYGT, peer)
+        }
+        found = race(crews, args.rounds)
+        sends = crews[LAZYGT].ask("counts")
+    times = ratio(found[peer], found[LAZYGT])
+    report.add(
+        model, way, str(workers), ms(found[LAZYGT]), peer, ms(found[peer]), f"{times:.2f}x", sends
+    )
+    if aim is not None:
+        name = f"{model}, {way}, {workers} workers, against {peer}"
+        report.remarks.append(verdict(name, times, aim, least=True))
+
+
+def summing(args: argparse.Namespace) -> Report:
+    """The sum of a tensor in blocks, read by the client."""
+    elements = args.megabytes << 18
+    report = Report(
+        "sharded sum",
+        f"The sum of {args.megabytes} MiB of float32 in blocks, to a Python number",
+        ["workers", "lazygt ms", "local sums and one all-reduce ms", "lazygt takes"],
+    )
+    peer = "torch"
+    for workers in args.workers:
+        with ExitStack() as stack:
+            crews = {
+                name: stack.enter_context(crew(name, "sum", workers, DATA, elements))
+                for name in (LAZYGT, peer)
+            }
+            found = race(crews, 3 * args.rounds)
+            before = crews[LAZYGT].ask("counts")
+            crews[LAZYGT].ask("burst")
+            after = crews[LAZYGT].ask("counts")
+        took = ratio(found[LAZYGT], found[peer])
+        report.add(str(workers), ms(found[LAZYGT]), ms(found[peer]), f"{took:.2f}x")
+        passed = {key: after[key] - before[key] for key in after}
+        report.remarks += [
+            verdict(f"{workers} workers, time against the peer's", took, SUM_AIM, least=False),
+            f"{workers} workers, through the client: {passed['bytes_uploaded']} bytes of tensors "
+            f"up, {passed['bytes_fetched']} down (the sum itself); "
+            f"{passed['bytes_received']} bytes of messages from all workers",
+        ]
+    return report
+
+
+def scaling(args: argparse.Namespace) -> Report:
+    """How much faster more workers are than one on a step that is mostly matmuls."""
+    report = Report(
+        "sharded scaling",
+        f"One step of {COMPUTE}, data parallel; efficiency: speedup over the workers",
+        ["workers", "lazygt ms", "speedup", "efficiency", "DDP ms", "speedup", "efficiency"],
+    )
+    counts = sorted({1, *args.workers})
+    with ExitStack() as stack:
+        crews = {
+            f"{kind} {workers}": stack.enter_context(
+                crew(kind, "train", workers, DATA, COMPUTE, args.quick)
+            )
+            for workers in counts
+            for kind in (LAZYGT, PEERS[DATA])
+        }
+        found = race(crews, args.rounds)
+    for workers in counts:
+        cells = [str(workers)]
+        for kind in (LAZYGT, PEERS[DATA]):
+            here = found[f"{kind} {workers}"]
+            speedup = ratio(found[f"{kind} 1"], here)
+            cells += [ms(here), f"{speedup:.2f}x", f"{speedup / workers:.0%}"]
+        report.add(*cells)
+    return report
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=9)
+    options.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
+    options.add_argument("--only", help="of training, what has this in its name")
+    options.add_argument("--megabytes", type=int, default=64, help="to sum (64)")
+    options.add_argument("--quick", action="store_true", help="tiny models")
+    args = options.parse_args()
+    if args.pin:
+        options.error("--pin is for one worker; the scheduler places these")
+    parts = {"training": training, "sum": summing, "scaling": scaling}
+    for part in args.parts:
+        parts[part](args).finish(save=args.save)
+
+
+if __name__ == "__main__":
+    main()

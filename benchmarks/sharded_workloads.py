@@ -1,0 +1,105 @@
+"""What the benchmark of sharded sessions trains, for lazygt and for its peers alike."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.train_gpt import GPT
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its data, and how each way to parallelise cuts it.
+
+    Attributes:
+        columns: modules that tensor parallelism cuts by their outputs, with ``*`` for any text.
+        rows: those that it cuts by their inputs; each follows one of ``columns``.
+        units: the modules that are gathered together when the model is fully sharded.
+        steps: in a burst.
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    units: Callable[[nn.Module], Iterable[nn.Module]]
+    steps: int
+
+
+def gpt(
+    dim: int = 128, layers: int = 2, length: int = 64, batch: int = 16, steps: int = 10
+) -> Workload:
+    """The model of ``examples/train_gpt.py`` in its default size."""
+
+    def data() -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(100, (batch, length + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return Workload(
+        model=lambda: GPT(100, dim, layers, 4, length),
+        data=data,
+        loss=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        columns=("blocks.*.qkv", "blocks.*.mlp.0"),
+        rows=("blocks.*.out", "blocks.*.mlp.2"),
+        units=lambda model: model.blocks,
+        steps=steps,
+    )
+
+
+def mlp(width: int = 2048, layers: int = 4, batch: int = 256, steps: int = 3) -> Workload:
+    """Square layers with ReLU; matmuls are most of the work, gradients most of the traffic."""
+
+    def model() -> nn.Module:
+        pairs = (m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*pairs)
+
+    numbers = range(0, 2 * layers, 4)
+    return Workload(
+        model=model,
+        data=lambda: (torch.randn(batch, width), torch.randn(batch, width)),
+        loss=lambda made, targets: (made - targets).square().mean(),
+        optimizer=partial(torch.optim.SGD, lr=1e-2),
+        columns=tuple(str(number) for number in numbers),
+        rows=tuple(str(number + 2) for number in numbers),
+        units=lambda model: [m for m in model if isinstance(m, nn.Linear)],
+        steps=steps,
+    )
+
+
+GPT_EXAMPLE, SMALL_GPT = "GPT example", "GPT example, small step"
+WIDE_MLP, COMPUTE = "MLP 4 x 2048", "MLP 4 x 1024, batch 2048"
+
+WORKLOADS = {
+    GPT_EXAMPLE: gpt(),
+    SMALL_GPT: gpt(64, length=32, batch=4, steps=20),
+    WIDE_MLP: mlp(),
+    COMPUTE: mlp(1024, batch=2048, steps=1),
+}
+#: The same, so small that a test can run them.
+QUICK = {
+    GPT_EXAMPLE: gpt(16, 1, length=8, batch=4, steps=2),
+    SMALL_GPT: gpt(8, 1, length=4, batch=2, steps=2),
+    WIDE_MLP: mlp(16, batch=8, steps=2),
+    COMPUTE: mlp(16, batch=8, steps=2),
+}
+
+
+def train_step(workload: Workload, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """One step of training on a batch; returns the loss."""
+    optimizer = workload.optimizer(model.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = workload.loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

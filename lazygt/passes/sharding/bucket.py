@@ -1,0 +1,202 @@
+"""Which collectives travel together, and in which order they are launched.
+
+Decided once for all ranks that meet, from all their programs: blocks and even programs of ranks
+differ, the order in which they meet may not. So two collectives share a bucket only when neither
+needs the other on any rank, and sizes are those of the rank with the most.
+
+Reductions, and gathers of what was computed, go in the order in which their operands are ready:
+gradients from the last layer to the first. Gathers of stored parameters go in the order in which
+they are needed, a wrap unit at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lazygt.graph.mesh import Unit
+from lazygt.passes.sharding.meetings import Meeting, Survey, moves_alone
+
+#: Bytes of a bucket, as torch's DistributedDataParallel has it.
+CAP = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """When a bucket is closed.
+
+    Attributes:
+        bucket: bytes of a bucket.
+        alone: bytes from which a value is not packed with others: on a CPU packing takes longer
+            than a launch.
+        units: input -> the wrap unit that it belongs to.
+    """
+
+    bucket: int = CAP
+    alone: int = CAP
+    units: Mapping[int, Unit] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Meetings, by their place in the order of a program, that are one collective.
+
+    Attributes:
+        nbytes: together, on the rank with the most.
+        unit: the wrap unit of gathered parameters.
+        stored: the inputs that it gathers; empty for everything else.
+    """
+
+    members: list[int]
+    nbytes: int = 0
+    unit: Unit | None = None
+    stored: set[int] = field(default_factory=set)
+
+
+def agree(surveys: Sequence[Survey]) -> bool:
+    """Whether all ranks meet in the same collectives in the same order."""
+    return len({tuple([m.signature for m in one.meetings]) for one in surveys}) == 1
+
+
+def buckets(surveys: Sequence[Survey], caps: Caps) -> list[Bucket]:
+    """The buckets in the order of launch, for ranks that ``agree``."""
+    made = _Buckets(surveys, caps)
+    for place in _in_order(made.above, made.wanted):
+        made.add(place)
+    return made.ordered()
+
+
+def one_each(survey: Survey) -> list[Bucket]:
+    """No two together, in the order of the program."""
+    return [_alone(place, meeting) for place, meeting in enumerate(survey.meetings)]
+
+
+def _alone(place: int, meeting: Meeting) -> Bucket:
+    stored = set() if meeting.stored is None else {meeting.stored}
+    return Bucket([place], meeting.nbytes, None, stored)
+
+
+class _Buckets:
+    """Finds the buckets in one walk over the meetings."""
+
+    def __init__(self, surveys: Sequence[Survey], caps: Caps) -> None:
+        self.surveys, self.caps = surveys, caps
+        self.meetings = surveys[0].meetings
+        #: for each meeting those that it depends on, on any rank
+        self.above = [
+            sorted({place for meeting in same for place in _bits(meeting.above)})
+            for same in zip(*(one.meetings for one in surveys), strict=True)
+        ]
+        self.wanted = [m.ready if m.stored is None else m.used for m in self.meetings]
+        self.home: dict[int, Bucket] = {}
+        self.open: dict[object, Bucket] = {}
+        self.all: list[Bucket] = []
+
+    def add(self, place: int) -> None:
+        """Put the next meeting into the bucket that is open for its like, or into a new one."""
+        meeting = self.meetings[place]
+        made = self._alone(place)
+        key = (meeting.signature, meeting.stored is None)
+        bucket = self.open.get(key)
+        if bucket is not None and self._fits(bucket, made, place):
+            bucket.members.append(place)
+            bucket.nbytes += made.nbytes
+            bucket.stored |= made.stored
+            self.home[place] = bucket
+            return
+        self.home[place] = made
+        self.all.append(made)
+        if not moves_alone(meeting) and made.nbytes < self.caps.alone:
+            self.open[key] = made
+
+    def ordered(self) -> list[Bucket]:
+        """The buckets in the order of launch."""
+        index = {id(bucket): number for number, bucket in enumerate(self.all)}
+        above = [
+            [index[id(other)] for other in self._directly(bucket)] for bucket in self.all
+        ]  # fmt: skip
+        return [self.all[number] for number in _in_order(above, self._begins())]
+
+    def _alone(self, place: int) -> Bucket:
+        bucket = _alone(place, self.meetings[place])
+        bucket.nbytes = max(one.meetings[place].nbytes for one in self.surveys)
+        for number in bucket.stored:
+            bucket.unit = self.caps.units.get(number)
+        return bucket
+
+    def _fits(self, bucket: Bucket, made: Bucket, place: int) -> bool:
+        unit = bucket.unit
+        cap = self.caps.bucket if unit is None else unit.cap_bytes
+        return (
+            bucket.nbytes + made.nbytes <= cap
+            and made.nbytes < self.caps.alone
+            and unit == made.unit
+            and bucket.stored.isdisjoint(made.stored)
+            and not self._delays(bucket, place)
+            and not self._needs(place, bucket)
+        )
+
+    def _delays(self, bucket: Bucket, place: int) -> bool:
+        """Whether a user of the bucket would have to wait until the meeting can begin."""
+        return any(
+            one.meetings[place].stored is None
+            and min(one.meetings[member].used for member in bucket.members)
+            <= one.meetings[place].ready
+            for one in self.surveys
+        )
+
+    def _needs(self, place: int, wanted: Bucket) -> bool:
+        """Whether a meeting depends on a bucket, by way of others too."""
+        seen: set[int] = set()
+        todo = [self.home[other] for other in self.above[place]]
+        while todo:
+            bucket = todo.pop()
+            if bucket is wanted:
+                return True
+            if id(bucket) not in seen:
+                seen.add(id(bucket))
+                todo += self._directly(bucket)
+        return False
+
+    def _directly(self, bucket: Bucket) -> list[Bucket]:
+        """The other buckets that one depends on."""
+        return [self.home[other] for member in bucket.members for other in self.above[member]]
+
+    def _begins(self) -> list[int]:
+        """For each bucket the node at which it is wanted to begin."""
+        begins = [max(self.wanted[member] for member in bucket.members) for bucket in self.all]
+        needed = [number for number, bucket in enumerate(self.all) if bucket.stored]
+        needed.sort(key=lambda number: self._needed(self.all[number]))
+        for number, former in zip(needed, [None, *needed], strict=False):
+            begins[number] = -1 if former is None else self._needed(self.all[former]) - 1
+        return begins
+
+    def _needed(self, bucket: Bucket) -> int:
+        return min(self.meetings[member].used for member in bucket.members)
+
+
+def _in_order(above: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
+    """Each after those above it, the one that is wanted first first."""
+    waits = [set(others) for others in above]
+    followers: list[list[int]] = [[] for _ in above]
+    for number, others in enumerate(waits):
+        for other in others:
+            followers[other].append(number)
+    missing = [len(others) for others in waits]
+    ready = [(wanted[number], number) for number, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
+        for follower in followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (wanted[follower], follower))
+    assert len(order) == len(missing), "buckets depend on each other"
+    return order
+
+
+def _bits(mask: int) -> list[int]:
+    return [place for place in range(mask.bit_length()) if mask >> place & 1]

@@ -1,0 +1,186 @@
+"""Pipeline stages: the layers of a model on one rank of a mesh axis after the other.
+
+    lazygt.stage(model.blocks[0:4], 0)
+    lazygt.stage(model.blocks[4:8], 1)
+    for micro in batch.chunk(8):
+        (criterion(model(micro)) / 8).backward()
+    opt.step()
+
+What is recorded from one update to the next is one program, so the stages work on different
+microbatches at the same time: in the order known as 1F1B. The numbers are those of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.sharding.places import ENTER, LEAVE
+from lazygt.recorder import Recorder
+from lazygt.session import current
+from lazygt.sharding import fresh_meta, own_parameter
+from lazygt.tensor import LazyTensor, meta_of
+
+#: The stage of each module, and of each parameter and buffer: the first that it was given to.
+_modules: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_tensors = WeakIdKeyDictionary()
+
+
+def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
+    """Put modules on a stage: one rank of a mesh axis stores what they store and computes them.
+
+    Parameters and buffers move there, each still the object that it is; one that an earlier
+    stage has stays there, and the two share it (a tied head). What a module is called with enters
+    the stage, and what is computed from it belongs to the stage, until something enters another.
+    A tensor can be put on a stage by itself, for code without modules: use what is returned.
+
+    Args:
+        what: a module, several of them, or a lazygt tensor.
+        index: the stage, from 0.
+        mesh_dim: the axis.
+
+    Returns:
+        ``what``; of a tensor the same values on the stage.
+
+    Raises:
+        ValueError: the mesh has no such axis, the axis no such stage, a module (or one inside it)
+            is on a stage already, or has a parameter that is no lazygt tensor of its own.
+        TypeError: ``what`` is none of these.
+    """
+    _check_stage(current().mesh, index, mesh_dim)
+    if isinstance(what, torch.Tensor):
+        if not isinstance(what, LazyTensor):
+            raise TypeError(
+                f"stage() takes modules and lazygt tensors, not a tensor on {what.device}; "
+                f"move it with .to('lazygt')"
+            )
+        return _enter(what, index, mesh_dim)
+    modules = [what] if isinstance(what, nn.Module) else _listed(what)
+    for module in modules:
+        _check_module(module)
+    stored = [t for module in modules for t in _own(module)]
+    for module in modules:
+        _modules.update(dict.fromkeys(module.modules(), index))
+        _mark_inputs(module, index, mesh_dim)
+    for t in stored:
+        if t not in _tensors:
+            _tensors[t] = index
+            _move(t, index, mesh_dim)
+    return what
+
+
+def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
+    size = mesh.size(mesh_dim)
+    if not 0 <= index < size:
+        raise ValueError(
+            f"stage {index!r}: axis {mesh_dim!r} of the mesh {mesh} has stages 0 to {size - 1}"
+        )
+
+
+def _listed(what: Any) -> list[nn.Module]:
+    modules = list(what) if isinstance(what, Iterable) else [what]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stage() takes modules and lazygt tensors, not {module!r}")
+    return modules
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raise ValueError for a module that can't be put on a stage."""
+    for name, inner in module.named_modules():
+        if inner in _modules:
+            what = f"{type(module).__name__}{'.' * bool(name)}{name}"
+            raise ValueError(f"{what} is on stage {_modules[inner]} already; stage a module once")
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        own_parameter(name, t)
+
+
+def _own(module: nn.Module) -> list[LazyTensor]:
+    """The parameters and buffers of a module."""
+    return [
+        t for t in (*module.parameters(), *module.buffers()) if isinstance(t, LazyTensor)
+    ]  # fmt: skip
+
+
+def _is_everywhere(t: LazyTensor) -> bool:
+    """Whether a tensor was given values from outside, a checkpoint's: those go to all ranks."""
+    remote = t._cell.remote
+    return remote is not None and remote.stored is None
+
+
+def _mark_inputs(module: nn.Module, index: int, mesh_dim: str) -> None:
+    """Mark what a module is called with. A slice of layers is never called, but its layers are."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        for layer in module:
+            _mark_inputs(layer, index, mesh_dim)
+        return
+
+    own = [t for t in _own(module) if _tensors.get(t, index) == index]
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        for t in own:
+            if _is_everywhere(t):
+                _move(t, index, mesh_dim)
+
+        def one(t: LazyTensor) -> Any:
+            return _enter(t, index, mesh_dim)
+
+        return tree_map_only(LazyTensor, one, (args, kwargs))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
+    return _Enter.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+
+
+def _move(t: LazyTensor, index: int, mesh_dim: str) -> None:
+    """From here on the stage has the tensor, and nobody else."""
+    recorder = t._cell.recorder
+    with recorder.lock:
+        recorder.own(t._cell, _record(recorder, ENTER, (t,), index, mesh_dim, meta_of(t)))
+
+
+class _Enter(torch.autograd.Function):
+    """The mark as autograd sees it: the identity. Its gradient leaves the stage again."""
+
+    @staticmethod
+    def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
+        ctx.save_for_backward(t)
+        ctx.mesh_dim = mesh_dim
+        return _shown(ENTER, (t,), index, mesh_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (t,) = ctx.saved_tensors
+        return _shown(LEAVE, (grads[0], t), None, ctx.mesh_dim), None, None
+
+
+def _shown(op: str, operands: tuple[LazyTensor, ...], index: int | None, axis: str) -> LazyTensor:
+    recorder, meta = operands[0]._cell.recorder, fresh_meta(meta_of(operands[0]))
+    with recorder.lock:
+        return recorder.show(_record(recorder, op, operands, index, axis, meta), meta)
+
+
+def _record(
+    recorder: Recorder,
+    op: str,
+    operands: tuple[LazyTensor, ...],
+    index: int | None,
+    axis: str,
+    meta: TensorMeta,
+) -> int:
+    """Record a mark; returns the number of the marked value."""
+    numbers = [recorder.index_of(t) for t in operands]
+    rest = (axis,) if index is None else (index, axis)
+    node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))
+    return recorder.internal((op, *numbers, *rest), node)

@@ -1,0 +1,253 @@
+"""Collectives under way: launched without waiting for other ranks, and waited for later.
+
+Several values of one kind travel in one flat buffer (see ``graph.packed``). Shards are as
+torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones what is
+left, which may be nothing. Where torch.distributed wants equal blocks, the last ones are padded on
+their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.label import block_size
+from lazygt.graph.packed import Slots, slots
+from lazygt.runtime import group
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+# torch 2.13 renamed them
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Moves = Sequence[Sequence[int]]
+Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A collective under way; its buffer carries it until the wait.
+
+    Attributes:
+        work: torch's own; None on an axis of one rank.
+        sent: what is being sent, lest it be freed.
+        unpack: the results, from the buffer that has arrived.
+    """
+
+    work: Any
+    sent: torch.Tensor | None
+    unpack: Unpack
+
+
+def launch(
+    kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
+) -> torch.Tensor:
+    """Begin a collective of several values; its buffer, to be waited for."""
+    buffer, flight = _STARTS[kind](values, moves, op, group.line(axis))
+    buffer.flight = flight  # type: ignore[attr-defined]
+    return buffer
+
+
+def launch_(
+    kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
+) -> None:
+    """Begin an all-reduce in the memory of its only operand."""
+    (value,) = values
+    work = dist.all_reduce(value, _OPS[str(op)], group.line(axis).group, async_op=True)
+    value.flight = Flight(work, None, lambda _: [])  # type: ignore[attr-defined]
+
+
+def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
+    """Wait for a launch; its result, or the list of them.
+
+    Args:
+        held: what the launch sends from where it lies.
+        kept: results that get memory of their own; others may be parts of the buffer.
+
+    Raises:
+        LazyGTError: the buffer is not under way.
+        RuntimeError: another rank has left, or did not come in time.
+    """
+    flight: Flight | None = buffer.__dict__.pop("flight", None)
+    if flight is None:
+        raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
+    if flight.work is not None:
+        flight.work.wait()
+    made = flight.unpack(buffer)
+    for position in kept:
+        made[position] = made[position].clone()
+    return made[0] if len(made) == 1 else made
+
+
+def at_once(
+    kind: str, value: torch.Tensor, move: Sequence[int], op: str | None, axis: str
+) -> torch.Tensor:
+    """The result of a collective of one value."""
+    made: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
+    return made
+
+
+# -- the kinds: each gives the buffer that it receives into, and its flight ------------------------
+
+Started = tuple[torch.Tensor, Flight]
+
+
+def _all_reduce(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.Line
+) -> Started:
+    shapes = [value.shape for value in values]
+    if len(values) == 1:
+        buffer = values[0].clone(memory_format=torch.contiguous_format).view(-1)
+        where = slots("all_reduce", shapes, moves, line.size, buffer.itemsize)
+    else:
+        where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
+        buffer = values[0].new_empty(where.total)
+        _pack(_parts(buffer, where, shapes), values)
+    work = dist.all_reduce(buffer, _OPS[str(op)], line.group, async_op=True)
+    return buffer, Flight(work, None, lambda made: _parts(made, where, shapes))
+
+
+def _all_gather(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.Line
+) -> Started:
+    where = slots("all_gather", [v.shape for v in values], moves, line.size, values[0].itemsize)
+    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(move[1], line.size, 0) for move in moves]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    if len(values) == 1:
+        sent = _padded(turned[0], blocks[0]).view(-1)
+    else:
+        sent = values[0].new_empty(where.total)
+        rooms = _parts(sent, where, shapes)
+        _pack([room[: t.shape[0]] for room, t in zip(rooms, turned, strict=True)], turned)
+    buffer = sent.new_empty(line.size * where.total)
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        ranks = made.view(line.size, where.total)
+        return [
+            ranks[:, start : start + length]
+            .reshape(line.size * shape[0], *shape[1:])[: move[1]]
+            .movedim(0, move[0])
+            .contiguous()
+            for start, length, shape, move in zip(
+                where.starts, where.lengths, shapes, moves, strict=True
+            )
+        ]
+
+    work = _gather(buffer, sent, group=line.group, async_op=True)
+    return buffer, Flight(work, sent, unpack)
+
+
+def _reduce_scatter(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.Line
+) -> Started:
+    where = slots("reduce_scatter", [v.shape for v in values], moves, line.size,
+                  values[0].itemsize)  # fmt: skip
+    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(value.shape[0], line.size, 0) for value in turned]
+    mine = [block_size(value.shape[0], line.size, line.index) for value in turned]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    if len(values) == 1:
+        sent = _padded(turned[0], line.size * blocks[0]).view(-1)
+    else:
+        sent = values[0].new_empty(line.size * where.total)
+        _pack_blocks(sent.view(line.size, where.total), where, shapes, turned)
+    buffer = sent.new_empty(where.total)
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            part[:rows].movedim(0, move[0]).contiguous()
+            for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
+        ]
+
+    work = _scatter(buffer, sent, _OPS[str(op)], group=line.group, async_op=True)
+    return buffer, Flight(work, sent, unpack)
+
+
+def _all_to_all(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.Line
+) -> Started:
+    (value,), ((split_dim, concat_dim, size),) = values, moves
+    parts = range(line.size)
+    splits = [block_size(value.shape[split_dim], line.size, index) for index in parts]
+    pieces = value.split(splits, split_dim)
+    shape = list(value.shape)
+    shape[split_dim] = splits[line.index]
+    shapes = []
+    for index in parts:
+        shape[concat_dim] = block_size(size, line.size, index)
+        shapes.append(tuple(shape))
+    counts = [torch.Size(one).numel() for one in shapes]
+    buffer = value.new_empty(sum(counts))
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        received = [one.view(s) for one, s in zip(made.split(counts), shapes, strict=True)]
+        return [torch.cat(received, concat_dim)]
+
+    work = dist.all_to_all_single(buffer, sent, counts, [p.numel() for p in pieces],
+                                  group=line.group, async_op=True)  # fmt: skip
+    return buffer, Flight(work, sent, unpack)
+
+
+_STARTS: dict[str, Callable[..., Started]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+# -- slots -------------------------------------------------------------------------------------
+
+
+def _parts(
+    buffer: torch.Tensor, where: Slots, shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The values in a buffer, where they lie."""
+    return [
+        buffer[start : start + length].view(tuple(shape))
+        for start, length, shape in zip(where.starts, where.lengths, shapes, strict=True)
+    ]
+
+
+def _pack(rooms: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(rooms, list(values))
+
+
+def _pack_blocks(
+    ranks: torch.Tensor,
+    where: Slots,
+    shapes: Sequence[Sequence[int]],
+    values: Sequence[torch.Tensor],
+) -> None:
+    """Every rank's block of every value into that rank's row."""
+    rooms, blocks = [], []
+    for start, length, shape, value in zip(
+        where.starts, where.lengths, shapes, values, strict=True
+    ):
+        for rank, block in enumerate(value.split(max(shape[0], 1))):
+            rooms.append(ranks[rank, start : start + length].view(tuple(shape))[: block.shape[0]])
+            blocks.append(block)
+    _pack(rooms, blocks)
+
+
+def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
+    """``value``, contiguous, with zeros below it."""
+    if value.shape[0] == rows:
+        return value.contiguous()
+    made = value.new_zeros((rows, *value.shape[1:]))
+    made[: value.shape[0]] = value
+    return made

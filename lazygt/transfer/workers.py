@@ -1,0 +1,65 @@
+"""A session's workers as an origin: they write their own blocks, the client sends orders only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.label import Replicated
+from lazygt.graph.mesh import Mesh
+from lazygt.runtime.client import Client, RemoteValue
+from lazygt.runtime.interrupts import HOLD
+from lazygt.transfer.origins import Located, Written
+from lazygt.transfer.writer import Order
+
+
+class Workers:
+    """The workers of one session.
+
+    Args:
+        lock: of the session; held while its client is used.
+        settle: has tensors computed, and tells where their values are.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        client: Client,
+        lock: AbstractContextManager[object],
+        settle: Callable[[Sequence[Tensor]], list[RemoteValue]],
+    ) -> None:
+        self.mesh = mesh
+        self.turn = threading.Lock()
+        self._client, self._lock, self._settle = client, lock, settle
+
+    def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
+        """See `Origin`."""
+        everywhere = (Replicated(),) * len(self.mesh.names)
+        return [
+            Located(value.id, everywhere if value.stored is None else value.stored.labels, value)
+            for value in self._settle(tensors)
+        ]
+
+    def order(self, rank: int, number: int, order: Order) -> None:
+        """See `Origin`."""
+        with self._lock, HOLD:
+            self._client.order(rank, number, order)
+
+    def answers(self, seconds: float) -> list[Written]:
+        """See `Origin`."""
+        with self._lock, HOLD:
+            return [Written(*each) for each in self._client.written(seconds)]
+
+    def let_go(self, sender: str) -> None:
+        """See `Origin`."""
+        nothing = Order(sender, (), None, "none", ())
+        with self._lock, HOLD:
+            for rank in range(self.mesh.world_size):
+                try:
+                    self._client.order(rank, 0, nothing)
+                except LazyGTError:
+                    continue  # the session or the worker has ended, and its mappings with it

@@ -1,0 +1,95 @@
+"""What ops that only GPUs have compute, in ops that CPUs have too: for the tests of their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten: Any = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Any) -> Any:
+    """Output, and logarithms of the sums of each query's weights."""
+    if not query.numel() or not key.numel():
+        raise AssertionError("the kernels take no empty blocks")
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Any
+) -> list[Any]:
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    added = None if bias is None else bias.detach().requires_grad_()
+    out, _ = _attention(*leaves, causal, added)
+    found = torch.autograd.grad(out, leaves if added is None else [*leaves, added], gradient)
+    return [*found, *[None] * (added is None)]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, *rest: Any) -> Any:
+    out, sums = _attention(q, k, v, causal, None)
+    return out, sums.float(), None, None, *_state(), torch.zeros(0, dtype=q.dtype)
+
+
+def _state() -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+
+
+def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return _gradients(g, q, k, v, rest[7], None)[:3]
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, want: bool, p: float, causal: bool
+) -> Any:
+    out, sums = _attention(q, k, v, causal, bias)
+    padded = torch.nn.functional.pad(sums.float(), (0, -q.shape[2] % 32))
+    return out, padded, *[torch.zeros((), dtype=torch.int64)] * 2
+
+
+def efficient_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any) -> Any:
+    return _gradients(g, q, k, v, rest[6], bias)
+
+
+def rms_norm_backward(
+    g: Tensor, value: Tensor, shape: list[int], rstd: Tensor, weight: Any, mask: list[bool]
+) -> Any:
+    dims = tuple(range(value.dim() - len(shape), value.dim()))
+    if not value.numel():
+        raise AssertionError("the kernel takes no empty blocks")
+    scaled, flow = value * rstd, g if weight is None else g * weight
+    made = (flow - scaled * (flow * scaled).mean(dims, keepdim=True)) * rstd
+    batch = tuple(range(value.dim() - len(shape)))
+    own = (g * scaled).sum(batch) if batch else g * scaled
+    return made if mask[0] else None, own if mask[1] else None
+
+
+def cudnn_batch_norm(*args: Any) -> Any:
+    return *aten.native_batch_norm(*args), torch.zeros(0, dtype=torch.uint8)
+
+
+def cudnn_batch_norm_backward(value: Tensor, gradient: Tensor, weight: Tensor, *rest: Any) -> Any:
+    *statistics, eps, reserve = rest
+    assert not reserve.numel(), "the reserve of a forward that a stand-in did"
+    return aten.native_batch_norm_backward(gradient, value, weight, *statistics, True, eps,
+                                           [True] * 3)  # fmt: skip
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "aten._scaled_dot_product_flash_attention.default": flash,
+    "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
+    "aten._scaled_dot_product_efficient_attention.default": efficient,
+    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
+    "aten.cudnn_batch_norm.default": cudnn_batch_norm,
+    "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,
+}

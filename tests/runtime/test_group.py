@@ -1,0 +1,72 @@
+"""Which backend ranks talk through, and when that is worth a warning. No GPU is needed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lazygt import doctor
+from lazygt.runtime import process_link
+from lazygt.runtime.group import backend_for, why_gloo
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(
+    ("device", "workers", "gpus", "backend"),
+    [
+        ("cuda", 2, 2, "cpu:gloo,cuda:nccl"),
+        ("cuda", 2, 8, "cpu:gloo,cuda:nccl"),
+        ("cuda", 2, 1, "gloo"),
+        ("cpu", 2, 8, "gloo"),
+    ],
+)
+def test_a_gpu_for_each_rank_or_gloo(device: str, workers: int, gpus: int, backend: str) -> None:
+    assert backend_for(device, workers, gpus) == backend
+    assert bool(why_gloo(device, workers, gpus)) == (backend == "gloo" and device == "cuda")
+
+
+def test_without_nccl_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert backend_for("cuda", 2, 2) == "gloo"
+    assert "no NCCL" in why_gloo("cuda", 2, 2)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(("gpus", "said"), [(1, True), (4, False)])
+def test_workers_that_share_a_gpu_are_told_of_gloo(
+    gpus: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    spec = process_link.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
+    plan = process_link._StartPlan(spec, tmp_path, "token")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group = plan._group()
+    assert group is not None
+    assert (group.backend == "gloo") == said
+    texts = [str(each.message) for each in caught]
+    assert (
+        texts
+        == [
+            "lazygt.session: 4 workers share 1 GPU, and NCCL takes one rank a GPU: collectives go "
+            "through Gloo and the host's memory, which is much slower. Use at most 1 worker here"
+        ]
+        * said
+    )
+
+
+@pytest.mark.usefixtures("nccl")
+def test_doctor_says_how_many_workers_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check = doctor.collectives()
+    assert check.status == "ok"
+    assert "NCCL for sessions of up to 2 workers on GPUs, one each, Gloo for more" in check.detail

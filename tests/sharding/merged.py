@@ -1,0 +1,101 @@
+"""The workers of a session, invariant or not, in one process: their programs in lockstep, each with
+a generator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lazygt.graph.inline import inline
+from lazygt.graph.label import Sharded
+from lazygt.graph.logical import LogicalMesh
+from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.node import Graph
+from lazygt.passes.sharding.programs import programs
+from lazygt.passes.sharding.shard import Sharding
+from lazygt.runtime.blocks import region, sent
+from tests.sharding import world
+
+Tensor = torch.Tensor
+SEED = 11
+
+
+def worker_graphs(
+    graph: Graph, stored: Sequence[Stored], workers: str, invariant: int | Mapping[str, int] | None
+) -> tuple[Graph, ...]:
+    """The program of each worker."""
+    return _programs(graph, stored, LogicalMesh.of(Mesh.parse(workers), invariant)).graphs
+
+
+def run_merged(
+    graph: Graph,
+    stored: Sequence[Stored],
+    inputs: Sequence[Tensor],
+    params: Sequence[Any],
+    workers: str,
+    invariant: int | Mapping[str, int] | None,
+) -> list[Tensor]:
+    """The outputs of the program on so many workers, put together from their blocks."""
+    mesh = LogicalMesh.of(Mesh.parse(workers), invariant)
+    made = _programs(graph, stored, mesh)
+    running = []
+    for worker, local in enumerate(made.graphs):
+        blocks = [
+            _block(mesh, each, whole, rank)
+            for whole, each in zip(inputs, stored, strict=True)
+            for rank in mesh.holders(worker, each.labels)
+        ]
+        running.append(_alone(world._rank(inline(local), blocks, params, mesh.workers, worker)))
+    found = world._lockstep(running, mesh.workers)
+    values, slots = graph.values, mesh.slots(made.outputs)
+    return [
+        _joined(mesh, each, values[number], [[local[s] for s in slot] for local in found])
+        for number, each, slot in zip(graph.outputs, made.outputs, slots, strict=True)
+    ]
+
+
+def _programs(graph: Graph, stored: Sequence[Stored], mesh: LogicalMesh) -> Sharding:
+    workers = None if mesh.workers is mesh.ranks else mesh
+    return programs(graph, mesh.ranks, stored, check=True, workers=workers)
+
+
+def _block(mesh: LogicalMesh, each: Stored, whole: Tensor, rank: int) -> Tensor:
+    """What a logical rank has: a block is row-major, a whole value lies as it does."""
+    if not any(isinstance(label, Sharded) for label in each.labels):
+        return whole.clone(memory_format=torch.preserve_format)
+    where = region(mesh.ranks, each.labels, whole.shape, rank)
+    return whole[where].clone(memory_format=torch.contiguous_format)
+
+
+def _alone(rank: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """A rank that draws from a generator of its own, with the seed of all."""
+    state, received = torch.Generator().manual_seed(SEED).get_state(), None
+    while True:
+        theirs = torch.default_generator.get_state()
+        torch.default_generator.set_state(state)
+        try:
+            met = rank.send(received)
+        except StopIteration as end:
+            return end.value
+        finally:
+            state = torch.default_generator.get_state()
+            torch.default_generator.set_state(theirs)
+        received = yield met
+
+
+def _joined(
+    mesh: LogicalMesh, each: Stored, meta: Any, blocks: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    """The whole value; a worker that is not asked for its blocks must have the same bits."""
+    whole = torch.full(meta.shape, 0).to(meta.dtype)
+    for worker, regions in sent(mesh, each.labels, meta.shape).items():
+        for where, block in zip(regions, blocks[worker], strict=True):
+            whole[where] = block
+    for worker, held in enumerate(blocks):
+        ranks = mesh.holders(worker, each.labels)
+        for rank, block in zip(ranks, held, strict=True):
+            found = whole[region(mesh.ranks, each.labels, meta.shape, rank)]
+            assert torch.equal(block, found) or bool(block.isnan().any()), f"{worker} differs"
+    return whole

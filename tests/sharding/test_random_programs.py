@@ -1,0 +1,156 @@
+"""Random programs with random placements: the numbers, shapes and dtypes of eager torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+import lazygt
+from lazygt.graph import Graph
+from lazygt.graph.label import Label, Replicated, Sharded
+from lazygt.graph.mesh import Mesh, Stored
+from lazygt.passes.rules import rows_of
+from lazygt.passes.sharding.localise import Choice, localise
+from lazygt.passes.sharding.places import without_places
+from tests.passes.rules.blocks import blocks, joined
+from tests.passes.rules.lockstep import AXIS, lockstep
+from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted, results, start
+from tests.sharding.world import run_sharded
+
+pytestmark = pytest.mark.timeout(600)
+
+Tensor = torch.Tensor
+MESHES = ("a=2", "a=4", "a=2,b=2")
+
+
+class Recorded(NamedTuple):
+    """A program as a graph, what it starts from, and which outputs are its results."""
+
+    graph: Graph
+    inputs: list[Tensor]
+    params: list[Any]
+    results: dict[int, int]
+
+
+def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str]) -> Recorded:
+    mesh = dict.fromkeys(axes, 1)
+    with lazygt.session(executor="inline", mesh=mesh, keep_stages=True,
+                        flush_on_backward=False) as s:  # fmt: skip
+        state = start(sizes, "lazygt")
+        s.flush()
+        for step in program:
+            step.run(state)
+        made = results(state)
+        stretch, store = s.recorder.stretch, s._link._worker.store  # type: ignore[attr-defined]
+        inputs = [store.get(remote.id) for _, remote in stretch.inputs]
+        assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
+        inputs = [t.clone() for t in inputs]
+        params, (cells, _) = list(stretch.params), stretch.alive()
+        places = {n: cells.index(t._cell) for n, t in enumerate(made) if t._cell in cells}  # type: ignore[attr-defined]
+        s.flush()
+        assert s.last_plan is not None
+        return Recorded(dict(s.stages(s.last_plan))["recorded"], inputs, params, places)
+
+
+def eager(program: Sequence[Step], sizes: Sequence[int]) -> list[Tensor]:
+    state = start(sizes, "cpu")
+    for step in program:
+        step.run(state)
+    return results(state)
+
+
+def stored_at_random(t: Tensor, mesh: Mesh, draw: random.Random) -> Stored:
+    labels: list[Label] = [Replicated(), *map(Sharded, range(t.dim()))]
+    return Stored(tuple(draw.choice(labels) for _ in mesh.names), draw.random() < 0.2)
+
+
+def assert_equal(made: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def check(mesh: str, program: Sequence[Step], sizes: Sequence[int], seed: int) -> None:
+    ranks, draw = Mesh.parse(mesh), random.Random(seed)
+    graph, inputs, params, places = recorded(program, sizes, ranks.names)
+    stored = [stored_at_random(t, ranks, draw) for t in inputs]
+    made = run_sharded(graph, ranks, stored, inputs, params)
+    expected = eager(program, sizes)
+    assert_equal([made[place] for place in places.values()], [expected[n] for n in places])
+
+
+def check_rows(parts: int, program: Sequence[Step], sizes: Sequence[int], seed: int) -> None:
+    """With any of its rows for every op, whatever it costs."""
+    draw = random.Random(seed)
+    graph, inputs, params, places = recorded(program, sizes, [AXIS])
+    graph = without_places(graph)
+    metas = graph.values
+    rows = [draw.choice(rows_of(node, metas, parts)) for node in graph.nodes]
+    labels = [stored_at_random(t, Mesh((AXIS,), (parts,)), draw).labels[0] for t in inputs]
+    made = [localise(graph, Choice(rows, {}, labels), AXIS, parts, rank) for rank in range(parts)]
+    cut = [blocks(t, label, parts) for t, label in zip(inputs, labels, strict=True)]
+    mine = [[pieces[rank] for pieces in cut] for rank in range(parts)]
+    got = lockstep([local.graph for local in made], mine, params)
+    expected = eager(program, sizes)
+    for n, place in places.items():
+        pieces = [values[place] for values in got]
+        whole = joined(pieces, made[0].outputs[place], tuple(expected[n].shape), parts)
+        assert_equal([whole], [expected[n]])
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
+def test_any_rows_make_the_program(
+    parts: int, program: list[Step], sizes: tuple[int, ...], seed: int
+) -> None:
+    check_rows(parts, accepted(program, sizes), sizes, seed)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
+def test_a_program_on_a_mesh_is_the_program(
+    mesh: str, program: list[Step], sizes: tuple[int, ...], seed: int
+) -> None:
+    check(mesh, accepted(program, sizes), sizes, seed)
+
+
+PROGRAMS_A_SESSION = 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["a=2", "a=2,b=2"])
+def test_on_real_workers_too(mesh: str) -> None:
+    seen: list[tuple[list[Step], tuple[int, ...]]] = []
+
+    @settings(
+        max_examples=PROGRAMS_A_SESSION, derandomize=True, database=None, phases=[Phase.generate]
+    )
+    @given(program=PROGRAMS, sizes=SHAPES)
+    def draw(program: list[Step], sizes: tuple[int, ...]) -> None:
+        seen.append((accepted(program, sizes), sizes))
+
+    draw()
+    assert sum(step.name == "place" for program, _ in seen for step in program) > 4
+    with lazygt.session(mesh=mesh, threads=1) as s:
+        axes = len(s.mesh.names)
+        for program, sizes in seen:
+            state = start(sizes, "lazygt")
+            state.tensors = [placed(t, n, axes) for n, t in enumerate(state.tensors)]
+            for step in program:
+                step.run(state)
+            made = [t.cpu() for t in results(state)]
+            assert_equal(made, eager(program, sizes))
+
+
+def placed(t: Tensor, number: int, axes: int) -> Tensor:
+    """Stored in blocks along dims that depend on its number; what learns is a leaf again."""
+    labels = [Replicate(), *map(Shard, range(t.dim()))]
+    where = [labels[(number + axis) % len(labels)] for axis in range(axes)]
+    made = lazygt.distribute(t.detach(), where)
+    return made.requires_grad_() if t.requires_grad else made

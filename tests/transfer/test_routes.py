@@ -1,0 +1,166 @@
+"""Routes against plain indexing: every byte of every holding comes once, from who has it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from lazygt.errors import ProtocolError
+from lazygt.graph.label import Held, Label, Partial, Replicated, Sharded
+from lazygt.graph.mesh import Mesh
+from lazygt.transfer.holding import Holding, held
+from lazygt.transfer.routes import Part, batched, block, cut, moves, shape_of, slices, whole
+from lazygt.transfer.spec import Manifest, ParamSpec
+
+R = Replicated()
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    return Mesh(tuple(f"axis{n}" for n in range(len(sizes))), tuple(sizes))
+
+
+def labels(draw: st.DrawFn, mesh: Mesh, dims: int, *, held: bool = False) -> tuple[Label, ...]:
+    kinds: list[Label] = [R, *(Sharded(dim) for dim in range(dims))]
+    found: list[Label] = [draw(st.sampled_from(kinds)) for _ in mesh.names]
+    if held and draw(st.booleans()):
+        axis = draw(st.integers(0, len(found) - 1))
+        found[axis] = Held(draw(st.integers(0, mesh.sizes[axis] - 1)))
+    return tuple(found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
+    source, target = data.draw(meshes()), data.draw(meshes())
+    placement = labels(data.draw, source, len(shape), held=True)
+    wanted = labels(data.draw, target, len(shape))
+    holdings = [block(target, wanted, shape, rank) for rank in range(target.world_size)]
+    values = torch.arange(math.prod(shape)).reshape(shape)
+    arrived = [torch.full(shape_of(bounds), -1) for bounds in holdings]
+    counts = [torch.zeros(shape_of(bounds), dtype=torch.int64) for bounds in holdings]
+    most = data.draw(st.integers(1, 100))
+    planned = moves(
+        source, (Part(0, shape, 8, placement),), tuple((bounds,) for bounds in holdings)
+    )
+    for move in (small for each in planned for small in cut(each, most)):
+        assert move.nbytes <= max(most, 8)
+        mine = values[slices(block(source, placement, shape, move.rank))]
+        taken = mine[slices(move.source)]
+        assert taken.nbytes == move.nbytes
+        arrived[move.holding][slices(move.target)] = taken
+        counts[move.holding][slices(move.target)] += 1
+    for bounds, found, count in zip(holdings, arrived, counts, strict=True):
+        assert torch.equal(found, values[slices(bounds)])
+        assert bool((count == 1).all())
+
+
+def test_two_axes_cut_one_dim() -> None:
+    mesh = Mesh(("data", "model"), (2, 2))
+    found = moves(mesh, (Part(0, (7,), 4, (Sharded(0), Sharded(0))),), ((whole((7,)),),))
+    assert [(move.rank, move.target) for move in found] == [
+        (0, ((0, 2),)), (1, ((2, 4),)), (2, ((4, 6),)), (3, ((6, 7),)),
+    ]  # fmt: skip
+
+
+def test_copies_share_the_work() -> None:
+    mesh = Mesh(("data", "model"), (2, 2))
+    parts = tuple(Part(number, (8, 8), 4, (R, Sharded(0))) for number in range(6))
+    target = (tuple(whole((8, 8)) for _ in parts),)
+    load: Counter[int] = Counter()
+    for move in moves(mesh, parts, target):
+        load[move.rank] += move.nbytes
+    assert load == dict.fromkeys(range(4), 6 * 8 * 8 * 4 // 4)
+
+
+def test_the_same_layout_needs_no_cut() -> None:
+    mesh = Mesh(("data",), (3,))
+    blocks = tuple((block(mesh, (Sharded(0),), (7, 2), rank),) for rank in range(3))
+    found = moves(mesh, (Part(0, (7, 2), 4, (Sharded(0),)),), blocks)
+    assert [(move.rank, move.holding) for move in found] == [(0, 0), (1, 1), (2, 2)]
+    assert all(move.source == move.target for move in found)
+
+
+def test_a_partial_sum_is_refused() -> None:
+    with pytest.raises(ValueError, match="partial sum"):
+        moves(Mesh(("data",), (2,)), (Part(0, (4,), 4, (Partial(),)),), ((whole((4,)),),))
+
+
+@pytest.mark.parametrize("request_bytes", [0, 64, 100, 1 << 20])
+def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
+    mesh = Mesh(("data",), (1,))
+    shapes = [(3, 5), (40,), (1,), (16,), (7, 9)]
+    parts = tuple(Part(number, shape, 4, (R,)) for number, shape in enumerate(shapes))
+    found = moves(mesh, parts, (tuple(map(whole, shapes)),))
+    requests = list(batched(found, 48, request_bytes))
+    assert sum(move.nbytes for one in requests for move in one) == 4 * sum(map(math.prod, shapes))
+    assert all(move.nbytes <= 48 for one in requests for move in one)
+    if request_bytes:
+        assert all(0 < sum(move.nbytes for move in one) <= request_bytes for one in requests)
+    else:
+        assert len(requests) == len(shapes)
+
+
+# -- holdings --------------------------------------------------------------------------------
+
+MANIFEST = Manifest(
+    (
+        ParamSpec("embed.weight", "F32", (6, 4)),
+        ParamSpec("norm.weight", "F32", (4,)),
+        ParamSpec("head.weight", "F32", (6, 4), "embed.weight"),
+    )
+)
+
+
+def test_a_holding_travels_and_cuts() -> None:
+    placements = {"*.weight": {"model": Shard(-1)}}
+    holding = Holding.of({"data": 2, "model": 2}, 1, placements)
+    assert Holding.unpack(holding.packed) == holding
+    blocks = holding.blocks(MANIFEST)
+    assert blocks == (((0, 6), (2, 4)), ((2, 4),), ((0, 6), (2, 4)))
+    assert [spec.shape for spec in held(MANIFEST, blocks).params] == [(6, 2), (2,), (6, 2)]
+    first = Holding.of("model=2", 0, {"norm.*": [Replicate()], "*": [Shard(0)]})
+    assert first.blocks(MANIFEST)[:2] == (((0, 3), (0, 4)), ((0, 4),))
+
+
+@pytest.mark.parametrize(
+    ("placements", "why"),
+    [
+        ({"emb.*": [Shard(0)]}, "no parameter fits 'emb.*'"),
+        ({"norm.weight": [Shard(1)]}, r"norm.weight of shape \[4\] has no dim 1"),
+        ({"embed.weight": [Shard(1)]}, "head.weight is tied to embed.weight"),
+    ],
+)
+def test_a_holding_that_the_model_lacks(placements: dict[str, list[Shard]], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Holding.of("model=2", 0, placements).blocks(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "placements", "why"),
+    [
+        ("model=2", 2, {}, "rank 2: the mesh model=2 has ranks 0 to 1"),
+        ("model=2", 0, {"*": {"data": Shard(0)}}, "no axis 'data'"),
+        ("model=2", 0, {"*": [Shard(0), Shard(0)]}, "2 placements"),
+        ("model=2", 0, {"*": [0]}, "not as 0"),
+    ],
+)
+def test_a_holding_that_cannot_be(
+    mesh: str, rank: int, placements: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Holding.of(mesh, rank, placements)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [7, ["model=2", 5, []], ["model=2", 0, [["*", [0, 0]]]]])
+def test_what_is_no_holding_is_refused(given: object) -> None:
+    with pytest.raises(ProtocolError, match="no holding"):
+        Holding.unpack(given)
