@@ -43,10 +43,8 @@ def distribute(t: torch.Tensor, placements: Placements, pinned: bool = False) ->
     """
     mesh = current().mesh
     if not isinstance(t, LazyTensor):
-        raise TypeError(
-            f"distribute() takes a lazygt tensor, not a {type(t).__name__} on {t.device}; "
-            f"move it with .to('lazygt')"
-        )
+        where = f" on {t.device}; move it with .to('lazygt')" if torch.is_tensor(t) else ""
+        raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{where}")
     placement = placement_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
     return placed(t, Stored(placement, pinned))
 

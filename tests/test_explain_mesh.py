@@ -159,6 +159,11 @@ def test_viz_marks_collectives(here: Path) -> None:
     assert "shape=hexagon" in box
     assert "32.8 kB along model" in box
     assert "each of 4 ranks sends 49.2 kB in a ring" in box
+    (here / "plain.py").write_text("import torch\nprint(torch.ones(3).sum().item())\n")
+    result = _run("viz", "--inline", "--stage=shard", "-o", "plan.dot", "plain.py")
+    assert (result.exit_code, result.stderr) == (
+        2, "lazygt viz: plan 0 went through no stage 'shard'\n",
+    )  # fmt: skip
 
 
 def test_no_process_is_started() -> None:

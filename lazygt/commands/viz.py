@@ -53,9 +53,7 @@ def viz(
             fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
         graph = _graph(*plans[number], stage)
         if graph is None:
-            fail(
-                context, f"plan {number} has no stage {stage!r}: nothing of it is placed on a mesh"
-            )
+            fail(context, f"plan {number} went through no stage {stage!r}")
         try:
             render(graph, output, _COLLAPSE[collapse], plans[number][1].mesh)
         except (LazyGTError, OSError) as error:

@@ -2,7 +2,7 @@
 
 ``aten._foreach_mul_.Scalar([a, b], 2)`` is ``a.mul_(2)`` and ``b.mul_(2)``; a fused optimizer's
 step on two parameters is two steps on one. Bit for bit. Pass foreach merges what belongs together
-again.
+again. An op stays as it is where the part of one tensor meets what another's part writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild
 from lazygt.passes.forms import SPLIT
-from lazygt.passes.rules.optimizer import FUSED_STEPS, singles
+from lazygt.passes.rules.optimizer import FUSED_STEPS, are_apart, singles
 
 
 class Unmerge:
@@ -28,6 +28,8 @@ class Unmerge:
 def _parts(row: Placed) -> Sequence[Placed]:
     node = row.node
     if node.op in SPLIT:
+        if not are_apart(node):
+            return [row]
         pairs = zip(singles(node), row.results, strict=True)
         return [Placed(single, (result,), row.source) for single, result in pairs]
     if node.op in FUSED_STEPS and len(node.args[0]) > 1:

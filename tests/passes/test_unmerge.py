@@ -82,3 +82,17 @@ def test_what_stays() -> None:
     keeps(Unmerge(), "%0: f32[2] = input\n%1: f32[2] = aten.mul.Tensor(%0, 2.0)\nreturn %1")
     graph = graph_of("%0: f32[2] = input\n%1: f32[2] = aten.neg.default(%0)\nreturn %1")
     assert Unmerge().run(graph) is graph
+
+
+def test_tensors_that_meet_stay_together() -> None:
+    """The second sum takes what the first one wrote."""
+    op = "aten._foreach_add_.List"
+    keeps(
+        Unmerge(),
+        f"""
+        %0: f32[2] = input
+        %1: f32[2] = input
+        %2: f32[2], %3: f32[2] = {op}([%0, %1], [%1, %0]) writes %0, %1
+        return %2, %3
+        """,
+    )

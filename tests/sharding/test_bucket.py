@@ -1,8 +1,7 @@
 """Which collectives travel together, and that nothing else changes.
 
-a ──> AR ──> u        b ──> AR ──> v        AR of a and of b do not need each other:
- \\                    /                     one bucket, unless u comes before b
-  └──────> b = f(a) ─┘
+x ── sin ── AR ── u      The two sums do not need each other: one bucket, unless u comes
+x ── cos ── AR ── v      before cos, and would have to wait for it.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from tests.sharding.test_programs import recorded
 from tests.sharding.world import run_sharded
 
 DATA = Mesh.parse("data=2")
-KIB = Caps(alone=1 << 20)
+PACKED = Caps(alone=1 << 20)
 
 
-def together(text: str, caps: Caps = KIB) -> list[list[int]]:
+def together(text: str, caps: Caps = PACKED) -> list[list[int]]:
     """The buckets of a rank's program, in the order of launch."""
     return [bucket.members for bucket in buckets([survey(parse_graph(text))], caps)]
 
 
-def launched(graph: Graph, caps: Caps = KIB) -> Graph:
+def launched(graph: Graph, caps: Caps = PACKED) -> Graph:
     """What both ranks run whose program this is."""
     first, second = overlapped([graph, graph], DATA, caps)
     assert first is second
@@ -182,6 +181,21 @@ def test_results_that_outlive_the_run_leave_the_buffer() -> None:
     graph = launched(parse_graph(used))
     (wait,) = [node for node in Unpack().run(graph).nodes if node.op == WAIT]
     assert wait.args[2] == (1,)
+
+
+def test_ranks_whose_programs_differ_on_another_axis_keep_their_order() -> None:
+    """Ranks 0 and 1 meet on both axes, 2 and 3 only their partners 0 and 1."""
+    both = parse_graph(
+        sums("  %3: f32[4] = lazygt.all_reduce(%1, 'sum', 'model')",
+             "  %4: f32[4] = lazygt.all_reduce(%1, 'sum', 'data')")
+    )  # fmt: skip
+    one = parse_graph(sums("  %3: f32[4] = aten.cos.default(%1)",
+                           "  %4: f32[4] = lazygt.all_reduce(%1, 'sum', 'data')"))  # fmt: skip
+    made = overlapped([both, both, one, one], Mesh.parse("data=2,model=2"), PACKED)
+    axes = [[each.mesh_dim for each in communications(graph)] for graph in made]
+    assert axes == [["data", "model", "data"]] * 2 + [["data", "data"]] * 2
+    alike = overlapped([both] * 4, Mesh.parse("data=2,model=2"), PACKED)
+    assert [each.mesh_dim for each in communications(alike[0])] == ["data", "model"]
 
 
 def signature(graph: Graph) -> list[tuple[str, str | None, str]]:

@@ -170,3 +170,19 @@ def test_stages_and_compiled_groups_are_each_ranks_own(compile: str) -> None:
         names = [name for name, _ in s.stages(s.plans()[-1])]
         before = ["recorded", "fold", "cse", "dce", "shard"]
         assert names == [*before, "overlap", "foreach", "lifetime", "fuse", "unpack"]
+
+
+def test_horizontal_ops_whose_tensors_meet_run_one_after_another() -> None:
+    def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        a, b = place(torch.arange(4.0)), torch.ones(4)
+        torch._foreach_add_([a, b], [b, a])
+        torch._foreach_mul_([a, a], 3.0)
+        return [a.cpu(), b.cpu()]
+
+    with torch.device("cpu"):
+        expected = run(lambda t: t)
+    with (
+        lazygt.session(mesh={"data": 2}, threads=1),
+        pytest.warns(lazygt.GatherWarning, match="_foreach_add_"),
+    ):
+        assert all(map(torch.equal, run(lambda t: lazygt.distribute(t, [S0])), expected))

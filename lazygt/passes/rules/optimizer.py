@@ -42,8 +42,21 @@ def singles(node: Node) -> list[Node]:
     return made
 
 
+def are_apart(node: Node) -> bool:
+    """Whether no tensor of a horizontal op reads or writes what is written as another one's."""
+    for part in singles(node):
+        others = list(node.writes)
+        for value in part.writes:
+            others.remove(value)
+        if not set(others).isdisjoint((*part.refs(), *part.writes)):
+            return False
+    return True
+
+
 def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """For each label that some tensor can have, the rows of all tensors put side by side."""
+    if not are_apart(node):
+        return []
     rule = statistics.RULES.get(SPLIT[node.op].single, pointwise.rows)
     options: list[dict[Label, Row]] = []
     for single in singles(node):

@@ -11,11 +11,12 @@ from lazygt.graph.verify import verify
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
 from lazygt.passes.sharding.bucket import CAP, Caps
 from lazygt.passes.sharding.cost import CPU, GPU
+from lazygt.passes.sharding.kept import kept_values
 from lazygt.passes.sharding.merge import merged
 from lazygt.passes.sharding.overlap import overlapped
 from lazygt.passes.sharding.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.regather import regathered
-from lazygt.passes.sharding.shard import AxisStep, R, Sharding, kept_values, same, shard
+from lazygt.passes.sharding.shard import AxisStep, R, Sharding, same, shard
 
 Stages = list[tuple[str, Graph]]
 

@@ -7,21 +7,18 @@ the renumbering of values from axis to axis; the last step drops them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.label import MEETINGS, Anyhow, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Placement, Stored
-from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.node import Graph, Node
 from lazygt.passes import rules
-from lazygt.passes.build import Builder
-from lazygt.passes.rules.base import Row, Values, splittable
-from lazygt.passes.rules.views import PARTIALS
-from lazygt.passes.sharding.annotations import Annotation
+from lazygt.passes.rules.base import Row, splittable
 from lazygt.passes.sharding.cost import CPU, Machine
+from lazygt.passes.sharding.kept import annotations_on, kept_values, place_rows
 from lazygt.passes.sharding.localise import Choice, Local, localise
-from lazygt.passes.sharding.places import ENTER, PLACE, stored_by, without_places
+from lazygt.passes.sharding.places import PLACE, without_places
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.solver import Solution, solve
 from lazygt.passes.unmerge import Unmerge
@@ -165,11 +162,11 @@ class _Axis:
             if exchange_whole and node.op in MEETINGS:
                 return []
             if node.op == PLACE:
-                return _place_rows(node, self.at)
+                return place_rows(node, self.at)
             return rules.rows_of(node, metas, self.parts)
 
         kept = kept_values(graph, self.mesh, self.inputs)
-        annotations = _annotations(graph, kept, self.mesh, self.at)
+        annotations = annotations_on(graph, kept, self.mesh, self.at)
         return build_problem(
             graph, rows, self.parts, self.machine, annotations, allowed, whole=whole
         )
@@ -237,68 +234,7 @@ def _wanted(home: Stored | None, at: int) -> Label | None:
     return None if isinstance(label, Anyhow) else label
 
 
-def _annotations(
-    graph: Graph, kept: Mapping[int, Stored], mesh: Mesh, at: int
-) -> dict[int, Annotation]:
-    """What the user has said of a graph's values, for one axis."""
-    found = {}
-    for value, each in kept.items():
-        label = each.labels[at]
-        if isinstance(label, Anyhow):
-            continue
-        if each.unit is not None and each.unit.axis == mesh.names[at] and label != R:
-            found[value] = Annotation(label, "stored")
-        elif each.pinned:
-            found[value] = Annotation(label, "pinned")
-        elif value < len(graph.inputs) and label != R:
-            found[value] = Annotation(label)
-    for node, results in graph.numbered():
-        label = kept[results[0]].labels[at] if node.op == PLACE else Anyhow()
-        if not isinstance(label, Anyhow):
-            found.setdefault(results[0], Annotation(label, "free"))
-    return found
-
-
-def kept_values(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Stored]:
-    """The values with a place of their own: inputs, those that were placed, what is made of
-    nothing (a weight before its first values), and new versions of all these."""
-    found = dict(enumerate(inputs))
-    whole = Stored((R,) * len(mesh.names))
-    for node, results in graph.numbered():
-        if node.op == PLACE:
-            found[results[0]] = stored_by(node)
-        elif node.op == ENTER and node.args[0].index in found:
-            found[results[0]] = found[node.args[0].index]
-        elif not node.refs():
-            found.update(dict.fromkeys(results, whole))
-        targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
-        versions = results if node.op == WRITE_BACK else results[len(node.fresh) :]
-        for target, version in zip(targets, versions, strict=False):
-            if target.index in found:
-                found[version] = found[target.index]
-    return found
-
-
 def _whole_or_sharded(graph: Graph, value: int) -> list[Label]:
     meta = graph.values[value]
     assert meta is not None
     return [R, *(Sharded(dim) for dim in splittable(meta.shape))]
-
-
-def _place_rows(node: Node, at: int) -> Sequence[Row]:
-    """A placement in blocks is made right here: what stands behind it can then cut them again on
-    another axis."""
-    (meta,) = node.fresh
-    assert meta is not None
-    wanted = stored_by(node).labels[at]
-    labels: list[Label] = [R, *(Sharded(dim) for dim in splittable(meta.shape))]
-    if isinstance(wanted, Sharded):
-        labels = [wanted]
-    elif isinstance(wanted, Anyhow):
-        labels += PARTIALS
-    return [Row((label,), (label,), _place_here) for label in labels]
-
-
-def _place_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-    (value,) = operands
-    return build.add(Node(PLACE, (value, *node.args[1:]), (), (build.meta(value),)))
