@@ -43,8 +43,9 @@ def distribute(t: torch.Tensor, placements: Placements, pinned: bool = False) ->
     """
     mesh = current().mesh
     if not isinstance(t, LazyTensor):
-        where = f" on {t.device}; move it with .to('lazygt')" if torch.is_tensor(t) else ""
-        raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{where}")
+        device = getattr(t, "device", None)
+        hint = "" if device is None else f" on {device}; move it with .to('lazygt')"
+        raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{hint}")
     placement = placement_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
     return placed(t, Stored(placement, pinned))
 

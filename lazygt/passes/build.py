@@ -43,6 +43,8 @@ class Builder:
     Attributes:
         nodes: written so far.
         metas: the meta of every value so far.
+        differs: whether another rank of the axis may get another graph: its block of something
+            has another size, or it was asked which rank this is.
     """
 
     def __init__(
@@ -56,11 +58,22 @@ class Builder:
         device_type: str = "cpu",
     ) -> None:
         self.inputs, self.params = tuple(inputs), tuple(params)
-        self.axis, self.parts, self.index = axis, parts, index
+        self.axis, self.parts, self._index = axis, parts, index
+        self.differs = False
         self.nodes: list[Node] = []
         self.metas: list[TensorMeta | None] = list(inputs)
         self._device_type = device_type
         self._samples = [_SAMPLES[kind] for kind in self.params]
+
+    @property
+    def index(self) -> int:
+        """Which rank of the axis this is."""
+        self.differs = True
+        return self._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self._index = index
 
     def graph(self, outputs: Sequence[Ref]) -> Graph:
         """All that was written."""
@@ -86,7 +99,13 @@ class Builder:
 
     def block(self, size: int) -> int:
         """Elements of this rank's block of a dim of global ``size``."""
-        return block_size(size, self.parts, self.index)
+        return block_size(size, self.parts, self.index if size % self.parts else 0)
+
+    def local(self, shape: tuple[int, ...], label: Label) -> tuple[int, ...]:
+        """The shape of what this rank has of a value of global ``shape``."""
+        if not isinstance(label, Sharded):
+            return shape
+        return (*shape[: label.dim], self.block(shape[label.dim]), *shape[label.dim + 1 :])
 
     # aten ops
 

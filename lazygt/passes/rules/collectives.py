@@ -17,7 +17,6 @@ from lazygt.graph.label import (
     SHARD,
     Label,
     Partial,
-    local_shape,
 )
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.graph.node import Node, Ref
@@ -61,7 +60,7 @@ def _again(label: Label) -> Lower:
         (value,) = operands
         (made,) = node.results
         assert made is not None
-        shape = local_shape(made.shape, label, build.parts, build.index)
+        shape = build.local(made.shape, label)
         meta = intern(shape, contiguous_stride(shape), made.dtype)
         return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
 

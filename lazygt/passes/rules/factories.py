@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lazygt.graph.label import Label, local_shape
+from lazygt.graph.label import Label
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.passes.rules.base import (
@@ -39,7 +39,7 @@ def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """zeros, ones, full, empty."""
     call = Call(node, metas, parts)
     shape = call.result().shape
-    return [call.row(S(dim)).by(sized(S(dim), shape, parts)) for dim in splittable(shape)]
+    return [call.row(S(dim)).by(sized(S(dim), shape)) for dim in splittable(shape)]
 
 
 def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -66,7 +66,7 @@ def _like(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
 
 def _anew(made: TensorMeta, label: Label) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        shape = local_shape(made.shape, label, build.parts, build.index)
+        shape = build.local(made.shape, label)
         stride = made.stride if label == R else contiguous_stride(shape)
         empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=made.dtype,
                               device=DEVICE)  # fmt: skip

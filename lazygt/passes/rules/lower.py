@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lazygt.graph.label import Label, Sharded, local_shape
+from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node, Ref
 from lazygt.passes.rules.base import PMAX, Call, Collective, P, Row, S, Values
@@ -105,6 +105,6 @@ def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int
 
 def zeros(build: Builder, meta: TensorMeta, label: Label) -> Ref:
     """This rank's part of a value of zeros."""
-    shape = local_shape(meta.shape, label, build.parts, build.index)
+    shape = build.local(meta.shape, label)
     made: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
     return made

@@ -142,7 +142,7 @@ def _placed(gone: bool) -> Rule:
         dim = call.dim("dim", len(shape))
         found = [
             call.row(S(d), grad_output=S(d - (gone and d > dim))).by(
-                sized(S(d), shape, parts, "input_sizes")
+                sized(S(d), shape, "input_sizes")
             )
             for d in splittable(shape)
             if d != dim

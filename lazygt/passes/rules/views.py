@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from lazygt.graph.label import Label, local_shape, shard_bounds
+from lazygt.graph.label import Label, shard_bounds
 from lazygt.graph.node import Node, Ref
 from lazygt.passes.rules.base import (
     PMAX,
@@ -103,12 +103,11 @@ def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return found + [call.row(label, self=label) for label in PARTIALS]
 
 
-def sized(label: Label, shape: tuple[int, ...], parts: int, name: str = "size") -> Lower:
+def sized(label: Label, shape: tuple[int, ...], name: str = "size") -> Lower:
     """The same op with the block's sizes of a result of ``shape`` for its argument ``name``."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        sizes = local_shape(shape, label, parts, build.index)
-        return build.rerun(node, operands, **{name: sizes})
+        return build.rerun(node, operands, **{name: build.local(shape, label)})
 
     return lower
 
@@ -121,7 +120,7 @@ def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     for dim in splittable(made):
         own = dim - new
         label = S(own) if own >= 0 and have[own] == made[dim] else R
-        found.append(call.row(S(dim), self=label).by(sized(S(dim), made, parts)))
+        found.append(call.row(S(dim), self=label).by(sized(S(dim), made)))
     return found
 
 
@@ -129,14 +128,14 @@ def _view(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     made = call.result().shape
     pairs = aligned_dims(call.shape("self"), made, parts)
-    found = [call.row(S(b), self=S(a)).by(_reshaped(made, S(b), parts)) for a, b in pairs]
+    found = [call.row(S(b), self=S(a)).by(_reshaped(made, S(b))) for a, b in pairs]
     anyhow = [call.row(label, self=label) for label in (R, *PARTIALS)]
-    return found + [row.by(_reshaped(made, R, parts)) for row in anyhow]
+    return found + [row.by(_reshaped(made, R)) for row in anyhow]
 
 
-def _reshaped(shape: tuple[int, ...], label: Label, parts: int) -> Lower:
+def _reshaped(shape: tuple[int, ...], label: Label) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return (build.reshape(operands[0], local_shape(shape, label, parts, build.index)),)
+        return (build.reshape(operands[0], build.local(shape, label)),)
 
     return lower
 

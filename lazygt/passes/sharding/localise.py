@@ -42,11 +42,13 @@ class Local:
     Attributes:
         values: for each value of the whole program, where the local one has it with each label
             that it comes with or is given, the first as it was made.
+        alike: whether every rank of the axis has the same program.
     """
 
     graph: Graph
     outputs: tuple[Label, ...]
     values: tuple[Mapping[Label, int], ...] = ()
+    alike: bool = False
 
 
 def localise(
@@ -69,11 +71,11 @@ def localise(
 class _Walk:
     def __init__(self, graph: Graph, choice: Choice, axis: str, parts: int, index: int) -> None:
         self.graph, self.choice, self.values = graph, choice, graph.values
-        metas = [
-            local_meta(meta, label, parts, index)
-            for meta, label in zip(graph.inputs, choice.inputs, strict=True)
-        ]
+        placed = list(zip(graph.inputs, choice.inputs, strict=True))
+        metas = [local_meta(meta, label, parts, index) for meta, label in placed]
         self.build = Builder(metas, graph.params, axis=axis, parts=parts, index=index)
+        for meta, label in placed:
+            self.build.local(meta.shape, label)  # it notes where ranks have blocks of other sizes
         #: value -> label -> the local value
         self.have: list[dict[Label, Ref]] = [
             {label: ref(number)} for number, label in enumerate(choice.inputs)
@@ -99,7 +101,7 @@ class _Walk:
         self._from(max(len(self.graph.nodes) - 1, 0))
         whole = self.build.graph(outputs)
         lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
-        return Local(lined, labels, self._numbers())
+        return Local(lined, labels, self._numbers(), not self.build.differs)
 
     def _numbers(self) -> tuple[Mapping[Label, int], ...]:
         return tuple([{label: at.index for label, at in have.items()} for have in self.have])

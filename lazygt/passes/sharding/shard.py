@@ -84,11 +84,10 @@ def _agreed(
     Graphs of ranks that meet on an earlier axis must agree on the labels of what they exchange
     there. Their blocks may differ in size, so they may not; then they exchange whole values.
     """
-    choices = _choices(axis, graphs, wanted)
+    choices, chosen = _choices(axis, graphs, wanted)
     exchanged = {_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}
     if len(exchanged) > 1:
-        choices = _choices(axis, graphs, wanted, exchange_whole=True)
-    chosen = axis.labels(graphs[0], choices[0], wanted)
+        choices, chosen = _choices(axis, graphs, wanted, exchange_whole=True)
     made: list[list[Local]] = []
     for one, choice in zip(graphs, choices, strict=True):
         known = made[0] if made and same(one, graphs[0]) else None
@@ -103,14 +102,15 @@ def _choices(
     graphs: Sequence[Graph],
     wanted: Sequence[Label | None],
     exchange_whole: bool = False,
-) -> list[Choice]:
-    """What is decided for each graph; the outputs of all have the labels that the first's have."""
+) -> tuple[list[Choice], tuple[Label, ...]]:
+    """What is decided for each graph, and the labels that the outputs of all of them get."""
     first = axis.choice(graphs[0], wanted, exchange_whole)
-    chosen = axis.labels(graphs[0], first, wanted)
-    return [
+    chosen = axis.local(graphs[0], first, wanted, 0).outputs
+    choices = [
         first if same(one, graphs[0]) else axis.choice(one, chosen, exchange_whole)
         for one in graphs
     ]
+    return choices, chosen
 
 
 def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Label, ...], ...]:
@@ -176,17 +176,14 @@ class _Axis:
         given = [each.labels[self.at] for each in self.inputs]
         return Choice(question.rows(solution), question.labels(solution), given)
 
-    def labels(
-        self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
-    ) -> tuple[Label, ...]:
-        """The labels that the outputs get."""
-        return self.local(graph, choice, wanted, 0).outputs
-
     def localised(
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
     ) -> list[Local]:
-        """The program of each rank."""
-        return [self.local(graph, choice, wanted, index) for index in range(self.parts)]
+        """The program of each rank; one object where all have the same."""
+        first = self.local(graph, choice, wanted, 0)
+        if first.alike:
+            return [first] * self.parts
+        return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.parts))]
 
     def local(
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None], index: int
