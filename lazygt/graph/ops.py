@@ -95,8 +95,9 @@ MASKABLE = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor"})
 #: A Python number in these shapes the result, so it is part of the program, not of its data.
 SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
-#: Arguments whose number decides whether the op draws at all, so it is part of the program too.
-DECIDING_NUMBERS = frozenset({"dropout_p"})
+#: Arguments whose number decides how the op is done (whether it draws, which norm it is), so it is
+#: part of the program too.
+DECIDING_NUMBERS = frozenset({"dropout_p", "ord"})
 
 #: Draws from the generator although torch's tag is missing.
 UNTAGGED_RANDOM = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
