@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
+from tests.versions import TORCH
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS: list[Any] = [{"executor": "inline"}, {"workers": 1}]
@@ -55,6 +56,8 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_raises_what_torch_raises_at_the_call(name: str) -> None:
+    if name == "embedding" and TORCH < (2, 13):
+        pytest.skip("the meta kernel of this torch takes indices of any dtype")
     with pytest.raises(Exception) as expected:
         WRONG[name]()
     with lazygt.session(executor="inline") as s:

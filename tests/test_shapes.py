@@ -16,6 +16,7 @@ from lazygt.graph.rules import RULES, WRITING_RULES
 from lazygt.graph.shapes import Results, Shapes
 from lazygt.infer import Inference
 from lazygt.runtime.executors.eager import _compiled
+from tests.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Call = tuple[list[Any], dict[str, Any]]
@@ -515,6 +516,8 @@ ODD: dict[str, Call] = {
 @pytest.mark.parametrize("name", ODD)
 def test_errors_are_torchs_own(name: str) -> None:
     """A rule stays silent, and inference as a whole raises what the meta kernel raises."""
+    if name == "aten.embedding.default" and TORCH < (2, 13):
+        pytest.skip("the meta kernel of this torch takes indices of any dtype")
     recorded = Recorded(name, *ODD[name])
     expected = torchs(recorded)
     assert Shapes().results(*recorded.call) is None

@@ -74,6 +74,8 @@ def run_on_metas(
             fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(made, fresh)
+    if f.name == _CPU_ATTENTION and made[0].dtype == torch.float64 and fresh[1] is not None:
+        fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
     return tuple(_rooted(f, fresh)), written_metas
 
 
@@ -90,6 +92,9 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
         names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
 
+
+#: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.
+_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 #: Their results 1 and 2 are the mean and the inverse deviation.
 _NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)

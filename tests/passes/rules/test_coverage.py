@@ -6,6 +6,7 @@ import torch
 
 from lazygt.graph.node import Node
 from lazygt.passes.rules import RULES, has_rule, rows_of
+from tests.versions import TORCH
 
 FORWARD = """
 _log_softmax _scaled_dot_product_flash_attention_for_cpu _softmax _unsafe_view add.Tensor
@@ -53,8 +54,10 @@ def test_ops_of_training_steps() -> None:
 def test_ops_of_core_aten() -> None:
     names = core_ops()
     assert len(names) > 180
-    without = [name.removeprefix("aten.") for name in names if not has_rule(name)]
-    assert without == CORE_WITHOUT.split()
+    without = {name.removeprefix("aten.") for name in names if not has_rule(name)}
+    assert without - set(CORE_WITHOUT.split()) == set()
+    if TORCH == (2, 13):  # each release tags a few ops more or less
+        assert sorted(without) == CORE_WITHOUT.split()
 
 
 def core_ops() -> list[str]:
