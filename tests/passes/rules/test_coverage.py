@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lazygt.graph.node import Node
@@ -51,13 +52,12 @@ def test_ops_of_training_steps() -> None:
     assert [name for name in names if not has_rule(full_name(name))] == WITHOUT
 
 
+@pytest.mark.skipif(TORCH != (2, 13), reason="each release calls a few ops more or less core")
 def test_ops_of_core_aten() -> None:
     names = core_ops()
     assert len(names) > 180
-    without = {name.removeprefix("aten.") for name in names if not has_rule(name)}
-    assert without - set(CORE_WITHOUT.split()) == set()
-    if TORCH == (2, 13):  # each release tags a few ops more or less
-        assert sorted(without) == CORE_WITHOUT.split()
+    without = [name.removeprefix("aten.") for name in names if not has_rule(name)]
+    assert without == CORE_WITHOUT.split()
 
 
 def core_ops() -> list[str]:
