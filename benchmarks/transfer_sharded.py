@@ -1,7 +1,8 @@
 """Transfer out of a session whose two workers hold the weights in blocks (FSDP, Shard(0)).
 
-Each worker writes its own blocks into the receivers' memory; beside it the same weights gathered by
-the client, which is what a sender does that knows no blocks, and a plain memcpy of as many bytes.
+Each worker writes its own blocks into the receivers' memory, or broadcasts them with Gloo; beside
+it the same weights gathered by the client, which is what a sender does that knows no blocks, and a
+plain memcpy of as many bytes.
 """
 
 import argparse
@@ -17,12 +18,21 @@ import lazygt
 from benchmarks.harness import Report, interleave, parser, ratio
 from benchmarks.transfer import memcpy, seconds
 from benchmarks.transfer_processes import SECONDS, Other, receive
-from lazygt.transfer import Chunk, Manifest, ModuleExtractor, SharedMemoryTransferSender
+from lazygt.transfer import (
+    BroadcastTransferSender,
+    Chunk,
+    Manifest,
+    ModuleExtractor,
+    Sender,
+    SharedMemoryTransferSender,
+)
 from lazygt.transfer.routes import moves
 
 WIDTH = 1_024
 MEMCPY, WHOLE, CRC = "memcpy, one thread", "to whole", "to whole, crc32"
 PARALLEL, CLIENT = "to two tensor parallel ranks", "gathered by the client, to whole"
+GLOO, GLOO_PARALLEL = "Gloo, to whole", "Gloo, to two tensor parallel ranks"
+GLOO_CLIENT = "Gloo, gathered by the client, to whole"
 #: column parallel, row parallel
 TARGET = {"*.up.weight": {"model": Shard(0)}, "*.down.weight": {"model": Shard(1)}}
 
@@ -51,14 +61,25 @@ class Gathered:
 
 
 @contextmanager
-def sender_to(*receivers: dict[str, Any]) -> Iterator[SharedMemoryTransferSender]:
+def sender_to(
+    *receivers: dict[str, Any], kind: type[Sender] = SharedMemoryTransferSender
+) -> Iterator[Sender]:
     """A sender with a receiver for each dict of arguments."""
-    with SharedMemoryTransferSender() as sender, ExitStack() as stack:
+    with kind() as sender, ExitStack() as stack:
         for number, options in enumerate(receivers):
             arguments = (receive, sender.strategy, sender.address, f"r{number}", options)
             stack.enter_context(Other(*arguments))
         sender.wait_for_receivers(len(receivers), SECONDS)
         yield sender
+
+
+def through_client(session: lazygt.Session, sender: Sender, source: Any) -> int:
+    """Bytes that the client sends and receives for one transfer."""
+    ways = ("bytes_sent", "bytes_received", "bytes_fetched", "bytes_uploaded")
+    before = session.stats()
+    sender.send(source, timeout=SECONDS)
+    after = session.stats()
+    return sum(after[way] - before[way] for way in ways)
 
 
 def model_of(megabytes: float) -> nn.Module:
@@ -76,12 +97,15 @@ def measure(args: argparse.Namespace) -> Report:
         sender_to({}) as whole,
         sender_to(*ranks) as parallel,
         sender_to({}) as client,
+        sender_to({}, kind=BroadcastTransferSender) as gloo,
+        sender_to(*ranks, kind=BroadcastTransferSender) as gloo_parallel,
+        sender_to({}, kind=BroadcastTransferSender) as gloo_client,
     ):
         model = model_of(args.megabytes)
         lazygt.parallelize(model, {"*": [Shard(0), Replicate()]})
         s.synchronize()
 
-        def sent(sender: SharedMemoryTransferSender, verify: str, source: Any) -> float:
+        def sent(sender: Sender, verify: str, source: Any) -> float:
             sender.verify = verify
             return seconds(lambda: sender.send(source, timeout=SECONDS))
 
@@ -92,13 +116,15 @@ def measure(args: argparse.Namespace) -> Report:
             CRC: lambda: sent(whole, "crc32", direct),
             PARALLEL: lambda: sent(parallel, "none", direct),
             CLIENT: lambda: sent(client, "none", gathered),
+            GLOO: lambda: sent(gloo, "none", direct),
+            GLOO_PARALLEL: lambda: sent(gloo_parallel, "none", direct),
+            GLOO_CLIENT: lambda: sent(gloo_client, "none", gathered),
         }
         interleave(cases, 3)  # memory is faulted in, routes are planned
         planned = moves.cache_info().misses
         found = interleave(cases, args.rounds)
-        before = s.stats()
+        through = [through_client(s, sender, direct) for sender in (whole, gloo)]
         report = whole.send(direct, timeout=SECONDS)
-        after = s.stats()
     table = Report(
         "transfer_sharded",
         f"{nbytes / 1e9:.3f} GB in {len(params)} parameters, Shard(0) on 2 workers",
@@ -108,15 +134,12 @@ def measure(args: argparse.Namespace) -> Report:
         times = [f"{each * 1e3:.0f}" for each in (value.median, value.low, value.high)]
         speed = f"{nbytes / value.median / 1e9:.2f}"
         table.add(name, *times, speed, f"{ratio(found[MEMCPY], value):.2f}x")
-    through = sum(
-        after[key] - before[key]
-        for key in ("bytes_sent", "bytes_received", "bytes_fetched", "bytes_uploaded")
-    )
     written = ", ".join(f"{done / 1e6:.0f} MB by worker {n}" for n, done in report.written.items())
     table.remarks += [
         f"against gathering in the client: {ratio(found[CLIENT], found[WHOLE]):.2f}x as fast",
-        f"one transfer: {written}; {through} bytes through the client, all of them orders and "
-        f"their answers",
+        f"with Gloo: {ratio(found[GLOO_CLIENT], found[GLOO]):.2f}x as fast",
+        f"one transfer: {written}; {through[0]} bytes through the client ({through[1]} with Gloo), "
+        f"all of them orders and their answers",
         f"routes planned during the rounds: {moves.cache_info().misses - planned}",
         "each worker copies with its share of the cores",
     ]

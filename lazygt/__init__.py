@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
+    from lazygt.following import register as _follow
     from lazygt.parallel import (
         column_parallel,
         data_parallel,
@@ -45,6 +46,7 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt.units import fully_shard, shard_optimizer_state
 
     _register()
+    _follow()
 
 __all__ = [
     "CollectiveMismatch",

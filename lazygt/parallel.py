@@ -13,7 +13,7 @@ such a style wants its collectives. Styles change where values lie, never the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +25,8 @@ from lazygt.graph.mesh import Stored
 from lazygt.session import current
 from lazygt.sharding import (
     Placements,
+    drop_hooks,
+    mesh_of,
     own_parameter,
     placed,
     placement_for,
@@ -125,8 +127,12 @@ def parallelize(
     Args:
         plan: names of parameters -> placements, or names of modules -> styles, with ``*`` for any
             text. The first pattern that fits a name counts. Along an axis that a dict of
-            placements does not name, a parameter keeps what it has; whole at first.
+            placements does not name, a parameter keeps what it has; whole at first. Of a
+            parameter with several names (a tied head) the first that fits a pattern counts.
         pinned: see ``distribute``; of placements only, styles are pinned.
+
+    A module's style is also that of its copies, and counts in later sessions whose mesh has the
+    axis.
 
     Returns:
         The module.
@@ -137,14 +143,10 @@ def parallelize(
     """
     tables = {pattern: one for pattern, one in plan.items() if isinstance(one, Style)}
     found, fits = _styled(module, tables)
-    wanted: dict[str, tuple[Placements, bool]] = {}
-    for name, style in found.items():
-        for own, _ in module.get_submodule(name).named_parameters(recurse=False):
-            placement = style.parameters.get(own, _placements()[1])
-            wanted[f"{name}.{own}".lstrip(".")] = {style.mesh_dim: placement}, True
+    wanted = _of_styles(module, found)
     rest = {pattern: one for pattern, one in plan.items() if not isinstance(one, Style)}
     unused = set(rest)
-    for name, _ in module.named_parameters():
+    for name, _ in module.named_parameters(remove_duplicate=False):
         pattern = next((p for p in rest if fnmatchcase(name, p)), None)
         if pattern is not None:
             unused.discard(pattern)
@@ -169,6 +171,18 @@ def _styled(module: nn.Module, tables: Mapping[str, Style]) -> tuple[dict[str, S
     return found, fits
 
 
+def _of_styles(module: nn.Module, found: Mapping[str, Style]) -> dict[str, tuple[Placements, bool]]:
+    """How the parameters of modules that have a style are stored: placements, and pinned."""
+    return {
+        f"{name}.{own}".lstrip("."): (
+            {style.mesh_dim: style.parameters.get(own, _placements()[1])},
+            True,
+        )
+        for name, style in found.items()
+        for own, _ in module.get_submodule(name).named_parameters(recurse=False)
+    }
+
+
 def _check_used(module: nn.Module, parameters: set[str], modules: set[str]) -> None:
     if parameters:
         names = ", ".join(name for name, _ in module.named_parameters())
@@ -180,9 +194,7 @@ def _check_used(module: nn.Module, parameters: set[str], modules: set[str]) -> N
 
 def _store(module: nn.Module, wanted: Mapping[str, tuple[Placements, bool]]) -> None:
     mesh = current().mesh
-    named = [
-        (name, own_parameter(name, p)) for name, p in module.named_parameters() if name in wanted
-    ]
+    named = _named(module, wanted)
     made: list[tuple[LazyTensor, Stored]] = []
     for (name, t), before in zip(named, stored_now(t for _, t in named), strict=True):
         placements, pinned = wanted[name]
@@ -196,37 +208,56 @@ def _store(module: nn.Module, wanted: Mapping[str, tuple[Placements, bool]]) -> 
         store(t, stored)
 
 
+def _named(module: nn.Module, names: Container[str]) -> list[tuple[str, LazyTensor]]:
+    """The parameters of these names; one that has several of them, only by the first."""
+    found: dict[int, tuple[str, LazyTensor]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in names:
+            found.setdefault(id(parameter), (name, own_parameter(name, parameter)))
+    return list(found.values())
+
+
 def _hold(module: nn.Module, style: Style) -> None:
     """Place what goes into a module, and what comes out, whenever it is called."""
+    drop_hooks(module, _Laying, style.mesh_dim)
     if style.inputs:
-        module.register_forward_pre_hook(_before(style))
+        module.register_forward_pre_hook(_Before(style.mesh_dim, style.inputs))
     if style.output is not None:
-        module.register_forward_hook(_after(style))
+        module.register_forward_hook(_After(style.mesh_dim, style.output))
 
 
-def _before(style: Style) -> Callable[..., Any]:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        layouts = style.inputs[: len(args)]
-        here = [_laid(arg, style.mesh_dim, one) for arg, one in zip(args, layouts, strict=False)]
+@dataclass(frozen=True)
+class _Laying:
+    """The hook of a module that has a style."""
+
+    mesh_dim: str
+    layout: Any
+
+
+class _Before(_Laying):
+    """Lays what goes in."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        here = [_laid(arg, self.mesh_dim, one) for arg, one in zip(args, self.layout, strict=False)]
         return (*here, *args[len(here) :])
 
-    return before
 
+class _After(_Laying):
+    """Lays what comes out."""
 
-def _after(style: Style) -> Callable[..., Any]:
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (_laid(output[0], style.mesh_dim, style.output), *output[1:])
-        return _laid(output, style.mesh_dim, style.output)
-
-    return after
+            return (_laid(output[0], self.mesh_dim, self.layout), *output[1:])
+        return _laid(output, self.mesh_dim, self.layout)
 
 
 def _laid(value: Any, mesh_dim: str, layout: Any) -> Any:
-    """A tensor pinned on one axis; anything else as it is."""
+    """A tensor pinned on one axis, if its session has that; anything else as it is."""
     if layout is None or not isinstance(value, LazyTensor):
         return value
-    mesh = current().mesh
+    mesh = mesh_of(value)
+    if mesh_dim not in mesh.names:
+        return value
     what = f"a tensor of {meta_of(value)}"
     labels = placement_for(what, value.dim(), {mesh_dim: layout}, mesh, unsaid(mesh))
     return placed(value, Stored(labels, pinned=True))

@@ -13,6 +13,7 @@ microbatches at the same time: in the order known as 1F1B. The numbers are those
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,12 +28,24 @@ from lazygt.graph.node import Node, Ref
 from lazygt.passes.sharding.places import ENTER, LEAVE
 from lazygt.recorder import Recorder
 from lazygt.session import current
-from lazygt.sharding import fresh_meta, own_parameter
+from lazygt.sharding import drop_hooks, fresh_meta, mesh_of, own_parameter
 from lazygt.tensor import LazyTensor, meta_of
 
-#: The stage of each module, and of each parameter and buffer: the first that it was given to.
-_modules: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_tensors = WeakIdKeyDictionary()
+
+@dataclass(frozen=True)
+class _Given:
+    """What a session's stages have: the first that each module, parameter and buffer was given to.
+
+    Attributes:
+        modules: nn.Module -> stage.
+        tensors: LazyTensor -> stage.
+    """
+
+    modules: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    tensors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+
+_given: WeakKeyDictionary[Recorder, _Given] = WeakKeyDictionary()
 
 
 def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
@@ -42,6 +55,8 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     stage has stays there, and the two share it (a tied head). What a module is called with enters
     the stage, and what is computed from it belongs to the stage, until something enters another.
     A tensor can be put on a stage by itself, for code without modules: use what is returned.
+    Copies of a module are on its stage too, and so is the module in a later session whose mesh has
+    that stage, unless it is put on another one there.
 
     Args:
         what: a module, several of them, or a lazygt tensor.
@@ -56,7 +71,8 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
             is on a stage already, or has a parameter that is no lazygt tensor of its own.
         TypeError: ``what`` is none of these.
     """
-    _check_stage(current().mesh, index, mesh_dim)
+    session = current()
+    _check_stage(session.mesh, index, mesh_dim)
     if isinstance(what, torch.Tensor):
         if not isinstance(what, LazyTensor):
             raise TypeError(
@@ -65,16 +81,18 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
             )
         return _enter(what, index, mesh_dim)
     modules = [what] if isinstance(what, nn.Module) else _listed(what)
+    given = _given.setdefault(session.recorder, _Given())
     for module in modules:
-        _check_module(module)
-    stored = [t for module in modules for t in _own(module)]
+        _check_module(module, given)
     for module in modules:
-        _modules.update(dict.fromkeys(module.modules(), index))
-        _mark_inputs(module, index, mesh_dim)
-    for t in stored:
-        if t not in _tensors:
-            _tensors[t] = index
-            _move(t, index, mesh_dim)
+        given.modules.update(dict.fromkeys(module.modules(), index))
+        for inner in module.modules():
+            drop_hooks(inner, _Entry)
+        _mark_inputs(module, _Entry(index, mesh_dim))
+    for t in [t for module in modules for t in _own(module)]:
+        if t not in given.tensors:
+            given.tensors[t] = index
+            move(t, index, mesh_dim)
     return what
 
 
@@ -94,12 +112,14 @@ def _listed(what: Any) -> list[nn.Module]:
     return modules
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module, given: _Given) -> None:
     """Raise ValueError for a module that can't be put on a stage."""
     for name, inner in module.named_modules():
-        if inner in _modules:
+        if inner in given.modules:
             what = f"{type(module).__name__}{'.' * bool(name)}{name}"
-            raise ValueError(f"{what} is on stage {_modules[inner]} already; stage a module once")
+            raise ValueError(
+                f"{what} is on stage {given.modules[inner]} already; stage a module once"
+            )
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         own_parameter(name, t)
 
@@ -117,37 +137,53 @@ def _is_everywhere(t: LazyTensor) -> bool:
     return remote is not None and remote.stored is None
 
 
-def _mark_inputs(module: nn.Module, index: int, mesh_dim: str) -> None:
+def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
     """Mark what a module is called with. A slice of layers is never called, but its layers are."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         for layer in module:
-            _mark_inputs(layer, index, mesh_dim)
-        return
+            _mark_inputs(layer, entry)
+    else:
+        module.register_forward_pre_hook(entry, with_kwargs=True)
 
-    own = [t for t in _own(module) if _tensors.get(t, index) == index]
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        for t in own:
-            if _is_everywhere(t):
-                _move(t, index, mesh_dim)
+@dataclass(frozen=True)
+class _Entry:
+    """The hook of a module on a stage: what it is called with enters; what it has is there."""
 
-        def one(t: LazyTensor) -> Any:
-            return _enter(t, index, mesh_dim)
+    index: int
+    mesh_dim: str
 
-        return tree_map_only(LazyTensor, one, (args, kwargs))
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for t in _own(module):
+            if _is_everywhere(t) and self._has(t):
+                move(t, self.index, self.mesh_dim)
+        return tree_map_only(LazyTensor, self._enter, (args, kwargs))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    def _has(self, t: LazyTensor) -> bool:
+        """Whether a tensor of the module belongs to this stage, not to one that shares it."""
+        given = _given.get(t._cell.recorder)
+        first = self.index if given is None else given.tensors.get(t, self.index)
+        return self._is_known(t) and first == self.index
+
+    def _is_known(self, t: LazyTensor) -> bool:
+        """Whether the tensor's session has this stage."""
+        mesh = mesh_of(t)
+        return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
+
+    def _enter(self, t: LazyTensor) -> Any:
+        return _enter(t, self.index, self.mesh_dim) if self._is_known(t) else t
 
 
 def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
     return _Enter.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
 
 
-def _move(t: LazyTensor, index: int, mesh_dim: str) -> None:
+def move(t: LazyTensor, index: int, mesh_dim: str) -> None:
     """From here on the stage has the tensor, and nobody else."""
     recorder = t._cell.recorder
     with recorder.lock:
         recorder.own(t._cell, _record(recorder, ENTER, (t,), index, mesh_dim, meta_of(t)))
+        t._cell.placed = True
 
 
 class _Enter(torch.autograd.Function):
@@ -162,7 +198,27 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (t,) = ctx.saved_tensors
-        return _shown(LEAVE, (grads[0], t), None, ctx.mesh_dim), None, None
+        return _leave(grads[0], t, ctx.mesh_dim), None, None
+
+
+def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
+    """A gradient, where the tensor is."""
+    return _Leave.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+
+
+class _Leave(torch.autograd.Function):
+    """The way back as autograd sees it, for gradients of gradients: the identity as well."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: LazyTensor, t: LazyTensor, mesh_dim: str) -> LazyTensor:
+        ctx.save_for_backward(gradient)
+        ctx.mesh_dim = mesh_dim
+        return _shown(LEAVE, (gradient, t), None, mesh_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return _leave(grads[0], gradient, ctx.mesh_dim), None, None
 
 
 def _shown(op: str, operands: tuple[LazyTensor, ...], index: int | None, axis: str) -> LazyTensor:

@@ -1,8 +1,8 @@
 """The hot path: the stream of ops, step by step through the trie; on a miss, a new step.
 
 ``Recorder.record`` is what every op comes to. On a hit it does a dictionary look-up and makes the
-wrappers; on a miss it infers the results' metas (``infer``), where a wrong shape or dtype raises
-torch's own exception on the user's line.
+wrappers; on a miss (``misses``) the results' metas are inferred, where a wrong shape or dtype
+raises torch's own exception on the user's line.
 """
 
 from __future__ import annotations
@@ -19,23 +19,17 @@ from lazygt import copies, dynamic, hostnumbers, views
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
-from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
-from lazygt.graph.ops import (
-    MASKABLE,
-    UNDECLARED_WRITES,
-    OpFacts,
-    facts,
-    writing_facts,
-)
+from lazygt.graph.node import DEVICE, Node
+from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
+from lazygt.misses import NUMBERS, new_step
 from lazygt.stretch import Place, Shipper, Stretch, returned, written_tensors
 from lazygt.tensor import Cell, LazyTensor, meta_of, rebind, wrapper
 from lazygt.trie import Step, Trie
 
 Handler = Callable[..., Any]
 
-_NUMBERS = frozenset({int, float, bool, complex})
 #: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
 _CALLER = 4
 _PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, torch.layout,
@@ -59,7 +53,8 @@ class Recorder:
         #: (step, key, facts) of the first miss of the stretch, for stats and ``why``
         self.first_miss: tuple[Step, Any, OpFacts | None, Mark | None] | None = None
         self._known: dict[int, tuple[OpFacts, Handler | None]] = {}
-        self._forward: dict[int, int] = {}
+        #: autograd's sequence number -> op of the stretch
+        self.forward_ops: dict[int, int] = {}
         self._backward_mark: Mark | None = None
         self.backward_error: BaseException | None = None
         #: the op before which over-long stretches end, once one has
@@ -123,7 +118,7 @@ class Recorder:
                         del stretch.params[stretch.step.params :]
                         return result
                 add(self.index_of(a))
-            elif hoist == 1 and kind in _NUMBERS:
+            elif hoist == 1 and kind in NUMBERS:
                 add(kind)
                 stretch.params.append(a)
             elif kind in _PLAIN:
@@ -143,7 +138,7 @@ class Recorder:
         found = tuple(key)
         step = stretch.step.children.get(found)
         if step is None:
-            step = self._miss(stretch, found, f, args, kwargs or {})
+            step = new_step(self, stretch, found, f, args, kwargs or {})
         stretch.step = step
         stretch.marks.append(user_mark(_CALLER))
         make = step.make
@@ -176,7 +171,7 @@ class Recorder:
         kind = type(a)
         if kind is LazyTensor:
             return self.index_of(a)
-        if hoist == 1 and kind in _NUMBERS:
+        if hoist == 1 and kind in NUMBERS:
             self.stretch.params.append(a)
             return kind
         if kind in _PLAIN:
@@ -201,7 +196,7 @@ class Recorder:
         first = type(items[0]) if items else None
         if hoist == 2:
             kinds = tuple(map(type, items))
-            if _NUMBERS.issuperset(kinds):
+            if NUMBERS.issuperset(kinds):
                 self.stretch.params.extend(items)
                 return kinds
         elif first is int or first is bool:
@@ -261,7 +256,7 @@ class Recorder:
         key = meta if stored is None else (meta, stored)
         step = stretch.step.children.get(key)
         if step is None:
-            self._note_miss(stretch, meta, None, None)
+            self.note_miss(stretch, meta, None, None)
             step = self.trie.add(Step(stretch.step, key, input=meta))
         try:
             stretch.inputs.append((weakref.ref(cell), cell.remote))
@@ -292,7 +287,7 @@ class Recorder:
             stretch = self.stretch
             step = stretch.step.children.get(key)
             if step is None:
-                self._note_miss(stretch, key, f, None)
+                self.note_miss(stretch, key, f, None)
                 step = self.trie.add(Step(stretch.step, key, node, facts=f))
             stretch.step = step
             stretch.marks.append(user_mark(1))
@@ -343,68 +338,12 @@ class Recorder:
         self.stretch.owners[index] = weakref.ref(cell)
         return wrapper(meta, cell, None)
 
-    # -- misses --------------------------------------------------------------------------
-
-    def _miss(
-        self,
-        stretch: Stretch,
-        key: tuple[Any, ...],
-        f: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Step:
-        """Infer the results and remember the step."""
-        metas: dict[int, TensorMeta] = {}
-        params = itertools.count(stretch.step.params)
-
-        def template(a: Any, hoist: int) -> Arg:
-            if isinstance(a, torch.Tensor):
-                lazy = a if isinstance(a, LazyTensor) else self.foreign(a, f)
-                index = self.index_of(lazy)
-                metas[index] = meta_of(lazy)
-                return Ref(index)
-            if hoist == 1 and type(a) in _NUMBERS:
-                return Param(next(params))
-            if type(a) in (list, tuple):
-                return tuple(template(item, 1 if hoist == 2 else 0) for item in a)
-            return DEVICE if isinstance(a, torch.device) else a
-
-        targs = tuple(template(a, hoist) for a, hoist in zip(args, f.hoist, strict=False))
-        tkwargs = tuple(
-            (name, template(a, f.hoist_named.get(name, 0))) for name, a in kwargs.items()
-        )
-        targets = [self.index_of(t) for t in written_tensors(f, args, kwargs)]
-        if f.dynamic or _masked_index(f, args):
-            node = Node(f.name, targs, tkwargs, (), tuple(targets), (), dynamic=True)
-        else:
-            results = self.inference.results(f, targs, tkwargs, metas, stretch.params)
-            if results is None:
-                node = Node(f.name, targs, tkwargs, (), tuple(targets), (), dynamic=True)
-            else:
-                node = Node(f.name, targs, tkwargs, results[0], tuple(targets), results[1])
-        self._note_miss(stretch, key, f, user_mark(1))
-        step = Step(stretch.step, key, node, facts=f)
-        step.forward = self._link_backward(step.ops - 1)
-        step.backward = torch._C._current_autograd_node() is not None
-        step.itself = (
-            f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
-        )
-        if f.views:
-            step.make = None
-        return self.trie.add(step)
-
-    def _note_miss(self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None) -> None:
+    def note_miss(self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None) -> None:
+        """A step is about to be added; only the first one of a stretch is of interest."""
         if self.first_miss is None:
             self.first_miss = stretch.step, key, f, mark or user_mark(1)
 
-    def _link_backward(self, number: int) -> int:
-        """Tie a forward op to its autograd node, or a backward op to its forward op."""
-        running = torch._C._current_autograd_node()
-        if running is None:
-            if torch.is_grad_enabled():
-                self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, number)
-            return -1
-        return self._forward.get(running._sequence_nr(), -1)
+    # -- creation ------------------------------------------------------------------------
 
     def remote_tensor(self, meta: TensorMeta, remote: Any) -> LazyTensor:
         """A handle for a value that the workers hold already."""
@@ -412,8 +351,6 @@ class Recorder:
         cell = Cell(self, 0, 0, base)
         cell.remote = remote
         return wrapper(base, cell, None)
-
-    # -- creation ------------------------------------------------------------------------
 
     def blank(self, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
         """``torch.empty``: memory that is only asked for when something is done with it."""
@@ -497,7 +434,7 @@ class Recorder:
 
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""
-        self.shipper.after_backward()  # type: ignore[attr-defined]
+        self.shipper.after_backward()
 
     def next_stretch(self) -> None:
         """Begin anew at the root."""
@@ -505,7 +442,7 @@ class Recorder:
         self.shipped_ops += len(self.stretch.marks)
         self.stretch = Stretch(self.serial, self.trie.root)
         self.first_miss = None
-        self._forward.clear()
+        self.forward_ops.clear()
 
     @property
     def ops(self) -> int:
@@ -561,13 +498,6 @@ _CPU_INDICES = frozenset(
 def _either(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of an op that is ordinary but for writing only when a flag is set."""
     return NotImplemented
-
-
-def _masked_index(f: OpFacts, args: tuple[Any, ...]) -> bool:
-    """Whether an index contains a mask, so that the result's size depends on its values."""
-    if f.name not in MASKABLE:
-        return False
-    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
 def closed_error() -> NoSession:

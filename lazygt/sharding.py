@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from lazygt.graph.label import Anyhow, Label, Partial, Replicated, label_of
+from lazygt.graph.label import Anyhow, Held, Label, Partial, Replicated, label_of
 from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.passes.sharding.places import PLACE, place_node, stored_by
+from lazygt.passes.sharding.places import ENTER, PLACE, place_node, stored_by
 from lazygt.recorder import Recorder
 from lazygt.session import current
 from lazygt.tensor import LazyTensor, meta_of
@@ -39,7 +40,7 @@ def distribute(t: torch.Tensor, placements: Placements, pinned: bool = False) ->
 
     Raises:
         ValueError: a placement that the tensor or the mesh can't have.
-        TypeError: ``t`` is no lazygt tensor.
+        TypeError: ``t`` is no lazygt tensor, or ``placements`` neither a list nor a dict.
     """
     mesh = current().mesh
     if not isinstance(t, LazyTensor):
@@ -83,8 +84,14 @@ def placement_for(
 
     Raises:
         ValueError: naming the tensor and the mesh.
+        TypeError: it is neither a list nor a dict.
     """
     rest = others or (Replicated(),) * len(mesh.names)
+    if not isinstance(placements, Mapping | Sequence):
+        raise TypeError(
+            f"{what}: {placements!r} is neither a list with one placement for each axis of the "
+            f"mesh {mesh}, nor a dict by axis"
+        )
     if isinstance(placements, Mapping):
         unknown = [name for name in placements if name not in mesh.names]
         if unknown:
@@ -121,12 +128,31 @@ def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
     Raises:
         ValueError: it is not on the workers, or is a view of another tensor.
     """
-    if not isinstance(parameter, LazyTensor) or parameter._view is not None:
+    if not isinstance(parameter, LazyTensor):
         raise ValueError(
             f"parameter {name!r} is no lazygt tensor of its own, but on {parameter.device}; "
-            f"make the module inside the session"
+            f"make the module inside the session, or move it with .to('lazygt')"
+        )
+    if parameter._view is not None:
+        raise ValueError(
+            f"parameter {name!r} is a view of another tensor, and can't be stored in another way "
+            f"than that; give it memory of its own first: parameter.data = parameter.data.clone()"
         )
     return parameter
+
+
+def mesh_of(t: LazyTensor) -> Mesh:
+    """The mesh of the session that a tensor belongs to."""
+    return t._cell.recorder.shipper.mesh
+
+
+def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> None:
+    """Forget what is done whenever a module is called: hooks of a kind, along one axis or any."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, kind) and mesh_dim in (None, hook.mesh_dim):  # type: ignore[attr-defined]
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def store(t: LazyTensor, stored: Stored) -> None:
@@ -134,6 +160,7 @@ def store(t: LazyTensor, stored: Stored) -> None:
     recorder = t._cell.recorder
     with recorder.lock:
         recorder.own(t._cell, _record(recorder, t, meta_of(t), stored))
+        t._cell.placed = True
 
 
 def stored_now(tensors: Iterable[LazyTensor]) -> list[Stored]:
@@ -147,6 +174,11 @@ def stored_now(tensors: Iterable[LazyTensor]) -> list[Stored]:
     for step in stretch.step.path():
         if step.node is not None and step.node.op == PLACE:
             said[step.first] = stored_by(step.node)
+        elif step.node is not None and step.node.op == ENTER:
+            value, index, axis = step.node.args
+            labels = list(said.get(value.index, whole).labels)
+            labels[session.mesh.names.index(axis)] = Held(index)
+            said[step.first] = said.get(value.index, whole)._replace(labels=tuple(labels))
         elif step.node is not None:
             versions = range(step.first + len(step.node.fresh), step.values)
             for target, version in zip(step.node.writes, versions, strict=False):
@@ -170,7 +202,9 @@ class _Place(torch.autograd.Function):
         ctx.stored = stored
         recorder, meta = t._cell.recorder, fresh_meta(meta_of(t))
         with recorder.lock:
-            return recorder.show(_record(recorder, t, meta, stored), meta)
+            made = recorder.show(_record(recorder, t, meta, stored), meta)
+        made._cell.placed = True
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

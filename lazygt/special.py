@@ -85,11 +85,18 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.shape, target.shape)
-    if is_whole(target) and tuple(target.shape) == target._cell.meta.shape:
+    own = is_whole(target) and tuple(target.shape) == target._cell.meta.shape
+    if own and not _is_placed(target._cell):
         recorder.fill(target, source.cpu())
         return target
     lazy = recorder.to_lazy(source.cpu().to(target.dtype))
     return recorder.record(aten.copy_.default, (target, lazy), {})
+
+
+def _is_placed(cell: Cell) -> bool:
+    """Whether a cell is stored in another way than whole on every worker."""
+    remote = cell.remote
+    return cell.placed or (remote is not None and remote.stored is not None)
 
 
 # -- handles -------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ class Shipper(Protocol):
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
         """Take a copy of a CPU tensor for the workers now; returns its RemoteValue."""
 
+    def after_backward(self) -> None:
+        """The sync point at the end of ``.backward()``."""
+
 
 class Stretch:
     """What has been recorded since the last flush."""

@@ -16,7 +16,7 @@ from lazygt.graph.ops import OpFacts, undispatched
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
-    from lazygt.runtime.client import RemoteValue
+    from lazygt.runtime.remote import RemoteValue
 
 
 class Cell:
@@ -26,10 +26,13 @@ class Cell:
     *remote* (its value lives on the workers), *host* (a single number that has met no worker
     data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
     written). A cell that is none of these lost its value when a flush was interrupted.
+
+    Attributes:
+        placed: the user has said how it is stored; values that the client gives it lie so too.
     """
 
-    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "recorder", "remote", "saved",
-                 "serial")  # fmt: skip
+    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "placed", "recorder", "remote",
+                 "saved", "serial")  # fmt: skip
     #: set by ``copies.host_copy`` only
     saved: tuple[weakref.ref[torch.UntypedStorage], Any]
 
@@ -40,7 +43,7 @@ class Cell:
         self.meta = meta
         self.remote: RemoteValue | None = None
         self.host: torch.Tensor | None = None
-        self.blank = False
+        self.blank = self.placed = False
 
 
 class ViewStep:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazygt.graph.source import expand
-from lazygt.runtime.client import Client, PlanEntry
+from lazygt.runtime.client import Client
+from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.tiers import Compile
 from lazygt.runtime.wire import Timings

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "generator",
                 "hostnumbers",
                 "infer",
+                "misses",
                 "recorder",
                 "notebook",
                 "timeline",
@@ -47,7 +48,22 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
             }
         ),
     ),
-    (frozenset({"session", "function", "parallel", "pipeline", "sharding", "units"}),),
+    (
+        frozenset(
+            {
+                "session",
+                "history",
+                "planning",
+                "shipping",
+                "following",
+                "function",
+                "parallel",
+                "pipeline",
+                "sharding",
+                "units",
+            }
+        ),
+    ),
     (
         frozenset(
             {

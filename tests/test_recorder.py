@@ -116,6 +116,16 @@ def test_what_dies_later_rides_in_the_next_run() -> None:
         assert len(s._link._worker.store) <= held
 
 
+def test_an_input_that_dies_is_freed_with_its_own_run() -> None:
+    with lazygt.session(executor="inline") as s:
+        x = torch.ones(3)
+        for _ in range(4):
+            x = x * 2
+            s.flush()
+            assert len(s._link._worker.store) == 1
+        assert x.tolist() == [16.0] * 3
+
+
 @pytest.mark.parametrize("body", [7, 30])
 def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None:
     with lazygt.session(executor="inline", max_graph_nodes=100) as s:
@@ -135,7 +145,7 @@ def test_caches_are_bounded() -> None:
         for width in range(1, 40):
             assert torch.ones(width).sum().item() == width
         assert len(s.plans()) <= 4
-        assert s._trie.steps < 40
+        assert s.recorder.trie.steps < 40
         assert len(s._link._worker._executors) <= 5
 
 

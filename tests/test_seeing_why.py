@@ -226,5 +226,10 @@ def test_stages_go_with_their_plans() -> None:
     with lazygt.session(executor="inline", keep_stages=True, max_plans=4) as s:
         for width in range(1, 20):
             torch.ones(width).sum().item()
-        assert len(s._stages) <= 4
+            if width == 1:
+                first = s.last_plan
+                assert s.stages(first)
+        assert len(s.plans()) <= 4
         assert all(s.stages(plan) for plan in s.plans())
+        with pytest.raises(ValueError, match="keeps no plan"):
+            s.stages(first)

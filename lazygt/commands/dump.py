@@ -16,7 +16,7 @@ from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
 from lazygt.passes.sharding.chosen import chosen_text, programs_of
-from lazygt.runtime.client import PlanEntry
+from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.forms import SPLIT
-from lazygt.passes.rules.optimizer import FUSED_STEPS, are_apart, singles
+from lazygt.passes.rules.optimizer import FORMS, FUSED_STEPS, are_apart, singles
 
 
 class Unmerge:
-    """One op a tensor, for the ops of ``forms.SPLIT`` and the fused steps of optimizers."""
+    """One op a tensor, for the ops of ``FORMS`` and the fused steps of optimizers."""
 
     name = "unmerge"
 
@@ -27,12 +26,12 @@ class Unmerge:
 
 def _parts(row: Placed) -> Sequence[Placed]:
     node = row.node
-    if node.op in SPLIT:
+    if node.op in FORMS:
         if not are_apart(node):
             return [row]
         pairs = zip(singles(node), row.results, strict=True)
         return [Placed(single, (result,), row.source) for single, result in pairs]
-    if node.op in FUSED_STEPS and len(node.args[0]) > 1:
+    if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
         return [_step(row, which) for which in range(len(node.args[0]))]
     return [row]
 

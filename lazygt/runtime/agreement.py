@@ -1,18 +1,18 @@
 """Before a plan's first run: whether all ranks are about to meet in the same collectives.
 
 They are, by construction; a mistake there would leave ranks waiting for each other for ever. So
-each rank tells what it is about to run, in the store where the ranks have met, and reads what
-those tell that it will meet. Once a plan; no collective is needed for it.
+each rank tells the ranks of every axis what it is about to run there, and reads what those tell
+that it will meet. Once a plan, and never in the way of a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
 from lazygt.graph.label import LAUNCH, LAUNCH_, MEETINGS
 from lazygt.graph.node import Graph, Node
+from lazygt.runtime.carriers import Told
 from lazygt.runtime.group import Group
 from lazygt.runtime.wire import MISMATCH, Failure
 
@@ -69,32 +69,51 @@ def mismatch(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
     Raises:
         LazyGTError: this rank could not join the others.
     """
+    if group.abandoned:
+        return None  # its collectives say so
     mine = signature(graph)
-    group.tell(f"plan/{run}", "\n".join(f"{met.axis}\t{met.text}" for met in mine))
-    for axis in group.mesh.names if own else {met.axis: None for met in mine}:
-        for rank in _others(group, axis):
-            found = _compared(group, mine, rank, f"plan/{run}", axis)
+    try:
+        found = _difference(group, run, mine, own)
+    except ConnectionError as error:  # another has left, so no collective will be complete
+        group.abandon(str(error))
+        return None
+    if found is not None:
+        group.abandon(found.detail)
+    return found
+
+
+def _difference(group: Group, run: int, mine: list[Met], own: bool) -> Failure | None:
+    meets = {met.axis for met in mine}
+    told = [(axis, _tell(group, axis, run, mine)) for axis in group.mesh.names]
+    for axis, theirs in told:
+        if own or axis in meets:
+            found = _compared(group, mine, theirs, run, axis)
             if found is not None:
-                group.wait()
-                group.abandon(found.detail)
                 return found
     return None
 
 
-def _compared(group: Group, mine: list[Met], rank: int, key: str, axis: str) -> Failure | None:
-    """What a rank has told against what this one is about to run, on one axis."""
+def _tell(group: Group, axis: str, run: int, mine: list[Met]) -> Told:
+    rows = [str(run), *(met.text for met in mine if met.axis == axis)]
+    return group.line(axis).sockets.tell("\n".join(rows))
+
+
+def _compared(group: Group, mine: list[Met], theirs: Told, run: int, axis: str) -> Failure | None:
+    """What others have told against what this rank is about to run, on one axis."""
+    node = mine[0].node if mine else 0
     try:
-        told = group.told(key, rank)
-    except RuntimeError as error:
-        why = f"rank {rank} did not say in time what it is about to run: {error}"
-        return Failure(mine[0].node if mine else 0, MISMATCH, why)
-    found = _first_difference(mine, told, axis)
-    return None if found is None else _failure(found, group.rank, rank, axis)
-
-
-def _others(group: Group, axis: str) -> Iterator[int]:
-    line = next(ranks for ranks in group.mesh.lines(axis) if group.rank in ranks)
-    return (rank for rank in line if rank != group.rank)
+        theirs.wait()
+    except TimeoutError as error:
+        return Failure(node, MISMATCH, f"it is not known what others are about to run: {error}")
+    for rank, text in theirs.texts.items():
+        number, *rows = text.split("\n")
+        if number != str(run):
+            why = f"rank {group.rank} is in run {run}, rank {rank} in run {number}"
+            return Failure(node, MISMATCH, why)
+        found = _first_difference(mine, rows, axis)
+        if found is not None:
+            return _failure(found, group.rank, rank, axis)
+    return None
 
 
 class _Difference(NamedTuple):
@@ -104,11 +123,9 @@ class _Difference(NamedTuple):
     node: int
 
 
-def _first_difference(mine: list[Met], told: str, axis: str) -> _Difference | None:
+def _first_difference(mine: list[Met], theirs: list[str], axis: str) -> _Difference | None:
     """The first place where two ranks do not meet in the same collective of an axis."""
     ours = [met for met in mine if met.axis == axis]
-    rows = [row.split("\t") for row in told.splitlines()]
-    theirs = [text for where, text in rows if where == axis]
     for place, (met, text) in enumerate(zip_longest(ours, theirs)):
         if met is None or met.text != text:
             node = ours[min(place, len(ours) - 1)].node if ours else 0

@@ -9,106 +9,30 @@ from typing import Any, NoReturn
 
 import torch
 
-from lazygt.errors import CollectiveMismatch, ExecutionError, ProtocolError, WorkerDied
-from lazygt.graph.mesh import Stored
-from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.source import Mark
+from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import wire
-from lazygt.runtime.blocks import Region, joined
+from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
+from lazygt.runtime.failures import SHARED, Describe, Failures
+from lazygt.runtime.fetches import Answer, Fetches, Regions, drained, wanted
 from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
-from lazygt.runtime.plan import Plan
-from lazygt.runtime.shm import tensor_over
+from lazygt.runtime.remote import RemoteValue
+from lazygt.runtime.uploads import Uploads
 from lazygt.runtime.waiting import WaitLine
-from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run, Timings
+from lazygt.runtime.wire import Buffer, Done, Failure, Run, Timings
 
-#: Answers "what is node n of a rank's run?": (op, inputs as text, the user's file:line).
-Describe = Callable[[int, int], tuple[str, tuple[str, ...], str]]
-#: A rank's answer to a run, with the buffers that came with it.
-Answer = tuple[Done, list[memoryview]]
 #: Takes (rank, run, plan, who wrote it, timings) of a timed run.
-Timed = Callable[[int, int, "PlanEntry | None", "Describe | None", Timings], None]
+Timed = Callable[[int, int, PlanEntry | None, Describe | None, Timings], None]
 
-#: Kinds of failures that come from several ranks at once, for one reason.
-_SHARED = frozenset({wire.COLLECTIVE_ERROR, wire.MISMATCH})
-_KEPT_ERRORS = 1_000
-#: What stands for an op that nobody remembers.
-_UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
-
-
-class RemoteValue:
-    """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
-    next run."""
-
-    __slots__ = ("_dead", "id", "mark", "rest", "stored")
-
-    def __init__(self, key: int, dead: deque[int]) -> None:
-        self.id = key
-        self._dead = dead
-        #: how it lies on the mesh; None: every rank has all of it
-        self.stored: Stored | None = None
-        #: the further blocks of a value of which a rank holds several
-        self.rest: Sequence[RemoteValue] = ()
-        #: the user's line that made it, for whoever looks at its handle
-        self.mark: Mark | None = None
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Of all its blocks."""
-        return (self.id, *[block.id for block in self.rest])
-
-    def __del__(self) -> None:
-        self._dead.append(self.id)
-
-
-class PlanEntry:
-    """What the ranks run, with what they are known to remember of its last run.
-
-    Args:
-        plans: each rank's plan, or one that all of them run.
-    """
-
-    __slots__ = (
-        "considered",
-        "frees",
-        "inputs",
-        "names",
-        "params",
-        "plans",
-        "runs",
-        "salt",
-        "sent",
-        "ships",
-        "size",
-        "swap",
-    )
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.plans = tuple(plans)
-        self.salt, self.names = _names(self.plans)
-        self.inputs, self.frees = Prediction(), Prediction()
-        self.params: tuple[Any, ...] | None = None
-        self.sent = False
-        self.runs = 0
-        #: how often it was shipped, and the bytes of one such message
-        self.ships = self.size = 0
-        #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
-        self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
-        #: whether it has been decided what of it is compiled
-        self.considered = False
-
-    @property
-    def plan(self) -> Plan:
-        """Rank 0's."""
-        return self.plans[0]
-
-    def of(self, rank: int) -> int:
-        """Which of ``plans`` a rank runs."""
-        return rank if len(self.plans) > 1 else 0
+#: What the log calls the messages of workers.
+_KINDS = {wire.DONE: "done", wire.NEED: "need", wire.SWAPPED: "swapped", wire.WROTE: "wrote"}
 
 
 @dataclass(slots=True)
 class _Flight:
+    """A run that some ranks have not answered yet."""
+
     entry: PlanEntry | None
     describe: Describe | None
     waiting: set[int]
@@ -149,47 +73,28 @@ class Client:
         #: set while a profile is taken: runs are timed, and it is told the timings
         self.timed: Timed | None = None
         self.counts = Counts()
-        #: plans that are being swapped -> ranks that have not said so yet; and what went wrong
-        self.swapping: dict[bytes, int] = {}
+        self.entries = Entries(link.world_size)
+        #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
         self._line = WaitLine()
         self._death: WorkerDied | None = None
-        self._max_ahead, self._shm_threshold = max_ahead, shm_threshold
+        self._max_ahead = max_ahead
+        self._uploads = Uploads(link.upload, link.world_size, shm_threshold)
+        self._fetches = Fetches(link)
+        self._failures = Failures()
         self._seq = 0
         self._next_id = 1
-        self._puts: list[Put] = []
-        self._buffers: list[Buffer] = []
         self._dead: deque[int] = deque()
-        #: for each rank the room in its arena that nobody reads any more
-        self._read: list[deque[int]] = [deque() for _ in range(link.world_size)]
-        self._forget: list[PlanEntry] = []
-        self._known: dict[bytes, PlanEntry] = {}
         self._flights: OrderedDict[int, _Flight] = OrderedDict()
-        self._written: list[tuple[int, int, tuple[int, ...], str]] = []
-        self._held: dict[int, int] = {}
-        self._failures: deque[ExecutionError] = deque()
-        self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
+        self._written: list[tuple[Any, ...]] = []
 
     # -- values --------------------------------------------------------------------------
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
         """Copy a CPU tensor now; it travels with the next run. Its layout will be ``meta``'s."""
-        nbytes = meta.numel * meta.dtype.itemsize
-        self.counts.bytes_uploaded += nbytes
+        self.counts.bytes_uploaded += meta.nbytes
         key = self._new_ids(1)
-        arena = self.link.upload
-        if arena is not None and nbytes >= self._shm_threshold:
-            slot = arena.allocate(nbytes)
-            room = arena.view(slot.offset, nbytes).view(meta.dtype)
-            room.as_strided(meta.shape, meta.stride).copy_(source)
-            self._held[slot.offset] = self.link.world_size
-            self._puts.append(Put(key, meta, slot.offset))
-        else:
-            host = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-            host.copy_(source)
-            flat = host.as_strided((meta.numel,), (1,)) if meta.numel else host.reshape(0)
-            self._puts.append(Put(key, meta))
-            self._buffers.append(flat.view(torch.uint8).numpy().tobytes())
+        self._uploads.add(key, source, meta)
         return RemoteValue(key, self._dead)
 
     def adopt(self, key: int) -> RemoteValue:
@@ -208,7 +113,7 @@ class Client:
     @property
     def idle(self) -> bool:
         """Whether there is nothing that a message would have to carry."""
-        return not self._puts and not self._dead
+        return not self._uploads and not self._dead
 
     # -- runs ----------------------------------------------------------------------------
 
@@ -235,10 +140,10 @@ class Client:
         outputs = len(entry.plan.graph.outputs) if entry is not None else 0
         base = self._new_ids(outputs)
         self._seq += 1
-        run = Run(self._seq, base=base, puts=self._puts, fetches=fetches)
+        puts, buffers = self._uploads.take()
+        run = Run(self._seq, base=base, puts=puts, fetches=fetches)
         run.timed = self.timed is not None
-        buffers, self._puts, self._buffers = self._buffers, [], []
-        frees = sorted(_drain(self._dead))
+        frees = sorted(drained(self._dead))
         if entry is None:
             run.frees = tuple(frees) or None
         else:
@@ -263,10 +168,10 @@ class Client:
         fetches = run.fetches
         made: dict[Any, list[Buffer]] = {}
         messages = []
-        for rank, read in enumerate(self._read):
-            run.digest = None if entry is None else entry.names[entry.of(rank)]
+        for rank in range(self.link.world_size):
+            run.digest = None if entry is None else entry.name(rank)
             run.fetches = fetches if rank in ranks else ()
-            run.releases = tuple(_drain(read))
+            run.releases = self._fetches.releases(rank)
             told = run.digest, run.fetches, run.releases
             if told not in made:
                 made[told] = wire.encode_run(run, buffers)
@@ -296,7 +201,7 @@ class Client:
             # Ctrl-C: the answer will come, and nobody will look at it
             flight.abandoned = True
             for rank, (done, _) in flight.answers.items():
-                self._drop(rank, done)
+                self._fetches.drop(rank, done)
             raise
         return flight.answers
 
@@ -318,12 +223,12 @@ class Client:
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
-        while self.swapping:
+        while self.entries.swapping:
             self._take_next()
 
     def pump(self) -> None:
         """Take the answers that are there already."""
-        while self._flights or self.swapping:  # a look costs a system call
+        while self._flights or self.entries.swapping:  # a look costs a system call
             message = self._receive(0)
             if message is None:
                 return
@@ -336,41 +241,7 @@ class Client:
             self._death = error
             raise
 
-    def forget(self, entries: Sequence[PlanEntry]) -> None:
-        """Plans that will never be used again: workers drop them with the next plan."""
-        for entry in entries:
-            if self._known.get(entry.names[0]) is entry:
-                del self._known[entry.names[0]]
-                self._forget.append(entry)
-
-    def entry_for(self, plans: Sequence[Plan]) -> PlanEntry:
-        """The entry of the ranks' plans: the one there is for the same content, or a new one.
-
-        Args:
-            plans: each rank's, or one that all ranks run.
-        """
-        entry = PlanEntry(plans)
-        return self._known.setdefault(entry.names[0], entry)
-
-    def entries(self) -> list[PlanEntry]:
-        """The plans that are known, oldest first."""
-        return list(self._known.values())
-
-    def _send_plan(self, entry: PlanEntry, why: str) -> None:
-        if entry.sent:
-            return
-        forgotten, self._forget = self._forget, []
-        made: dict[int, list[Buffer]] = {}
-        for rank in range(self.link.world_size):
-            which = entry.of(rank)
-            if which not in made:
-                name = entry.names[which]
-                forget = [n for old in forgotten if (n := old.names[old.of(rank)]) != name]
-                graph = entry.plans[which].graph
-                made[which] = wire.encode_plan(name, graph, True, forget, entry.salt)
-            self._send("plan", rank, made[which], why)
-        self._shipped(entry, made[0], self.link.world_size)
-        entry.sent = True
+    # -- plans ---------------------------------------------------------------------------
 
     def swap(self, entry: PlanEntry, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Have every worker run compiled code from its next run of a plan on.
@@ -380,14 +251,29 @@ class Client:
         """
         self._send_plan(entry, "swap")
         entry.swap = tuple(groups)
-        for rank in range(self.link.world_size):
-            self._send_swap(entry, rank)
-        self.swapping[entry.names[0]] = self.link.world_size
+        for rank, frames in enumerate(self.entries.swap_messages(entry)):
+            self._send("swap", rank, frames, "compiled")
 
-    def _send_swap(self, entry: PlanEntry, rank: int) -> None:
-        which = entry.of(rank)
-        frames = wire.encode_swap(entry.names[which], entry.swap[which])
-        self._send("swap", rank, frames, "compiled")
+    def _send_plan(self, entry: PlanEntry, why: str) -> None:
+        if entry.sent:
+            return
+        messages = self.entries.plan_messages(entry)
+        for rank, frames in enumerate(messages):
+            self._send("plan", rank, frames, why)
+        self._shipped(entry, messages[0], len(messages))
+        entry.sent = True
+
+    def _resend(self, rank: int, seq: int) -> None:
+        """A rank has forgotten the plan of a run."""
+        flight = self._flights.get(seq)
+        entry = None if flight is None else flight.entry
+        if entry is None:
+            raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
+        frames = again_message(entry, rank)
+        self._send("plan", rank, frames, f"worker {rank} had forgotten it")
+        self._shipped(entry, frames, 1)
+        if entry.swap:
+            self._send("swap", rank, swap_message(entry, rank), "compiled")
 
     def _shipped(self, entry: PlanEntry, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
@@ -409,8 +295,8 @@ class Client:
         """Have a worker write blocks for a transfer; ``written`` takes its answer."""
         self._send("write", rank, wire.encode_write(number, order), "transfer()")
 
-    def written(self, seconds: float) -> list[tuple[int, int, tuple[int, ...], str]]:
-        """(rank, number, checksums, error) of what was ordered and is done.
+    def written(self, seconds: float) -> list[tuple[Any, ...]]:
+        """(rank, number, checksums, error, handles) of what was ordered and is done.
 
         Waits at most ``seconds`` for something to come.
 
@@ -444,16 +330,10 @@ class Client:
         size = sum(len(frame) for frame in frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
-        kinds = {
-            wire.DONE: "done",
-            wire.NEED: "need",
-            wire.SWAPPED: "swapped",
-            wire.WROTE: "wrote",
-        }
         number = header[1] if isinstance(header[1], int) else 0
-        self.log.write("receive", kinds.get(header[0], "?"), rank, number, size, "")
+        self.log.write("receive", _KINDS.get(header[0], "?"), rank, number, size, "")
         if header[0] == wire.NEED:
-            self._resend(rank, header[1], header[2])
+            self._resend(rank, header[1])
         elif header[0] == wire.DONE:
             self._done(rank, wire.decode_done(header), frames[1:])
         elif header[0] == wire.WROTE:
@@ -463,31 +343,10 @@ class Client:
         else:
             raise ProtocolError(f"worker {rank} sent a message of unknown kind {header[0]!r}")
 
-    def _resend(self, rank: int, seq: int, digest: bytes) -> None:
-        flight = self._flights.get(seq)
-        entry = None if flight is None else flight.entry
-        if entry is None:
-            raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
-        graph = entry.plans[entry.of(rank)].graph
-        frames = wire.encode_plan(digest, graph, False, salt=entry.salt)
-        self._send("plan", rank, frames, f"worker {rank} had forgotten it")
-        self._shipped(entry, frames, 1)
-        if entry.swap:
-            self._send_swap(entry, rank)
-
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
-        name = self._rank0_name(rank, digest)
-        if name in self.swapping:
-            self.swapping[name] -= 1
-            if not self.swapping[name]:
-                del self.swapping[name]
+        self.entries.swapped(rank, digest)
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
-
-    def _rank0_name(self, rank: int, digest: bytes) -> bytes:
-        """The name that rank 0 has for a plan that a rank knows by another."""
-        known = self._known.values()
-        return next((e.names[0] for e in known if e.names[e.of(rank)] == digest), digest)
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         flight = self._flights[done.seq]
@@ -495,37 +354,16 @@ class Client:
         if done.timings is not None and self.timed is not None:
             self.timed(rank, done.seq, flight.entry, flight.describe, done.timings)
         for offset in done.releases:
-            self._released(offset)
+            self._uploads.was_read(offset)
         if rank in flight.asked:
             flight.answers[rank] = done, buffers
             if flight.abandoned:
-                self._drop(rank, done)
+                self._fetches.drop(rank, done)
         for failure in done.failures:
-            self._failed(flight, self._error(rank, failure, flight.describe))
+            error = self._failures.error(rank, failure, flight.describe)
+            self._failures.add(error, flight.failed)
         if not flight.waiting:
             del self._flights[done.seq]
-
-    def _failed(self, flight: _Flight, error: ExecutionError) -> None:
-        """Note a failure, unless another rank's is the same or its cause."""
-        follows = error.kind in _SHARED and flight.failed
-        # of one op, one rank may fail to make the result and another to receive it
-        what = error.op, error.where, error.kind
-        if not follows and what not in flight.failed:
-            self._failures.append(error)
-        flight.failed.add(what)
-
-    def _drop(self, rank: int, done: Done) -> None:
-        """Give back the room of what was fetched and is not wanted any more."""
-        self._read[rank].extend(
-            f.offset for f in done.fetched if isinstance(f, Fetched) and f.offset is not None
-        )
-
-    def _released(self, offset: int) -> None:
-        self._held[offset] -= 1
-        if not self._held[offset]:
-            del self._held[offset]
-            assert self.link.upload is not None
-            self.link.upload.free(offset)
 
     # -- errors --------------------------------------------------------------------------
 
@@ -535,108 +373,45 @@ class Client:
         Raises:
             ExecutionError: naming the op and the user's line.
         """
-        if self._failures:
-            self._raise(self._failures[0])
+        error = self._failures.first
+        if error is not None:
+            self._raise(error)
 
     def _raise(self, error: ExecutionError) -> NoReturn:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""
-        if error.kind in _SHARED:
+        if error.kind in SHARED:
             self.synchronize()  # the rank that is the cause may not have answered yet
-            causes = (e for e in self._failures if e.kind != wire.COLLECTIVE_ERROR)
-            error = next(causes, error)
-        self._failures = deque(
-            e for e in self._failures if e is not error and e.kind not in _SHARED
-        )
-        raise error
+        raise self._failures.take(error)
 
     def drop_failure(self, seq: int, node: int) -> None:
         """Do not raise this failure again: the caller reports it in another way."""
-        error = self._errors.get((seq, 0, node))
-        if error is not None and error in self._failures:
-            self._failures.remove(error)
+        self._failures.drop(self._failures.known(seq, node))
 
     def raise_known(self, seq: int, node: int) -> None:
         """Raise the ExecutionError of an earlier node, if it is remembered."""
-        error = self._errors.get((seq, 0, node))
+        error = self._failures.known(seq, node)
         if error is not None:
             raise error
-
-    def _error(self, rank: int, failure: Failure, describe: Describe | None) -> ExecutionError:
-        known = self._errors.get((failure.seq, rank, failure.node))
-        if known is None:
-            op, inputs, where = describe(failure.node, rank) if describe else _UNKNOWN
-            kind = CollectiveMismatch if failure.kind == wire.MISMATCH else ExecutionError
-            known = kind(op, inputs, where, failure.kind, failure.detail, rank)
-            self._errors[failure.seq, rank, failure.node] = known
-            if len(self._errors) > _KEPT_ERRORS:
-                self._errors.popitem(last=False)
-        return known
 
     # -- fetches -------------------------------------------------------------------------
 
     def fetched(
-        self,
-        answers: Mapping[int, Answer],
-        meta: TensorMeta,
-        regions: Mapping[int, Sequence[Region]] | None,
+        self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Regions | None
     ) -> torch.Tensor:
         """A fetched value as a CPU tensor of its own.
 
         Args:
             answers: of rank 0, or of each rank in ``regions``.
-            regions: rank -> what of the value it has sent, one region a block; None: rank 0 has
-                sent all of it.
+            regions: what of the value each rank has sent; None: rank 0 has sent all of it.
 
         Raises:
             ExecutionError: the value could not be computed.
         """
         self.counts.fetches += 1
-        if regions is None:
-            return self._tensor(0, answers[0])
-        blocks = [
-            (region, self._tensor(rank, answers[rank], which))
-            for rank, sent in regions.items()
-            for which, region in enumerate(sent)
-        ]
-        return joined(meta, blocks)
-
-    def _tensor(self, rank: int, answer: Answer, which: int = 0) -> torch.Tensor:
-        fetched, buffers = answer[0].fetched, answer[1]
-        item = fetched[which]
-        if isinstance(item, Failure):
-            self._raise(self._error(rank, item, None))
-        meta = item.meta
-        nbytes = meta.numel * meta.dtype.itemsize
-        self.counts.bytes_fetched += nbytes
-        if item.offset is not None:
-            arena = self.link.fetch_arena(rank)
-            assert arena is not None
-            flat = tensor_over(arena, item.offset, nbytes, self._read[rank].append)
-        elif nbytes:
-            earlier = [one for one in fetched[:which] if isinstance(one, Fetched)]
-            flat = wire.received(buffers[sum(one.offset is None for one in earlier)])
-        else:
-            return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-        typed = flat.view(meta.dtype)
-        if meta.stride == contiguous_stride(meta.shape):
-            return typed.view(meta.shape)
-        return typed.as_strided(meta.shape, meta.stride)
-
-
-def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
-    """The salt, and the name of each plan on the wire.
-
-    Two entries may have the same plan for one rank and different ones for another; the rank
-    remembers the last run of each entry, so it must not take one for the other.
-    """
-    if len(plans) == 1:
-        return b"", [plans[0].digest]
-    salt = wire.plan_name(b"".join(plan.digest for plan in plans))
-    return salt, [wire.plan_name(wire.encode_graph(plan.graph), salt) for plan in plans]
-
-
-def _drain(queue: deque[int]) -> list[int]:
-    items = []
-    while queue:
-        items.append(queue.popleft())
-    return items
+        for rank, block in wanted(answers, regions):
+            if isinstance(block, Failure):
+                for each, (done, _) in answers.items():
+                    self._fetches.drop(each, done)
+                self._raise(self._failures.error(rank, block, None))
+            self.counts.bytes_fetched += block.meta.nbytes
+        return self._fetches.value(answers, meta, regions)

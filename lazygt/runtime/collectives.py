@@ -56,7 +56,7 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
     """
     line = group.line(axis)
     data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    if data.is_cuda and not _takes_cuda(line):
+    if not line.carries(data.device):
         data = data.cpu()
     if data.numel():
         data = data.view(-1).view(torch.uint8)  # backends know few dtypes, all of them bytes
@@ -68,12 +68,8 @@ def recv(
 ) -> torch.Tensor:
     """The next value that the rank at place ``peer`` of the axis sends; row-major."""
     line = group.line(axis)
-    through = device if device.type != "cuda" or _takes_cuda(line) else torch.device("cpu")
+    through = device if line.carries(device) else torch.device("cpu")
     made = torch.empty(shape, dtype=dtype, device=through)
     if made.numel():
         dist.recv(made.view(-1).view(torch.uint8), group=line.group, group_src=peer)
     return made.to(device)
-
-
-def _takes_cuda(line: group.Line) -> bool:
-    return "nccl" in str(dist.get_backend_config(line.group))

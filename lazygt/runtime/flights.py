@@ -13,24 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.label import block_size
 from lazygt.graph.packed import Slots, slots
 from lazygt.runtime import group
-
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
-
-
-# torch 2.13 renamed them
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from lazygt.runtime.carriers import Work
 
 Moves = Sequence[Sequence[int]]
 Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -41,12 +29,12 @@ class Flight:
     """A collective under way; its buffer carries it until the wait.
 
     Attributes:
-        work: torch's own; None on an axis of one rank.
+        work: the carrier's.
         sent: what is being sent, lest it be freed.
         unpack: the results, from the buffer that has arrived.
     """
 
-    work: Any
+    work: Work
     sent: torch.Tensor | None
     unpack: Unpack
 
@@ -55,7 +43,14 @@ def launch(
     kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
 ) -> torch.Tensor:
     """Begin a collective of several values; its buffer, to be waited for."""
-    buffer, flight = _STARTS[kind](values, moves, op, group.line(axis))
+    line = group.line(axis)
+    device = values[0].device
+    staged = not line.carries(device)
+    if staged:
+        values = [value.cpu() for value in values]
+    buffer, flight = _STARTS[kind](values, moves, op, line)
+    if staged:
+        flight = _returning(flight, device)
     buffer.flight = flight  # type: ignore[attr-defined]
     return buffer
 
@@ -65,8 +60,39 @@ def launch_(
 ) -> None:
     """Begin an all-reduce in the memory of its only operand."""
     (value,) = values
-    work = dist.all_reduce(value, _OPS[str(op)], group.line(axis).group, async_op=True)
-    value.flight = Flight(work, None, lambda _: [])  # type: ignore[attr-defined]
+    line = group.line(axis)
+    if not line.carries(value.device):
+        _launch_staged(value, str(op), line)
+        return
+    flat = value.view(-1)
+    work = line.carrier(flat, flat.nbytes).all_reduce(flat, str(op))
+    value.flight = Flight(work, None, _nothing)  # type: ignore[attr-defined]
+
+
+def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
+    return []
+
+
+def _launch_staged(value: torch.Tensor, op: str, line: group.Line) -> None:
+    """The same by way of the host's memory."""
+    host = value.cpu()
+    flat = host.view(-1)
+
+    def unpack(_: torch.Tensor) -> list[torch.Tensor]:
+        value.copy_(host)
+        return []
+
+    work = line.carrier(flat, flat.nbytes).all_reduce(flat, op)
+    value.flight = Flight(work, flat, unpack)  # type: ignore[attr-defined]
+
+
+def _returning(flight: Flight, device: torch.device) -> Flight:
+    """A flight whose results go back to the device that they came from."""
+
+    def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [made.to(device) for made in flight.unpack(buffer)]
+
+    return Flight(flight.work, flight.sent, unpack)
 
 
 def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
@@ -78,13 +104,12 @@ def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int]
 
     Raises:
         LazyGTError: the buffer is not under way.
-        RuntimeError: another rank has left, or did not come in time.
+        OSError, RuntimeError: another rank has left, or did not come in time.
     """
     flight: Flight | None = buffer.__dict__.pop("flight", None)
     if flight is None:
         raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
-    if flight.work is not None:
-        flight.work.wait()
+    flight.work.wait()
     made = flight.unpack(buffer)
     for position in kept:
         made[position] = made[position].clone()
@@ -115,7 +140,7 @@ def _all_reduce(
         where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
         buffer = values[0].new_empty(where.total)
         _pack(_parts(buffer, where, shapes), values)
-    work = dist.all_reduce(buffer, _OPS[str(op)], line.group, async_op=True)
+    work = line.carrier(buffer, buffer.nbytes).all_reduce(buffer, str(op))
     return buffer, Flight(work, None, lambda made: _parts(made, where, shapes))
 
 
@@ -146,7 +171,7 @@ def _all_gather(
             )
         ]
 
-    work = _gather(buffer, sent, group=line.group, async_op=True)
+    work = line.carrier(sent, sent.nbytes).all_gather(buffer, sent)
     return buffer, Flight(work, sent, unpack)
 
 
@@ -172,7 +197,7 @@ def _reduce_scatter(
             for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
         ]
 
-    work = _scatter(buffer, sent, _OPS[str(op)], group=line.group, async_op=True)
+    work = line.carrier(buffer, buffer.nbytes).reduce_scatter(buffer, sent, str(op))
     return buffer, Flight(work, sent, unpack)
 
 
@@ -197,8 +222,10 @@ def _all_to_all(
         received = [one.view(s) for one, s in zip(made.split(counts), shapes, strict=True)]
         return [torch.cat(received, concat_dim)]
 
-    work = dist.all_to_all_single(buffer, sent, counts, [p.numel() for p in pieces],
-                                  group=line.group, async_op=True)  # fmt: skip
+    shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
+    largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
+    out = [piece.numel() for piece in pieces]
+    work = line.carrier(buffer, largest).all_to_all(buffer, sent, counts, out)
     return buffer, Flight(work, sent, unpack)
 
 

@@ -6,17 +6,21 @@ Joining waits for every other rank, and most plans need no collective, so a thre
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime.carriers import SMALL, Carrier, Sockets, Torch
+from lazygt.runtime.direct import Door, Peer
 
 if TYPE_CHECKING:
     from lazygt.runtime.launchers.base import GroupSpec
@@ -24,11 +28,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """This rank's place on one axis of the mesh: the group along it, its size, the index in it."""
+    """This rank's place on one axis of the mesh.
+
+    Attributes:
+        group: torch's own, of the ranks along the axis.
+        size, index: how many there are, and which this one is.
+        sockets, backend: what carries small and large values between them.
+        nccl: whether tensors on a GPU travel from there.
+    """
 
     group: Any
     size: int
     index: int
+    sockets: Sockets
+    backend: Torch
+    nccl: bool
+
+    def carrier(self, buffer: torch.Tensor, nbytes: int) -> Carrier:
+        """Who carries ``nbytes`` to each rank; equal on all ranks, as they must choose alike."""
+        small = (self.size - 1) * nbytes <= SMALL
+        return self.sockets if small and buffer.device.type == "cpu" else self.backend
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors travel from this device; else by way of the host's memory.
+
+        Gloo has not every collective for tensors on a GPU.
+        """
+        return self.nccl or device.type != "cuda"
 
 
 class Group:
@@ -42,8 +68,7 @@ class Group:
         self._spec, self._rank, self._world_size = spec, rank, world_size
         self.mesh, self.rank = Mesh.parse(spec.mesh), rank
         self._lines: dict[str, Line] = {}
-        self._store: Any = None
-        self._opened = threading.Event()
+        self._peers: dict[int, Peer] = {}
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
         self._thread.start()
@@ -75,37 +100,23 @@ class Group:
             f"rank {self._rank} left its process group, since an op "
             f"failed on it that others waited for; open a new session. The failure: {reason}"
         )
-        self._lines.clear()
-        dist.destroy_process_group()
+        self._leave()
 
-    def tell(self, key: str, text: str) -> None:
-        """Let other ranks know something; does not wait for them to join.
-
-        Raises:
-            LazyGTError: this rank found no place to meet.
-        """
-        self._place().set(f"{key}/{self._rank}", text)
-
-    def told(self, key: str, rank: int) -> str:
-        """What another rank has told, once it has; waits at most the group's timeout.
-
-        Raises:
-            LazyGTError: this rank found no place to meet.
-            RuntimeError: the other has told nothing in that time.
-        """
-        text: bytes = self._place().get(f"{key}/{rank}")
-        return text.decode()
-
-    def _place(self) -> Any:
-        self._opened.wait()
-        if self._store is None:
-            self.wait()
-        return self._store
+    @property
+    def abandoned(self) -> bool:
+        """Whether this rank has left, or never came."""
+        return self._failure is not None
 
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
         if not self._thread.is_alive() and self._failure is None and dist.is_initialized():
-            dist.destroy_process_group()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._lines.clear()
+        for peer in self._peers.values():
+            peer.close()
+        dist.destroy_process_group()
 
     def _join(self) -> None:
         try:
@@ -113,8 +124,9 @@ class Group:
             meet = rendezvous(self._spec.init_method, self._rank, self._world_size)
             store, _, _ = next(iter(meet))
             store.set_timeout(timeout)
-            self._store = PrefixStore("lazygt", store)
-            self._opened.set()
+            door = Door(self.rank, self._spec.timeout)
+            names = PrefixStore("lazygt", store)
+            names.set(f"door/{self.rank}", door.name)
             dist.init_process_group(
                 self._spec.backend,
                 store=PrefixStore("group", store),
@@ -122,20 +134,34 @@ class Group:
                 world_size=self._world_size,
                 timeout=timeout,
             )
+            self._peers = door.meet(self._others(), lambda rank: names.get(f"door/{rank}").decode())
             for axis in self.mesh.names:  # every rank makes every group, in the same order
                 self._lines[axis] = self._line(self.mesh, axis)
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
-        finally:
-            self._opened.set()
+
+    def _others(self) -> list[int]:
+        """The ranks that this one shares an axis with: two share one at most."""
+        mesh = self.mesh
+        return [
+            rank
+            for axis in mesh.names
+            for line in mesh.lines(axis)
+            if self.rank in line
+            for rank in line
+            if rank != self.rank
+        ]
 
     def _line(self, mesh: Mesh, axis: str) -> Line:
-        if mesh.size(axis) == self._world_size:
-            return Line(dist.group.WORLD, self._world_size, self._rank)
-        seconds = timedelta(seconds=self._spec.timeout)
-        groups = {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}
-        mine = next(ranks for ranks in groups if self._rank in ranks)
-        return Line(groups[mine], len(mine), mine.index(self._rank))
+        mine = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
+        group: Any = dist.group.WORLD
+        if len(mine) < self._world_size:
+            seconds = timedelta(seconds=self._spec.timeout)
+            groups = {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}
+            group = groups[mine]
+        sockets = Sockets([None if rank == self.rank else self._peers[rank] for rank in mine])
+        nccl = "nccl" in self._spec.backend
+        return Line(group, len(mine), mine.index(self.rank), sockets, Torch(group), nccl)
 
     def line(self, axis: str) -> Line:
         """This rank's place on an axis, once all ranks have joined.
@@ -149,12 +175,27 @@ class Group:
         return self._lines[axis]
 
 
+def keep_apart(rank: int, world_size: int) -> None:
+    """Keep this thread, and those it starts from now on, to this rank's share of the cores.
+
+    Ranks that wait for each other in turn look like one busy process, so a scheduler with much to
+    do puts them on one core, and there they stay. Nothing happens where a rank has more threads
+    than its share has cores, nor where that is one core, which others may want as well.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
+    if len(mine) > 1 and torch.get_num_threads() <= len(mine):
+        os.sched_setaffinity(0, mine)
+
+
 _current: Group | None = None  # torch, too, has one default group a process
 
 
 def join(spec: GroupSpec, rank: int, world_size: int) -> None:
     """Begin to join this process's group, without waiting."""
     global _current
+    if spec.backend == "gloo":
+        keep_apart(rank, world_size)
     _current = Group(spec, rank, world_size)
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
-from lazygt.runtime.client import Client, PlanEntry
+from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
 from lazygt.runtime.compiling.group import Dims, Group
+from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.plan import Plan
 
 #: Groups of one structure that are remembered for the sizes in which they differ.

@@ -329,9 +329,15 @@ def encode_write(number: int, order: tuple[Any, ...]) -> list[Buffer]:
     return [pack((WRITE, number, order))]
 
 
-def encode_wrote(number: int, checks: Sequence[int], error: str) -> list[Buffer]:
-    """A WROTE message: the checksums of the blocks, or why they could not be written."""
-    return [pack((WROTE, number, tuple(checks), error))]
+def encode_wrote(
+    number: int, checks: Sequence[int], error: str, handles: Sequence[Any] = ()
+) -> list[Buffer]:
+    """A WROTE message: the checksums of the blocks, or why they could not be written.
+
+    Args:
+        handles: by which receivers find the blocks; see ``transfer.orders``.
+    """
+    return [pack((WROTE, number, tuple(checks), error, tuple(handles)))]
 
 
 def encode_run(run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:

@@ -165,16 +165,16 @@ class Worker:
     def _write(self, header: Any) -> list[Buffer]:
         """Copy blocks of values to where a transfer needs them."""
         # why: few workers ever send weights
-        from lazygt.transfer import writer
+        from lazygt.transfer import orders, writer
 
         _, number, order = header
         try:
             if self._writer is None:
-                self._writer = writer.Writer(writer.threads())
-            checks = self._writer.write(writer.Order.read(order), self._value)
+                self._writer = writer.Writer(writer.threads(), self.device)
+            done = self._writer.write(orders.Order.read(order), self._value)
         except Exception as error:  # noqa: BLE001 - reported to the client
             return wire.encode_wrote(number, (), f"{type(error).__name__}: {error}")
-        return wire.encode_wrote(number, checks, "")
+        return wire.encode_wrote(number, done.checks, "", done.handles)
 
     def _value(self, key: int) -> torch.Tensor:
         value = self.store.get(key)

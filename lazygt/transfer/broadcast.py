@@ -8,15 +8,18 @@ group; the old one is let go in the background, because letting it go may wait f
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lazygt.transfer.batches import Piece, Request, joined
 from lazygt.transfer.control import Connection, Deadline, Message
+from lazygt.transfer.direct import Direct
 from lazygt.transfer.errors import TransferError
+from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.group import (
     Group,
     backend_for,
@@ -25,13 +28,19 @@ from lazygt.transfer.group import (
     in_background,
     let_go,
 )
-from lazygt.transfer.incoming import Incoming
+from lazygt.transfer.holding import Holding
+from lazygt.transfer.incoming import Block, Incoming
+from lazygt.transfer.joints import Arrivals, Joints, JointWay
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.peers import Peer
+from lazygt.transfer.parts import Layout, layout_of
+from lazygt.transfer.peer import Peer
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import Manifest
 from lazygt.transfer.staging import Staging
+
+REQUEST_BYTES = 8 << 20
+"""What a worker packs and broadcasts at a time."""
 
 _FAILED_SECONDS = 0.3  # in which the control connection says who made a collective fail
 _LOOK_SECONDS = 1e-3
@@ -60,30 +69,54 @@ class BroadcastTransferSender(Sender):
         self._group: Future[Group] | None = None
         self._members: tuple[Peer, ...] = ()
         self._groups = 0
+        self._direct = Direct(self._peers, self._device)
+        self._joints = Joints(self._peers, self._device)
+        self._layout: Layout | None = None
+        self._way: JointWay | None = None
 
     @property
     def threshold(self) -> int:
         return 0
 
     def prepare(self, out: Outgoing, peers: Sequence[Peer]) -> None:
+        self._layout = layout_of(out.manifest, peers)
+        if out.remote is None and self._layout.plain:
+            self._way = None
+            self._gather(out, peers)
+        else:
+            self._way = self._joints.way(out, self._layout)
+
+    def _gather(self, out: Outgoing, peers: Sequence[Peer]) -> None:
+        """Have this process and the receivers form a group."""
         if self._group is not None and self._members == tuple(peers):
             return
         let_go(self._group)
         self._groups += 1
         self._members = tuple(peers)
-        directory, number = os.path.dirname(self.address), self._groups
+        directory, name = os.path.dirname(self.address), str(self._groups)
         size, seconds = len(peers) + 1, out.deadline.remaining
         self._group = in_background(
-            lambda: Group(self._device, directory, number, 0, size, seconds), self._peers.wake
+            lambda: Group(self._device, directory, name, 0, size, seconds), self._peers.wake
         )
 
     def invitation(self, out: Outgoing, peer: Peer) -> tuple[Message, Sequence[int]]:
+        if self._way is not None:
+            return self._joints.invitation(peer), ()
         return {
             "group": self._groups,
             "backend": backend_for(self._device),
             "rank": self._members.index(peer) + 1,
             "size": len(self._members) + 1,
         }, ()
+
+    def requests(
+        self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
+    ) -> Iterator[None]:
+        if self._way is None:
+            yield from super().requests(out, extractor, peers)
+            return
+        assert self._layout is not None
+        yield from self._direct.requests(out, extractor, self._layout, self._way, REQUEST_BYTES)
 
     def carry(self, out: Outgoing, request: Request) -> None:
         group = self._joined(out)
@@ -106,12 +139,22 @@ class BroadcastTransferSender(Sender):
             ) from error
 
     def ended(self, out: Outgoing, *, committed: bool) -> None:
+        told = self._direct.has_begun
+        self._direct.ended()
         if not committed:
-            self.release()
+            self._part()
+        if told and not committed:
+            self._direct.let_go()
 
     def release(self) -> None:
+        self._part()
+        self._direct.close()
+
+    def _part(self) -> None:
+        """Leave all groups; nobody waits in those of the workers any more."""
         let_go(self._group)
         self._group = None
+        self._joints.part()
 
     def _joined(self, out: Outgoing) -> Group:
         future = self._group
@@ -130,6 +173,7 @@ class BroadcastTransferReceiver(Receiver):
     Args:
         device: where the parameters are to be: ``cpu`` (Gloo) or ``cuda:N`` (NCCL), of the same
             kind as the sender's.
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
     """
 
     strategy = BroadcastTransferSender.strategy
@@ -141,12 +185,18 @@ class BroadcastTransferReceiver(Receiver):
         name: str | None = None,
         expect: Manifest | None = None,
         device: str | torch.device = "cpu",
+        mesh: Mapping[str, int] | str | None = None,
+        rank: int = 0,
+        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._staging = Staging(self._device)
         self._group: Future[Group] | None = None
         self._number = 0
-        super().__init__(address, name=name, expect=expect)
+        directory = os.path.dirname(address)
+        self._arrivals = Arrivals(self._device, directory, lambda: self._wake())
+        holding = Holding.asked(mesh, rank, placements)
+        super().__init__(address, name=name, expect=expect, holding=holding)
 
     def staging(self, begin: Message, link: Connection, extent: int) -> Tensor | None:
         if begin["backend"] != backend_for(self._device):
@@ -154,7 +204,9 @@ class BroadcastTransferReceiver(Receiver):
                 f"the sender broadcasts with {begin['backend']}, but this receiver's device is "
                 f"{self._device}; give both the same kind of device"
             )
-        if self._group is None or self._number != begin["group"]:
+        if "joint" in begin:
+            self._arrivals.invited(begin)
+        elif self._group is None or self._number != begin["group"]:
             self._join(begin, link)
         return self._staging.buffer(extent)
 
@@ -165,11 +217,39 @@ class BroadcastTransferReceiver(Receiver):
         group = self._group.result()
         runs = [incoming.run(piece) for piece in joined(pieces)]
         works = [group.broadcast(run, incoming.deadline, self._wake) for run in runs]
-        while not finished(works):
-            self.wait_or_abort(link, _LOOK_SECONDS)
-        conclude(works, self._device)
+        self._conclude(works, link)
+
+    def coming(self, incoming: Incoming, message: Message, link: Connection) -> None:
+        group = self._arrivals.joining(message["from"], incoming.deadline.remaining)
+        while not group.done():
+            self.wait_or_abort(link, incoming.deadline.remaining)
+        self._arrivals.expect(incoming, message)
+
+    def bring(
+        self, incoming: Incoming, message: Message, blocks: Sequence[Block], link: Connection
+    ) -> None:
+        arrival = self._arrivals.take(message["number"])
+        self._conclude([arrival.work], link)
+        incoming.unpack(arrival.buffer, blocks, message["offsets"])
+        self._arrivals.done(arrival)
 
     def dropped(self) -> None:
+        self._arrivals.leave()
+        self._leave()
+
+    def _conclude(self, works: Sequence[Any], link: Connection) -> None:
+        while not finished(works):
+            self.wait_or_abort(link, _LOOK_SECONDS)
+        try:
+            conclude(works, self._device)
+        except RuntimeError:
+            # it failed because another one did, whom the sender is about to name
+            patience = Deadline(_FAILED_SECONDS)
+            while not patience.expired:
+                self.wait_or_abort(link, patience.remaining)
+            raise
+
+    def _leave(self) -> None:
         let_go(self._group)
         self._group = None
 
@@ -179,13 +259,13 @@ class BroadcastTransferReceiver(Receiver):
         self._staging.close()
 
     def _join(self, begin: Message, link: Connection) -> None:
-        self.dropped()
+        self._leave()
         self._number = begin["group"]
-        directory = os.path.dirname(self._address)
-        number, rank, size = (begin[key] for key in ("group", "rank", "size"))
+        directory, name = os.path.dirname(self._address), str(begin["group"])
+        rank, size = begin["rank"], begin["size"]
         seconds = float(begin["seconds"])
         self._group = in_background(
-            lambda: Group(self._device, directory, number, rank, size, seconds), self._wake
+            lambda: Group(self._device, directory, name, rank, size, seconds), self._wake
         )
         while not self._group.done():
             self.wait_or_abort(link, seconds)

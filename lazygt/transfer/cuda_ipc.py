@@ -8,8 +8,8 @@ other is being packed; none is packed again before every receiver has copied it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,15 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.transfer.batches import Piece, Request, joined
 from lazygt.transfer.control import Connection, Message
-from lazygt.transfer.incoming import Incoming
+from lazygt.transfer.devices import CudaDevice, SharedDevice
+from lazygt.transfer.direct import Direct
+from lazygt.transfer.extractor import Extractor
+from lazygt.transfer.holding import Holding
+from lazygt.transfer.incoming import Block, Incoming
+from lazygt.transfer.loans import Lent, Loans, LoanWay
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.peers import Peer
+from lazygt.transfer.parts import Layout, layout_of
+from lazygt.transfer.peer import Peer
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest, aligned
@@ -28,64 +34,6 @@ from lazygt.transfer.staging import Staging
 GIB = 1 << 30
 THRESHOLD_VARIABLE = "weight_transfer_threshold_cuda_ipc_GB"
 _DEFAULT_THRESHOLD_GB = 1.0
-
-
-class SharedDevice(Protocol):
-    """Memory that another process can map; a GPU's, or a stand-in for it in tests."""
-
-    device: torch.device
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 buffer."""
-
-    def export(self, buffer: Tensor) -> list[Any]:
-        """A handle for one other process: numbers and bytes only."""
-
-    def open(self, handle: Sequence[Any]) -> Tensor:
-        """Map a buffer of which another process has sent a handle."""
-
-    def synchronize(self) -> None:
-        """Return when all that was queued on the device is done."""
-
-
-class CudaDevice:
-    """A GPU.
-
-    Args:
-        index: by default torch's current one; sender and receivers must mean the same GPU.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-
-    def __init__(self, index: int | None = None) -> None:
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                "CUDA IPC needs a GPU, and torch sees none; use SharedMemoryTransferSender"
-            )
-        torch.cuda.init()
-        chosen = torch.cuda.current_device() if index is None else index
-        self.device = torch.device("cuda", chosen)
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 buffer on the GPU."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def export(self, buffer: Tensor) -> list[Any]:
-        """The CUDA IPC handle and what torch needs beside it to map the buffer."""
-        storage: Any = buffer.untyped_storage()
-        return list(storage._share_cuda_())
-
-    def open(self, handle: Sequence[Any]) -> Tensor:
-        """Map a buffer of a process on the same GPU."""
-        storages: Any = torch.UntypedStorage
-        storage = storages._new_shared_cuda(*handle)
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return whole.set_(storage, 0, (storage.nbytes(),), (1,))
-
-    def synchronize(self) -> None:
-        """Wait for the current stream."""
-        torch.cuda.current_stream(self.device).synchronize()
 
 
 def threshold_bytes(threshold_gb: float | None) -> int:
@@ -138,12 +86,24 @@ class CudaIpcTransferSender(Sender):
         self._made = 0
         self._known_to: set[Peer] = set()
         super().__init__(verify=verify, skip_unchanged=skip_unchanged)
+        self._direct = Direct(self._peers, self._device.device)
+        self._loans = Loans(self._peers, self.SLOTS)
+        self._layout: Layout | None = None
+        self._way: LoanWay | None = None
 
     @property
     def threshold(self) -> int:
         return self._threshold
 
     def prepare(self, out: Outgoing, peers: Sequence[Peer]) -> None:
+        self._layout = layout_of(out.manifest, peers)
+        self._way = None
+        if out.remote is None and self._layout.plain:
+            self._make_buffers(out, peers)
+        else:
+            self._way = self._loans.way(out, self._layout)
+
+    def _make_buffers(self, out: Outgoing, peers: Sequence[Peer]) -> None:
         extent = max(out.manifest.extent, ALIGNMENT)
         size = min(self._threshold // ALIGNMENT * ALIGNMENT or extent, extent)
         if not self._buffers or self._buffers[0].numel() < size:
@@ -154,11 +114,26 @@ class CudaIpcTransferSender(Sender):
         self._known_to &= set(peers)
 
     def invitation(self, out: Outgoing, peer: Peer) -> tuple[Message, Sequence[int]]:
-        if peer in self._known_to:
+        if self._way is not None or peer in self._known_to:
             return {"buffers": self._made, "handles": []}, ()
         self._known_to.add(peer)
         handles = [self._device.export(buffer) for buffer in self._buffers]
         return {"buffers": self._made, "handles": handles}, ()
+
+    def requests(
+        self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
+    ) -> Iterator[None]:
+        if self._way is None:
+            yield from super().requests(out, extractor, peers)
+            return
+        assert self._layout is not None
+        threshold = self._threshold // ALIGNMENT * ALIGNMENT
+        yield from self._direct.requests(out, extractor, self._layout, self._way, threshold)
+
+    def ended(self, out: Outgoing, *, committed: bool) -> None:
+        self._direct.ended()
+        if not committed:
+            self._loans.forget()  # somebody may still pack or copy the buffers that there are
 
     def carry(self, out: Outgoing, request: Request) -> None:
         number = out.requests
@@ -176,6 +151,7 @@ class CudaIpcTransferSender(Sender):
         self.announce(out, request, checks, buffer=number % self.SLOTS)
 
     def release(self) -> None:
+        self._direct.close()
         self._buffers.clear()
         if self._device.device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -186,6 +162,7 @@ class CudaIpcTransferReceiver(Receiver):
 
     Args:
         device: see `CudaDevice`.
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
     """
 
     strategy = CudaIpcTransferSender.strategy
@@ -197,11 +174,16 @@ class CudaIpcTransferReceiver(Receiver):
         name: str | None = None,
         expect: Manifest | None = None,
         device: SharedDevice | None = None,
+        mesh: Mapping[str, int] | str | None = None,
+        rank: int = 0,
+        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
     ) -> None:
         self._device = device if device is not None else CudaDevice()
         self._staging = Staging(self._device.device)
         self._buffers: list[Tensor] = []
-        super().__init__(address, name=name, expect=expect)
+        self._lent = Lent(self._device)
+        holding = Holding.asked(mesh, rank, placements)
+        super().__init__(address, name=name, expect=expect, holding=holding)
 
     def invited(self, begin: Message, link: Connection) -> None:
         if begin["handles"]:
@@ -223,7 +205,14 @@ class CudaIpcTransferReceiver(Receiver):
             incoming.run(piece).copy_(buffer[piece.place : piece.place + piece.nbytes])
         self._device.synchronize()  # the sender packs this buffer again once we have answered
 
+    def bring(
+        self, incoming: Incoming, message: Message, blocks: Sequence[Block], link: Connection
+    ) -> None:
+        incoming.unpack(self._lent.buffer(message), blocks, message["offsets"])
+        self._device.synchronize()  # as above
+
     def close(self) -> None:
         super().close()
         self._buffers.clear()
+        self._lent.close()
         self._staging.close()

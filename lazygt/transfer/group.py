@@ -1,4 +1,4 @@
-"""A process group of torch.distributed for one sender and its receivers, beside torch's own.
+"""Process groups of torch.distributed for who sends and who receives, beside torch's own.
 
 Making one and letting one go may wait for a frozen rank, so both happen in the background.
 """
@@ -24,11 +24,11 @@ _GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
 
 
 class Group:
-    """One rank's end of the process group; rank 0 sends.
+    """One rank's end of a process group; rank 0 sends.
 
     Args:
         directory: of the sender; the ranks meet there.
-        number: counts the groups of a sender.
+        name: of the group, different from all others of the sender.
         seconds: to wait for the other ranks.
     """
 
@@ -36,13 +36,13 @@ class Group:
         self,
         device: torch.device,
         directory: str,
-        number: int,
+        name: str,
         rank: int,
         size: int,
         seconds: float,
     ) -> None:
         # a file of its own: torch removes it when the first of the ranks leaves an older group
-        here = FileStore(os.path.join(directory, f"group-{number}"), -1)
+        here = FileStore(os.path.join(directory, f"group-{name}"), -1)
         here.set_timeout(timedelta(seconds=seconds))
         patience = timedelta(seconds=seconds + _GRACE_SECONDS)
         self._group: Any

@@ -55,6 +55,17 @@ class Holding:
         )
         return Holding(grid, rank, listed)
 
+    @staticmethod
+    def asked(
+        mesh: Mapping[str, int] | str | None,
+        rank: int,
+        placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None,
+    ) -> Holding | None:
+        """What a receiver's arguments say; None: all of each parameter. Raises as `of` does."""
+        if (mesh is None) != (placements is None):
+            raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
+        return None if mesh is None or placements is None else Holding.of(mesh, rank, placements)
+
     def blocks(self, manifest: Manifest) -> tuple[Bounds, ...]:
         """The block of each parameter, by position.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lazygt.transfer.control import Connection, Message
-from lazygt.transfer.holding import Holding
+from lazygt.transfer.incoming import Block, Incoming
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.peers import Peer
+from lazygt.transfer.peer import Peer
 
 
 class SenderHooks:
@@ -36,11 +36,16 @@ class SenderHooks:
 class ReceiverHooks:
     """Steps of a receiver; by default nothing happens."""
 
-    #: what this receiver holds of each parameter; None: all of it
-    holding: Holding | None = None
-
     def invited(self, begin: Message, link: Connection) -> None:
         """Take what came with ``begin``, whatever becomes of the transfer."""
+
+    def coming(self, incoming: Incoming, message: Message, link: Connection) -> None:
+        """A request is on its way from its owner; may wait, by `wait_or_abort`."""
+
+    def bring(
+        self, incoming: Incoming, message: Message, blocks: Sequence[Block], link: Connection
+    ) -> None:
+        """Bring blocks that their owner has written to where they belong."""
 
     def dropped(self) -> None:
         """The transfer on its way in was given up, or the sender has gone."""

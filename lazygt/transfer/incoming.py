@@ -117,6 +117,19 @@ class Incoming:
             raise ProtocolError(f"a block of {spec.name} lies outside of it")
         return tensor[slices(block.bounds)] if block.bounds else tensor
 
+    def unpack(self, buffer: Tensor, blocks: Sequence[Block], offsets: Sequence[int]) -> None:
+        """Copy blocks out of a flat uint8 buffer in which each one lies by itself.
+
+        Raises:
+            ProtocolError: one lies outside its parameter or the buffer.
+        """
+        for block, offset in zip(blocks, offsets, strict=True):
+            target = self.block(block)
+            if not 0 <= offset <= buffer.numel() - target.nbytes:
+                raise ProtocolError("a block lies outside of its buffer")
+            packed = buffer[offset : offset + target.nbytes]
+            target.copy_(packed.view(target.dtype).view(target.shape))
+
     def take_in(
         self,
         crew: Crew,

@@ -6,7 +6,7 @@ A sender sees the workers of a session through this; how a session reaches them 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from lazygt.graph.mesh import Mesh, Placement
 
 if TYPE_CHECKING:
-    from lazygt.transfer.writer import Order
+    from lazygt.transfer.orders import Order
 
 
 class Located(NamedTuple):
@@ -31,26 +31,20 @@ class Located(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The answer to an order: checksums of what was written, or what went wrong."""
+    """The answer to an order: see `orders.Answer`; or what went wrong."""
 
     rank: int
     number: int
     checks: Sequence[int]
     error: str
+    handles: Sequence[Any] = ()
 
 
-class Origin(Protocol):
-    """The processes of one mesh.
+class Holders(Protocol):
+    """The processes of one mesh, which have a model's blocks."""
 
-    Attributes:
-        turn: held by the transfer that takes the answers.
-    """
-
-    mesh: Mesh
-    turn: threading.Lock
-
-    def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
-        """Have the tensors computed; where each one is now."""
+    @property
+    def mesh(self) -> Mesh: ...
 
     def order(self, rank: int, number: int, order: Order) -> None:
         """Have a rank write; does not wait."""
@@ -63,7 +57,27 @@ class Origin(Protocol):
         """
 
     def let_go(self, sender: str) -> None:
-        """Have the ranks drop all memory of a sender; does not wait."""
+        """Have the ranks drop all places of a sender; does not wait."""
+
+
+class Origin(Holders, Protocol):
+    """Holders that tell where a tensor is.
+
+    Attributes:
+        turn: held by the transfer that takes the answers.
+    """
+
+    turn: threading.Lock
+
+    def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
+        """Have the tensors computed; where each one is now."""
+
+
+class Remote(NamedTuple):
+    """A model that others hold: who they are, and its parameters by position."""
+
+    origin: Origin
+    tensors: Mapping[int, Tensor]
 
 
 #: Type of device -> what finds the origin of a tensor on such a device.

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from lazygt.transfer.bytework import Checksum, sha256, wire_bytes
+from lazygt.transfer.bytework import Checksum, checksum_named, sha256, wire_bytes
 from lazygt.transfer.control import Deadline
 from lazygt.transfer.errors import TransferError
 from lazygt.transfer.extractor import Chunk
-from lazygt.transfer.peers import Peer
+from lazygt.transfer.origins import Remote
+from lazygt.transfer.peer import Peer
 from lazygt.transfer.report import TransferReport
 from lazygt.transfer.spec import Manifest, ParamSpec
 
@@ -25,6 +26,8 @@ class Outgoing:
         number: counts the sender's transfers, also those that failed.
         tensors: parameters that the extractor has yielded and no request has taken yet.
         done, total: bytes that have been carried, and that will be.
+        verify, check: the name of the checksum, and what computes it.
+        remote: who has the values, if that is not this process.
         written: bytes that each worker of a session has written itself, by rank.
     """
 
@@ -34,10 +37,13 @@ class Outgoing:
         version: int,
         manifest: Manifest,
         deadline: Deadline,
-        check: Checksum | None,
+        verify: str,
     ) -> None:
+        self._begin = time.perf_counter()
+        self.remote: Remote | None = None
         self.number, self.version, self.manifest = number, version, manifest
-        self.deadline, self.check = deadline, check
+        self.deadline, self.verify = deadline, verify
+        self.check: Checksum | None = checksum_named(verify)
         self.tensors: dict[int, Tensor] = {}
         self._bytes: dict[int, Tensor] = {}
         self.unchanged: list[int] = []
@@ -100,9 +106,7 @@ class Outgoing:
                 travelling.append(number)
         return travelling
 
-    def report(
-        self, peers: Sequence[Peer], lost: tuple[str, ...], seconds: float
-    ) -> TransferReport:
+    def report(self, peers: Sequence[Peer], lost: tuple[str, ...]) -> TransferReport:
         """What has become of it, from what the receivers have said."""
         own = [spec for spec in self.manifest.params if spec.alias_of is None]
         committed = [peer for peer in peers if "committed" in peer.said]
@@ -114,7 +118,7 @@ class Outgoing:
             unchanged=len(self.unchanged),
             chunks=self.chunks,
             requests=self.requests,
-            seconds=seconds,
+            seconds=time.perf_counter() - self._begin,
             phases=self.phases,
             pauses={peer.name: float(peer.said["committed"]["pause"]) for peer in committed},
             lost=lost,

@@ -8,7 +8,7 @@ process.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,17 +19,38 @@ from lazygt.graph.mesh import Mesh, Placement
 from lazygt.transfer.batches import PIECE_BYTES
 from lazygt.transfer.errors import ManifestMismatch, TransferError
 from lazygt.transfer.extractor import Extractor, ModuleExtractor
+from lazygt.transfer.here import Here
 from lazygt.transfer.holding import held
-from lazygt.transfer.origins import BY_DEVICE, Located, Origin, Written, origin_of
+from lazygt.transfer.orders import Order, Write
+from lazygt.transfer.origins import (
+    BY_DEVICE,
+    Holders,
+    Located,
+    Origin,
+    Remote,
+    Written,
+    origin_of,
+)
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.peers import Peer, Peers
-from lazygt.transfer.routes import Bounds, Move, Part, batched, moves
-from lazygt.transfer.spec import Manifest, aligned
-from lazygt.transfer.writer import Memory, Order, Write, Writer
+from lazygt.transfer.peer import Peer
+from lazygt.transfer.peers import Peers
+from lazygt.transfer.routes import (
+    Bounds,
+    Move,
+    Moves,
+    Part,
+    batched,
+    in_turns,
+    moves,
+    packed,
+    shape_of,
+    whole,
+)
+from lazygt.transfer.spec import ALIGNMENT, Manifest, aligned
+from lazygt.transfer.ways import Way
 
 _AHEAD = 2  # orders that a process has at a time: it need not wait for the next one
 _LOOK_SECONDS = 0.01  # between two looks at the receivers, while nothing is answered
-_HERE = Mesh(("here",), (1,))
 _NUMBERS = itertools.count(1)  # of orders; all senders of this process share them
 
 
@@ -50,17 +71,14 @@ class Layout(NamedTuple):
     extent: int
     of: Mapping[Peer, int]
 
+    def holders(self, holding: int, peers: Sequence[Peer]) -> list[Peer]:
+        """Those of the receivers that have this holding."""
+        return [peer for peer in peers if self.of[peer] == holding]
+
     @property
     def plain(self) -> bool:
         """Whether everyone holds all of it."""
         return len(self.manifests) == 1 and all(peer.holding is None for peer in self.of)
-
-
-class Remote(NamedTuple):
-    """A model that others hold: who they are, and its parameters by position."""
-
-    origin: Origin
-    tensors: Mapping[int, Tensor]
 
 
 def remote(extractor: Extractor) -> Remote | None:
@@ -95,42 +113,33 @@ def layout_of(manifest: Manifest, peers: Sequence[Peer]) -> Layout:
 
 
 class Parts:
-    """Writes the parts of one transfer and announces them.
+    """Has the parts of one transfer written, and announces them.
 
     Args:
-        memory, offset: where the layout's memory begins.
         threshold: bytes of a request.
-        live: inodes of all memory of the sender.
     """
 
     def __init__(
-        self,
-        out: Outgoing,
-        peers: Peers,
-        layout: Layout,
-        memory: Memory,
-        offset: int,
-        threshold: int,
-        live: Sequence[int],
-        verify: str,
+        self, out: Outgoing, peers: Peers, layout: Layout, way: Way, threshold: int
     ) -> None:
-        self._out, self._peers, self._layout = out, peers, layout
-        self._memory, self._offset, self._threshold = memory, offset, threshold
-        self._live, self._verify = tuple(live), verify
+        self._out, self._peers, self._layout, self._way = out, peers, layout, way
+        self._threshold = threshold
         #: orders that have not been answered: (rank, number) -> the moves
-        self.unanswered: dict[tuple[int, int], tuple[Move, ...]] = {}
+        self.unanswered: dict[tuple[int, int], Moves] = {}
 
-    def from_chunks(self, extractor: Extractor, writer: Writer) -> Iterator[None]:
+    def from_chunks(self, extractor: Extractor, here: Here) -> Iterator[None]:
         """This process has the values: write them chunk by chunk, one step a request."""
+        here.value_of = self._out.tensors.__getitem__
+        everything = max(manifest.extent for manifest in self._layout.manifests)
+        self._way.expect(min(self._threshold or everything, everything))
         for chunk in extractor.chunks():
             numbers = self._out.take_in(chunk, None, digest=False)
-            everywhere: dict[int, Placement] = {number: (Replicated(),) for number in numbers}
-            for request in self._requests(_HERE, everywhere)[0]:
-                order = self._order(request, {number: number for number in numbers})
-                self._announce(request, writer.write(order, self._out.tensors.__getitem__))
-                yield
+            located = {number: Located(number, (Replicated(),), None) for number in numbers}
+            planned = self._requests(here.mesh, dict.fromkeys(numbers, (Replicated(),)))
+            yield from self._have_written(here, located, planned)
             for number in numbers:
                 self._out.drop(number)
+        self._out.written.clear()  # nobody but this process
 
     def from_origin(self, origin: Origin, tensors: Mapping[int, Tensor]) -> Iterator[None]:
         """The origin's processes have the values: order them to write, one step an answer.
@@ -146,33 +155,40 @@ class Parts:
             raise TransferError("another transfer from this session took all of the time")
         try:
             located = dict(zip(tensors, origin.locate(list(tensors.values())), strict=True))
-            yield from self._have_written(origin, located)
+            placements = {number: each.placement for number, each in located.items()}
+            planned = self._requests(origin.mesh, placements)
+            sizes = (packed(request)[1] for requests in planned for request in requests)
+            self._way.expect(max(sizes, default=0))
+            yield from self._have_written(origin, located, planned)
         finally:
             origin.turn.release()
 
-    def _have_written(self, origin: Origin, located: Mapping[int, Located]) -> Iterator[None]:
-        requests = self._requests(
-            origin.mesh, {number: each.placement for number, each in located.items()}
-        )
+    def _have_written(
+        self, holders: Holders, located: Mapping[int, Located], planned: Sequence[Sequence[Moves]]
+    ) -> Iterator[None]:
+        waiting = [deque(each) for each in planned]
         keys = {number: each.key for number, each in located.items()}
-        waiting = [deque(each) for each in requests]
         while any(waiting) or self.unanswered:
-            busy = Counter(rank for rank, _ in self.unanswered)
             for rank, queue in enumerate(waiting):
-                for _ in range(min(_AHEAD - busy[rank], len(queue))):
+                while queue and self._may_have_more(rank):
                     number, request = next(_NUMBERS), queue.popleft()
+                    order = self._order(rank, number, request, keys)
                     self.unanswered[rank, number] = request
-                    origin.order(rank, number, self._order(request, keys))
-            for answer in origin.answers(min(_LOOK_SECONDS, self._out.deadline.remaining)):
+                    holders.order(rank, number, order)
+            patience = min(_LOOK_SECONDS, self._out.deadline.remaining)
+            for answer in holders.answers(patience) if self.unanswered else ():
                 if self._take(answer):
                     yield
-            self._peers.pump(0.0)  # a receiver may have died or refused
+            # a receiver may have died or refused, or is to make room
+            self._peers.pump(0.0 if self.unanswered else patience)
             self._check_time()
 
-    def _requests(
-        self, mesh: Mesh, placements: Mapping[int, Placement]
-    ) -> list[list[tuple[Move, ...]]]:
-        """Each rank's requests."""
+    def _may_have_more(self, rank: int) -> bool:
+        busy = sum(1 for each, _ in self.unanswered if each == rank)
+        return busy < _AHEAD and self._way.is_free(rank)
+
+    def _requests(self, mesh: Mesh, placements: Mapping[int, Placement]) -> list[list[Moves]]:
+        """Each rank's requests; packed ones are for one holding each, in turns."""
         specs = self._out.manifest.params
         parts = tuple(
             Part(number, specs[number].shape, specs[number].torch_dtype.itemsize, placement)
@@ -180,21 +196,36 @@ class Parts:
         )
         found = moves(mesh, parts, self._layout.blocks)
         self._out.total = max(self._out.total, sum(move.nbytes for move in found))
-        return [
-            list(batched((m for m in found if m.rank == rank), PIECE_BYTES, self._threshold))
-            for rank in range(mesh.world_size)
-        ]
+        shared = self._way.offset is not None
+        batches: dict[tuple[int, int], list[Move]] = {}
+        for move in found:
+            batches.setdefault((move.rank, 0 if shared else move.holding), []).append(move)
+        of_rank: list[list[list[Moves]]] = [[] for _ in range(mesh.world_size)]
+        for (rank, _), mine in batches.items():
+            unit = 1 if shared else ALIGNMENT
+            of_rank[rank].append(list(batched(mine, PIECE_BYTES, self._threshold, unit)))
+        return [in_turns(lists) for lists in of_rank]
 
-    def _order(self, request: tuple[Move, ...], keys: Mapping[int, int]) -> Order:
-        writes = tuple(self._write(move, keys[move.param]) for move in request)
-        sender = self._peers.address
-        return Order(sender, self._live, self._memory, self._verify, writes)
+    def _order(self, rank: int, number: int, request: Moves, keys: Mapping[int, int]) -> Order:
+        way = self._way
+        offsets, extent = packed(request)
+        place = way.open(rank, number, request[0].holding, extent)
+        if way.offset is not None:
+            writes = [self._in_place(move, keys[move.param], way.offset) for move in request]
+        else:
+            pairs = zip(request, offsets, strict=True)
+            writes = [self._packed(move, keys[move.param], offset) for move, offset in pairs]
+        return Order(self._peers.address, way.live, place, self._out.verify, tuple(writes))
 
-    def _write(self, move: Move, key: int) -> Write:
+    def _in_place(self, move: Move, key: int, base: int) -> Write:
         manifest = self._layout.manifests[move.holding]
         spec = manifest.params[move.param]
-        place = self._offset + self._layout.bases[move.holding] + manifest.places[move.param]
+        place = base + self._layout.bases[move.holding] + manifest.places[move.param]
         return Write(key, move.source, place, spec.dtype, spec.shape, move.target)
+
+    def _packed(self, move: Move, key: int, offset: int) -> Write:
+        dtype, shape = self._out.manifest.params[move.param].dtype, shape_of(move.target)
+        return Write(key, move.source, offset, dtype, shape, whole(shape))
 
     def _take(self, answer: Written) -> bool:
         """Announce what has been written; False when it was for a transfer that has failed."""
@@ -202,35 +233,45 @@ class Parts:
         if request is None:
             return False
         if answer.error:
-            raise TransferError(f"worker {answer.rank} could not write its part: {answer.error}")
-        self._announce(request, answer.checks)
+            if self._way.offset is None:
+                self._peers.accuse_silent(self._out.deadline)  # the likely cause
+            who = self._named(answer.rank)
+            raise TransferError(f"{who} could not write its part: {answer.error}")
+        self._announce(request, answer)
         self._out.written[answer.rank] += sum(move.nbytes for move in request)
         return True
 
-    def _announce(self, request: tuple[Move, ...], checks: Sequence[int]) -> None:
+    def _announce(self, request: Moves, answer: Written) -> None:
         out = self._out
         out.requests += 1
         out.done += sum(move.nbytes for move in request)
+        offsets, _ = packed(request)
+        triples = list(zip(request, answer.checks, offsets, strict=True))
         for holding in dict.fromkeys(move.holding for move in request):
-            mine = [
-                (move, check)
-                for move, check in zip(request, checks, strict=True)
-                if move.holding == holding
-            ]
+            mine = [each for each in triples if each[0].holding == holding]
             message = {
                 "kind": "parts",
                 "transfer": out.number,
-                "parts": [[move.param, move.target] for move, _ in mine],
-                "checks": [check for _, check in mine],
+                "parts": [[move.param, move.target] for move, _, _ in mine],
+                "checks": [check for _, check, _ in mine],
             }
-            for peer in [p for p in self._peers.active if self._layout.of[p] == holding]:
-                self._peers.tell(peer, message, out.deadline, ())
+            if self._way.offset is None:
+                message["offsets"] = [offset for _, _, offset in mine]
+            for peer in self._layout.holders(holding, self._peers.active):
+                peer.told += 1
+                more = self._way.told(peer, answer)
+                self._peers.tell(peer, {**message, **more}, out.deadline, ())
+
+    def _named(self, rank: int) -> str:
+        return "this process" if self._out.remote is None else f"worker {rank}"
 
     def _check_time(self) -> None:
+        if self._out.deadline.expired:
+            self._peers.accuse_silent(self._out.deadline)
         if self._out.deadline.expired and self.unanswered:
-            late = ", ".join(str(rank) for rank in sorted({rank for rank, _ in self.unanswered}))
+            late = ", ".join(map(self._named, sorted({rank for rank, _ in self.unanswered})))
             raise TransferError(
-                f"worker {late} did not write its part within {self._out.deadline.seconds:g} s; "
+                f"{late} did not write its part within {self._out.deadline.seconds:g} s; "
                 f"give transfer() a longer timeout if it is only slow"
             )
         self._out.check_time()

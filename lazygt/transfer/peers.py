@@ -6,7 +6,6 @@ import os
 import select
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError, SecurityError
@@ -21,40 +20,12 @@ from lazygt.transfer.errors import (
     VersionHeld,
 )
 from lazygt.transfer.holding import Holding
+from lazygt.transfer.peer import Peer
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
 _DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own
 _ASK_AGAIN_SECONDS = 1e-3
-
-
-@dataclass(eq=False)
-class Peer:
-    """One receiver.
-
-    Attributes:
-        name: as it calls itself; unique among those connected.
-        holding: what it holds of each parameter; None: all of it.
-        version: what it had when the transfer began.
-        transfer: number of the transfer that its answers below belong to.
-        said: what it has answered: kind of message -> the message.
-        staged: requests that it has taken in.
-        holds: it still holds tensors of the version that is to be overwritten.
-        left: it has said that it goes, and holds nothing.
-    """
-
-    connection: Connection
-    name: str
-    holding: Holding | None = None
-    version: int = 0
-    transfer: int = 0
-    said: dict[str, dict[str, Any]] = field(default_factory=dict)
-    staged: int = 0
-    holds: bool = False
-    left: bool = False
-
-    def expect(self, transfer: int) -> None:
-        """Forget what was said in earlier transfers."""
-        self.transfer, self.said, self.staged, self.holds = transfer, {}, 0, False
+_PING_SECONDS = 0.4  # for a sign of life, on a busy machine
 
 
 class Peers:
@@ -133,6 +104,25 @@ class Peers:
                 )
             asked = until is not None
             self.pump(min(deadline.remaining, _ASK_AGAIN_SECONDS) if asked else deadline.remaining)
+
+    def accuse_silent(self, deadline: Deadline) -> None:
+        """Ask every receiver for a sign of life, when a transfer is late or has failed.
+
+        Args:
+            deadline: of the transfer, for the error.
+
+        Raises:
+            ReceiverDied, ReceiverFrozen: some gave none. They are dropped.
+        """
+        for peer in self.active:
+            peer.said.pop("pong", None)
+        patience = Deadline(_PING_SECONDS)
+        if self.active:
+            self.tell_all({"kind": "ping", "transfer": self.active[0].transfer}, patience)
+        while silent := [peer for peer in self.active if "pong" not in peer.said]:
+            if patience.expired:
+                self._too_late(silent, deadline)
+            self.pump(patience.remaining)
 
     def wait_for_connected(self, count: int, deadline: Deadline) -> None:
         """Wait until so many receivers are connected.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -19,21 +17,26 @@ from lazygt.transfer.batches import Piece
 from lazygt.transfer.bytework import Crew
 from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
 from lazygt.transfer.errors import SenderGone, TransferError
+from lazygt.transfer.holding import Holding
 from lazygt.transfer.hooks import ReceiverHooks
-from lazygt.transfer.incoming import Aborted, Block, Incoming, Mismatch, Wake
-from lazygt.transfer.reading import Readings
+from lazygt.transfer.incoming import Aborted, Block, Incoming, Mismatch
+from lazygt.transfer.listening import SEND_SECONDS, Listening
 from lazygt.transfer.spec import Manifest, check_complete, difference
 
-_SEND_SECONDS = 10.0  # for an answer of some bytes; the sender reads them while it waits
 
-
-class Receiver(ReceiverHooks, Readings, ABC):
+class Receiver(ReceiverHooks, Listening, ABC):
     """Receives versions of a model in a thread of its own, and hands them to readers.
 
     Args:
         address: the sender's.
         name: how errors call this receiver; unique among a sender's receivers.
         expect: refuse any other manifest; by default that of the first transfer counts.
+        holding: what it holds of each parameter; None: all of it. Strategies take it as three
+            arguments: ``mesh``, of receivers, such as ``{"model": 2}``; ``rank``, this one's
+            place there; ``placements``, which maps name patterns to ``torch.distributed.tensor``
+            placements, one an axis: a list in the mesh's order or a dict by axis. The first
+            pattern that fits counts; a parameter that none fits is held whole. They raise
+            ValueError if these make no sense together.
 
     Attributes:
         name: see above.
@@ -42,16 +45,17 @@ class Receiver(ReceiverHooks, Readings, ABC):
     strategy: ClassVar[str]
 
     def __init__(
-        self, address: str, *, name: str | None = None, expect: Manifest | None = None
+        self,
+        address: str,
+        *,
+        name: str | None = None,
+        expect: Manifest | None = None,
+        holding: Holding | None = None,
     ) -> None:
         super().__init__(name or f"pid {os.getpid()}")
-        self._address = address
-        self._expect = expect
-        self._incoming: Incoming | None = None
+        self._address, self._expect, self.holding = address, expect, holding
         self._waiting: Message | None = None
-        self._inbox: deque[dict[str, Any]] = deque()
         self._welcome = self._closing = False
-        self._wake = Wake()
         self._crew = Crew()
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
         self._thread.start()
@@ -134,7 +138,7 @@ class Receiver(ReceiverHooks, Readings, ABC):
     def _serve(self, link: Connection) -> None:
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
         holds = {} if self.holding is None else {"holding": self.holding.packed}
-        link.send({"kind": "hello", **hello, **holds}, Deadline(_SEND_SECONDS))
+        link.send({"kind": "hello", **hello, **holds}, Deadline(SEND_SECONDS))
         while not self._closing:
             self._poll(link)
             self._pull(link)
@@ -147,36 +151,7 @@ class Receiver(ReceiverHooks, Readings, ABC):
         self._give_up()
         self._current = None
         if not self.holds_memory():
-            link.send({"kind": "leave"}, Deadline(_SEND_SECONDS))
-
-    def _poll(self, link: Connection, seconds: float | None = None) -> None:
-        """Wait for a message, the sender's end, a `Wake`, or the deadline of a transfer."""
-        if seconds is None and self._incoming is not None:
-            seconds = self._incoming.deadline.remaining
-        poller = select.poll()
-        for fd in (*link.descriptors, self._wake.fd):
-            poller.register(fd, select.POLLIN)
-        ready = dict(poller.poll(None if seconds is None else seconds * 1e3))
-        if self._wake.fd in ready:
-            os.eventfd_read(self._wake.fd)
-
-    def _pull(self, link: Connection) -> None:
-        self._inbox.extend(link.receive())
-
-    def wait_or_abort(self, link: Connection, seconds: float) -> None:
-        """For strategies: wait a moment in the middle of `receive`.
-
-        Raises:
-            Aborted: the sender gives the transfer up, or is too late.
-            PeerGone: it has gone.
-        """
-        self._poll(link, seconds)
-        self._pull(link)
-        incoming = self._incoming
-        if incoming is None or incoming.deadline.expired:
-            raise Aborted
-        if any(_is_about(message, incoming, "abort") for message in self._inbox):
-            raise Aborted
+            link.send({"kind": "leave"}, Deadline(SEND_SECONDS))
 
     def _handle(self, link: Connection, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -190,6 +165,7 @@ class Receiver(ReceiverHooks, Readings, ABC):
         elif self._incoming is not None and message.get("transfer") == self._incoming.transfer:
             step = {
                 "data": self._data,
+                "coming": self._coming,
                 "parts": self._parts,
                 "prepare": self._prepare,
                 "commit": self._commit,
@@ -252,11 +228,16 @@ class Receiver(ReceiverHooks, Readings, ABC):
         incoming.take_in(self._crew, pieces, runs, message["checks"])
         self._answer(link, message, "staged")
 
+    def _coming(self, link: Connection, message: Message) -> None:
+        assert self._incoming is not None
+        self.coming(self._incoming, message, link)
+
     def _parts(self, link: Connection, message: Message) -> None:
-        """Blocks that are there already."""
+        """Blocks that their owner has written."""
         incoming = self._incoming
         assert incoming is not None
         blocks = [Block(*entry) for entry in message["parts"]]
+        self.bring(incoming, message, blocks, link)
         incoming.take_in(self._crew, blocks, map(incoming.block, blocks), message["checks"])
         self._answer(link, message, "staged")
 
@@ -290,10 +271,3 @@ class Receiver(ReceiverHooks, Readings, ABC):
         self._incoming = self._waiting = None
         if begun:
             self.dropped()
-
-    def _answer(self, link: Connection, message: Message, kind: str, **more: Any) -> None:
-        link.send({"kind": kind, "transfer": message["transfer"], **more}, Deadline(_SEND_SECONDS))
-
-
-def _is_about(message: Message, incoming: Incoming, kind: str) -> bool:
-    return message["kind"] == kind and message.get("transfer") == incoming.transfer

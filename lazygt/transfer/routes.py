@@ -6,6 +6,7 @@ and kept (`moves.cache_info()` tells how often).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from lazygt.graph.label import Partial
 from lazygt.graph.mesh import Mesh, Placement
 from lazygt.runtime.blocks import has_any, region
+from lazygt.transfer.spec import aligned
 
 #: A block within a tensor: (start, stop) of each dim.
 Bounds = tuple[tuple[int, int], ...]
@@ -53,6 +55,10 @@ class Move(NamedTuple):
     nbytes: int
 
 
+#: What is written together.
+Moves = tuple[Move, ...]
+
+
 def whole(shape: Sequence[int]) -> Bounds:
     """All of a tensor."""
     return tuple((0, size) for size in shape)
@@ -74,9 +80,7 @@ def block(mesh: Mesh, placement: Placement, shape: Sequence[int], rank: int) -> 
 
 
 @lru_cache(maxsize=_KEPT)
-def moves(
-    mesh: Mesh, parts: tuple[Part, ...], holdings: tuple[tuple[Bounds, ...], ...]
-) -> tuple[Move, ...]:
+def moves(mesh: Mesh, parts: tuple[Part, ...], holdings: tuple[tuple[Bounds, ...], ...]) -> Moves:
     """How every byte of every holding comes from exactly one rank.
 
     Of ranks that have the same block, the one with the fewest bytes so far sends it.
@@ -121,26 +125,41 @@ def cut(move: Move, most: int) -> Iterator[Move]:
         yield from cut(move._replace(source=source, target=target, nbytes=row * count), most)
 
 
-def batched(found: Iterable[Move], piece: int, request: int) -> Iterator[tuple[Move, ...]]:
+def batched(found: Iterable[Move], piece: int, request: int, unit: int = 1) -> Iterator[Moves]:
     """Moves in requests of at most ``request`` bytes, cut into pieces; one rank's, in order.
 
-    ``request`` 0: one request a move.
+    Args:
+        request: 0: one request a move.
+        unit: every piece takes a multiple of so many bytes of its request.
     """
     most = min(piece, request) if request else piece
     gathered: list[Move] = []
     used = 0
     for move in found:
         for small in cut(move, most):
-            if gathered and request and used + small.nbytes > request:
+            room = -(-small.nbytes // unit) * unit
+            if gathered and request and used + room > request:
                 yield tuple(gathered)
                 gathered, used = [], 0
             gathered.append(small)
-            used += small.nbytes
+            used += room
         if not request:
             yield tuple(gathered)
             gathered, used = [], 0
     if gathered:
         yield tuple(gathered)
+
+
+def packed(request: Moves) -> tuple[list[int], int]:
+    """Where each block begins in one buffer, each aligned, and the bytes of all of it."""
+    ends = list(itertools.accumulate((aligned(move.nbytes) for move in request), initial=0))
+    return ends[:-1], ends[-1]
+
+
+def in_turns(lists: Iterable[Sequence[Moves]]) -> list[Moves]:
+    """The items of several lists: the first of each, then the second of each, and so on."""
+    rows = itertools.zip_longest(*lists)
+    return [each for row in rows for each in row if each is not None]
 
 
 def _copies(mesh: Mesh, part: Part) -> dict[Bounds, list[int]]:

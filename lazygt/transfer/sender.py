@@ -12,7 +12,6 @@ said *prepared*: all bytes are there and have the right checksums.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -30,7 +29,9 @@ from lazygt.transfer.errors import (
 from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.hooks import SenderHooks
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.peers import Peer, Peers
+from lazygt.transfer.parts import remote
+from lazygt.transfer.peer import Peer
+from lazygt.transfer.peers import Peers
 from lazygt.transfer.report import Progress, TransferReport
 from lazygt.transfer.spec import Manifest
 
@@ -122,12 +123,11 @@ class Sender(SenderHooks, ABC):
         """
         version = self.version + 1 if version is None else version
         self._transfers += 1
-        check = checksum_named(self.verify)
         manifest = extractor.manifest()
         if manifest == self._sent:
             manifest = self._sent  # what is known of it need not be found out again
-        out = Outgoing(self._transfers, version, manifest, Deadline(timeout), check)
-        begin = time.perf_counter()
+        out = Outgoing(self._transfers, version, manifest, Deadline(timeout), self.verify)
+        out.remote = remote(extractor)
         peers = self._open()
         committed = False
         try:
@@ -142,7 +142,7 @@ class Sender(SenderHooks, ABC):
         finally:
             self._peers.active = []
             self.ended(out, committed=committed)
-        return out.report(peers, lost, time.perf_counter() - begin)
+        return out.report(peers, lost)
 
     def close(self) -> None:
         """Hang up on the receivers, which keep what they have. Idempotent."""
@@ -229,7 +229,7 @@ class Sender(SenderHooks, ABC):
             "version": out.version,
             "manifest": out.manifest.packed,
             "seconds": out.deadline.remaining,
-            "verify": self.verify,
+            "verify": out.verify,
         }
         for peer in peers:
             more, fds = self.invitation(out, peer)

@@ -10,29 +10,30 @@ layout, and whoever has the values writes them there: this process, or the worke
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lazygt.runtime.shm import Arena, tensor_over
 from lazygt.transfer.batches import Piece, Request
 from lazygt.transfer.bytework import Copy, Work, as_bytes, travels_as_it_is
 from lazygt.transfer.control import Connection, Message
+from lazygt.transfer.direct import Direct
 from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.holding import Holding
 from lazygt.transfer.incoming import Incoming, Wake
-from lazygt.transfer.origins import Origin
 from lazygt.transfer.outgoing import Outgoing
-from lazygt.transfer.parts import Layout, Parts, layout_of, remote
-from lazygt.transfer.peers import Peer
+from lazygt.transfer.parts import Layout, layout_of
+from lazygt.transfer.peer import Peer
 from lazygt.transfer.receiver import Receiver
 from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest
-from lazygt.transfer.writer import Writer, memory_of, threads
+from lazygt.transfer.ways import SharedWay
+from lazygt.transfer.writer import memory_of
 
 GIB = 1 << 30
 _BEING_COPIED = 3  # requests; enough to keep the threads busy while the extractor works
@@ -95,9 +96,7 @@ class SharedMemoryTransferSender(Sender):
         self._target: Slot | None = None
         self._copying: deque[tuple[Request, Work]] = deque()
         self._layout: Layout | None = None
-        self._parts: Parts | None = None
-        self._writer: Writer | None = None
-        self._origins: weakref.WeakSet[Origin] = weakref.WeakSet()
+        self._direct = Direct(self._peers, torch.device("cpu"))
 
     @property
     def threshold(self) -> int:
@@ -132,20 +131,12 @@ class SharedMemoryTransferSender(Sender):
         layout, slot = self._layout, self._target
         assert layout is not None
         assert slot is not None
-        tensors = remote(extractor)
-        if tensors is None and layout.plain:
+        if out.remote is None and layout.plain:
             yield from super().requests(out, extractor, peers)
             return
         live = [one.memory.inode for one in self._slots]
-        self._parts = Parts(
-            out, self._peers, layout, slot.memory, slot.offset, self._threshold, live, self.verify
-        )
-        if tensors is not None:
-            self._origins.add(tensors.origin)
-            yield from self._parts.from_origin(tensors.origin, tensors.tensors)
-        else:
-            self._writer = self._writer or Writer(threads())
-            yield from self._parts.from_chunks(extractor, self._writer)
+        way = SharedWay(slot.memory, slot.offset, live)
+        yield from self._direct.requests(out, extractor, layout, way, self._threshold)
 
     def carry(self, out: Outgoing, request: Request) -> None:
         slot = self._target
@@ -174,28 +165,27 @@ class SharedMemoryTransferSender(Sender):
         for _, work in self._copying:
             work.wait()  # of a transfer that failed: nothing may write into the slot any more
         self._copying.clear()
+        unused = self._direct.ended()
         if self._target is not None:
             self._target.digests = dict(out.digests) if committed else {}
-            if self._parts is not None and self._parts.unanswered:
+            if not unused:
                 # a worker may still write into it: it is left to that, and never used again
                 self._slots.remove(self._target)
                 self._target.close()
         if committed:
             self._current = self._target
-        self._target = self._parts = None
+        self._target = None
 
     def forget(self) -> None:
         for slot in self._slots:
             slot.close()
         self._slots.clear()
         self._current = None
-        for origin in self._origins:
-            origin.let_go(self.address)
+        self._direct.let_go()
 
     def release(self) -> None:
         self.forget()
-        if self._writer is not None:
-            self._writer.close()
+        self._direct.close()
 
     def _announce_oldest(self, out: Outgoing) -> None:
         request, work = self._copying.popleft()
@@ -220,14 +210,7 @@ class SharedMemoryTransferReceiver(Receiver):
     Its parameters lie in memory shared with the other receivers: do not write to them.
 
     Args:
-        mesh, rank, placements: what this receiver holds, if not all of each parameter: the block
-            of ``rank`` on a mesh of receivers, such as ``{"model": 2}``. ``placements`` maps name
-            patterns to ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's
-            order or a dict by axis. The first pattern that fits counts; a parameter that none
-            fits is held whole.
-
-    Raises:
-        ValueError: ``mesh``, ``rank`` or ``placements`` make no sense together.
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
     """
 
     strategy = SharedMemoryTransferSender.strategy
@@ -242,14 +225,11 @@ class SharedMemoryTransferReceiver(Receiver):
         rank: int = 0,
         placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
     ) -> None:
-        if (mesh is None) != (placements is None):
-            raise ValueError("a receiver that holds blocks needs both mesh= and placements=")
-        if mesh is not None and placements is not None:
-            self.holding = Holding.of(mesh, rank, placements)
         self._slots: dict[int, Arena] = {}
         self._held: set[int] = set()
         self._released: deque[int] = deque()
-        super().__init__(address, name=name, expect=expect)
+        holding = Holding.asked(mesh, rank, placements)
+        super().__init__(address, name=name, expect=expect, holding=holding)
 
     def invited(self, begin: Message, link: Connection) -> None:
         if begin["new"]:

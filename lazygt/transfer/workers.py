@@ -11,10 +11,11 @@ from torch import Tensor
 from lazygt.errors import LazyGTError
 from lazygt.graph.label import Replicated
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.client import Client, RemoteValue
+from lazygt.runtime.client import Client
 from lazygt.runtime.interrupts import HOLD
+from lazygt.runtime.remote import RemoteValue
+from lazygt.transfer.orders import Order
 from lazygt.transfer.origins import Located, Written
-from lazygt.transfer.writer import Order
 
 
 class Workers:
@@ -47,7 +48,7 @@ class Workers:
     def order(self, rank: int, number: int, order: Order) -> None:
         """See `Origin`."""
         with self._lock, HOLD:
-            self._client.order(rank, number, order)
+            self._client.order(rank, number, order.packed)
 
     def answers(self, seconds: float) -> list[Written]:
         """See `Origin`."""
@@ -60,6 +61,6 @@ class Workers:
         with self._lock, HOLD:
             for rank in range(self.mesh.world_size):
                 try:
-                    self._client.order(rank, 0, nothing)
+                    self._client.order(rank, 0, nothing.packed)
                 except LazyGTError:
                     continue  # the session or the worker has ended, and its mappings with it

@@ -1,7 +1,6 @@
-"""The end of a transfer in a process that holds blocks: it writes them where they belong.
+"""The end of a transfer in a process that holds blocks: it puts them where an order says.
 
-The memory is a slot of a `SharedMemoryTransferSender`, which is told by its process, descriptor and
-inode: the inode tells it from a later one under the same descriptor.
+How a packed or a mapped place is reached is an *outlet*'s affair; one file each.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,116 +16,115 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.runtime.shm import Arena
 from lazygt.transfer.bytework import Copy, Crew, checksum_named
-from lazygt.transfer.routes import Bounds, slices
+from lazygt.transfer.lending import Lending
+from lazygt.transfer.meetings import Meetings
+from lazygt.transfer.orders import Answer, Loan, Meeting, Memory, Order, Write
+from lazygt.transfer.routes import slices
 from lazygt.transfer.spec import DTYPES
 
-
-class Memory(NamedTuple):
-    """Where a slot is: descriptor ``fd`` of process ``pid``, if that still is this inode."""
-
-    pid: int
-    fd: int
-    inode: int
+View = Callable[[int, int], Tensor]
 
 
-class Write(NamedTuple):
-    """One block.
+class Outlet(Protocol):
+    """One kind of place, seen from the process that writes."""
 
-    Attributes:
-        key: of the value that it is taken from.
-        source: where it lies in that value.
-        offset: where the receiver's parameter begins in the memory, in bytes.
-        dtype, shape: of that parameter; another dtype than the value's makes it a cast.
-        target: where the block belongs in it.
-    """
-
-    key: int
-    source: Bounds
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    target: Bounds
-
-
-class Order(NamedTuple):
-    """What one process is to write.
-
-    Attributes:
-        sender: its address.
-        live: inodes of the sender's slots; the memory of all others is let go.
-        memory: None: there is nothing to write.
-        verify: the checksum that is wanted of each block.
-    """
-
-    sender: str
-    live: tuple[int, ...]
-    memory: Memory | None
-    verify: str
-    writes: tuple[Write, ...]
-
-    @staticmethod
-    def read(given: Any) -> Order:
-        """An order as it comes from the wire.
+    def room(self, sender: str, place: Any) -> View:
+        """What gives (offset, bytes) of a place as flat uint8.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError, OSError: the place is not there.
         """
-        try:
-            sender, live, memory, verify, writes = given
-            place = None if memory is None else Memory(*memory)
-            return Order(sender, tuple(live), place, verify, tuple(Write(*one) for one in writes))
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"this is no order to write: {error}") from error
 
+    def deliver(self, sender: str, place: Any) -> Sequence[Any]:
+        """Hand over what was written; handles, where the place has such.
 
-def memory_of(arena: Arena) -> Memory:
-    """How another process of this user finds an arena of this process."""
-    return Memory(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino)
+        Raises:
+            TransferError: the receivers did not take it.
+        """
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """Drop what belongs to other numbers of this sender."""
+
+    def close(self) -> None:
+        """Drop all."""
 
 
 class Writer:
-    """Writes blocks into senders' memory; used by one thread.
+    """Writes blocks for senders; used by one thread.
 
     Args:
         threads: that copy at the same time.
+        device: where the values are; loans are made there.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, device: torch.device | None = None) -> None:
+        here = device or torch.device("cpu")
         self._crew = Crew(threads)
-        self._arenas: dict[str, dict[int, Arena]] = {}
+        self._outlets: dict[type, Outlet] = {
+            Memory: Slots(),
+            Meeting: Meetings(here),
+            Loan: Lending(here),
+        }
 
-    def write(self, order: Order, value_of: Callable[[int], Tensor]) -> list[int]:
-        """Do what is ordered; the checksums of what was written.
+    def write(self, order: Order, value_of: Callable[[int], Tensor]) -> Answer:
+        """Do what is ordered.
 
         Raises:
-            ProtocolError: the order fits neither the memory nor the values.
-            OSError: the memory is not there any more.
+            ProtocolError: the order fits neither the place nor the values.
+            OSError: the place is not there any more.
+            TransferError: the receivers did not take what was written.
         """
-        self._let_go(order.sender, order.live)
-        if order.memory is None:
-            return []
-        arena = self._arena(order.sender, order.memory)
-        copies = [_copy(arena, write, value_of(write.key)) for write in order.writes]
-        return self._crew.copy(copies, checksum_named(order.verify)).result()
+        for outlet in self._outlets.values():
+            outlet.let_go(order.sender, order.live)
+        if order.place is None:
+            return Answer(())
+        outlet = self._outlets[type(order.place)]
+        view = outlet.room(order.sender, order.place)
+        copies = [_copy(view, write, value_of(write.key)) for write in order.writes]
+        checks = self._crew.copy(copies, checksum_named(order.verify)).result()
+        return Answer(checks, outlet.deliver(order.sender, order.place))
 
     def close(self) -> None:
-        """End the threads and drop all mappings."""
+        """End the threads and drop all places."""
         self._crew.close()
-        for sender in list(self._arenas):
-            self._let_go(sender, ())
+        for outlet in self._outlets.values():
+            outlet.close()
 
-    def _arena(self, sender: str, memory: Memory) -> Arena:
+
+class Slots:
+    """Memory of senders, mapped here; the inode tells it from a later one of that descriptor."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[str, dict[int, Arena]] = {}
+
+    def room(self, sender: str, place: Memory) -> View:
+        """See `Outlet`."""
         known = self._arenas.setdefault(sender, {})
-        if memory.inode not in known:
-            known[memory.inode] = _attach(memory)
-        return known[memory.inode]
+        if place.inode not in known:
+            known[place.inode] = _attach(place)
+        return known[place.inode].view
 
-    def _let_go(self, sender: str, live: Collection[int]) -> None:
+    def deliver(self, sender: str, place: Memory) -> Sequence[Any]:
+        """Nothing: receivers map the same memory."""
+        return ()
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """See `Outlet`."""
         known = self._arenas.get(sender, {})
         for gone in known.keys() - set(live):
             known.pop(gone).close()
         if not known:
             self._arenas.pop(sender, None)
+
+    def close(self) -> None:
+        """See `Outlet`."""
+        for sender in list(self._arenas):
+            self.let_go(sender, ())
+
+
+def memory_of(arena: Arena) -> Memory:
+    """How another process of this user finds an arena of this process."""
+    return Memory(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino)
 
 
 def _attach(memory: Memory) -> Arena:
@@ -137,10 +135,10 @@ def _attach(memory: Memory) -> Arena:
     return Arena.attach(fd)
 
 
-def _copy(arena: Arena, write: Write, value: Tensor) -> Copy:
+def _copy(view: View, write: Write, value: Tensor) -> Copy:
     """What is to be copied, seen as two tensors of one shape."""
     dtype = DTYPES[write.dtype]
-    flat = arena.view(write.offset, math.prod(write.shape) * dtype.itemsize)
+    flat = view(write.offset, math.prod(write.shape) * dtype.itemsize)
     source = _block(value.detach(), write.source)
     target = _block(flat.view(dtype).view(write.shape), write.target)
     if source.shape != target.shape:

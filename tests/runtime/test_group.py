@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lazygt import doctor
-from lazygt.runtime import process_link
+from lazygt.runtime import start
 from lazygt.runtime.group import backend_for, why_gloo
 
 
@@ -46,8 +46,8 @@ def test_workers_that_share_a_gpu_are_told_of_gloo(
     gpus: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    spec = process_link.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
-    plan = process_link._StartPlan(spec, tmp_path, "token")
+    spec = start.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
+    plan = start.StartPlan(spec, tmp_path, "token")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = plan._group()

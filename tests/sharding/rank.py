@@ -60,16 +60,32 @@ def check_moves(axis: str, whole: torch.Tensor, line: group.Line) -> None:
     same(collectives.first(whole, axis), only, "first")
 
 
+def check_dtypes(axis: str) -> None:
+    """Those among them that Gloo does not know."""
+    line = group.line(axis)
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64):
+        values = [torch.randn(5, 3).mul(2).round().to(dtype) for _ in range(line.size)]
+        total = torch.stack(values).sum(0).to(dtype)
+        mine = values[line.index]
+        same(collectives.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
+        block = cut(total, 0, line.size, line.index).contiguous()
+        same(collectives.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}")
+        check_moves(axis, values[0], line)
+
+
 def main() -> None:
     rank, mesh, store = int(sys.argv[1]), Mesh.parse(sys.argv[2]), sys.argv[3]
     group.join(GroupSpec("gloo", f"file://{store}", SECONDS, str(mesh)), rank, mesh.world_size)
     torch.manual_seed(0)
-    for shape in itertools.product(SIZES, SIZES):
-        for axis in mesh.names:
-            line = group.line(axis)
-            assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
-            check_reductions(axis, [torch.randn(shape) for _ in range(line.size)], line)
-            check_moves(axis, torch.randint(100, shape), line)
+    for small in (group.SMALL, -1):  # by sockets, then all by Gloo
+        group.SMALL = small
+        for shape in itertools.product(SIZES, SIZES):
+            for axis in mesh.names:
+                line = group.line(axis)
+                assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
+                check_reductions(axis, [torch.randn(shape) for _ in range(line.size)], line)
+                check_moves(axis, torch.randint(100, shape), line)
+        check_dtypes(mesh.names[-1])
     group.wait()
     print("ok")
     group.leave()

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from lazygt.runtime.shm import Arena
 from lazygt.transfer import (
     BroadcastTransferReceiver,
     BroadcastTransferSender,
@@ -32,6 +31,7 @@ from lazygt.transfer import (
     SharedMemoryTransferSender,
     TransferError,
 )
+from lazygt.transfer.devices import HostDevice
 
 #: forked from a process that has loaded torch: a new one starts in 20 ms
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -41,55 +41,39 @@ KIB = 1 << 10
 GIB = 1 << 30
 
 
-class MemfdDevice:
-    """A stand-in for a GPU: memory that another process maps by a handle of numbers."""
-
-    device = torch.device("cpu")
+class CountingDevice(HostDevice):
+    """A stand-in for a GPU that counts what is asked of it."""
 
     def __init__(self) -> None:
-        self._arenas: list[Arena] = []
+        super().__init__()
         self.allocated = 0
         self.exports = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        arena = Arena.create(nbytes)
-        self._arenas.append(arena)
         self.allocated += nbytes
-        return arena.view(arena.allocate(nbytes).offset, nbytes)
+        return super().allocate(nbytes)
 
     def export(self, buffer: Tensor) -> list[Any]:
         self.exports += 1
-        for arena in self._arenas:
-            slot = os.sysconf("SC_PAGE_SIZE")
-            if arena.view(slot, buffer.numel()).data_ptr() == buffer.data_ptr():
-                return [os.getpid(), arena.fd, slot, buffer.numel()]
-        raise ValueError("a buffer of another device")
-
-    def open(self, handle: Sequence[Any]) -> Tensor:
-        pid, fd, offset, nbytes = handle
-        arena = Arena.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        self._arenas.append(arena)
-        return arena.view(offset, nbytes)
-
-    def synchronize(self) -> None:
-        """Nothing is queued."""
+        return super().export(buffer)
 
 
 SENDERS: Mapping[str, Callable[..., Sender]] = {
     "shared-memory": lambda **k: SharedMemoryTransferSender(**{"threshold_gb": 8 * KIB / GIB, **k}),
     "broadcast": BroadcastTransferSender,
     "cuda-ipc": lambda **k: CudaIpcTransferSender(
-        **{"threshold_gb": 8 * KIB / GIB, "device": MemfdDevice(), "verify": "crc32", **k}
+        **{"threshold_gb": 8 * KIB / GIB, "device": HostDevice(), "verify": "crc32", **k}
     ),
 }
 RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
     "shared-memory": SharedMemoryTransferReceiver,
     "broadcast": BroadcastTransferReceiver,
-    "cuda-ipc": lambda *a, **k: CudaIpcTransferReceiver(*a, device=MemfdDevice(), **k),
+    "cuda-ipc": lambda *a, **k: CudaIpcTransferReceiver(*a, device=HostDevice(), **k),
 }
 #: of tests that need GPUs
 GPU_RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
     "gpu": CudaIpcTransferReceiver,
+    "gloo": BroadcastTransferReceiver,
     "nccl": lambda *a, **k: BroadcastTransferReceiver(*a, device="cuda:1", **k),
 }
 

@@ -8,20 +8,20 @@ import torch
 import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
 from lazygt.transfer.cuda_ipc import GIB, THRESHOLD_VARIABLE, threshold_bytes
-from tests.transfer.child import MemfdDevice, checksums, weights
+from tests.transfer.child import CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)
 KIB = 1 << 10
 
 
-def sender_and_receivers(threshold: int, count: int, device: MemfdDevice, models: int = 1):
+def sender_and_receivers(threshold: int, count: int, device: CountingDevice, models: int = 1):
     """Send some models; the sender's device, requests of each transfer, and what arrived."""
     requests, arrived = [], []
     with CudaIpcTransferSender(
         threshold_gb=threshold / GIB, device=device, verify="crc32"
     ) as sender:
         receivers = [
-            CudaIpcTransferReceiver(sender.address, name=str(number), device=MemfdDevice())
+            CudaIpcTransferReceiver(sender.address, name=str(number), device=CountingDevice())
             for number in range(count)
         ]
         sender.wait_for_receivers(count, 10.0)
@@ -50,33 +50,33 @@ def sender_and_receivers(threshold: int, count: int, device: MemfdDevice, models
     ],
 )
 def test_how_many_requests(threshold: int, requests: int) -> None:
-    assert sender_and_receivers(threshold, 1, MemfdDevice()) == [requests]
+    assert sender_and_receivers(threshold, 1, CountingDevice()) == [requests]
 
 
 @pytest.mark.parametrize("threshold", [8 * KIB, 16 * KIB, 1 << 30])
 def test_memory_is_two_buffers_of_the_threshold(threshold: int) -> None:
-    device = MemfdDevice()
+    device = CountingDevice()
     sender_and_receivers(threshold, 2, device, models=4)
     model = 13 * KIB + 3 * KIB + 36 * KIB + KIB
     assert device.allocated <= 2 * min(threshold, model)
 
 
 def test_a_buffer_is_exported_once_for_each_receiver() -> None:
-    device = MemfdDevice()
+    device = CountingDevice()
     sender_and_receivers(8 * KIB, 3, device, models=5)
     assert device.exports == 2 * 3
 
 
 def test_a_bigger_model_gets_bigger_buffers() -> None:
-    device = MemfdDevice()
+    device = CountingDevice()
     with CudaIpcTransferSender(device=device, verify="crc32") as sender:
-        with CudaIpcTransferReceiver(sender.address, device=MemfdDevice()) as receiver:
+        with CudaIpcTransferReceiver(sender.address, device=CountingDevice()) as receiver:
             sender.wait_for_receivers(1, 10.0)
             lazygt.transfer({"w": torch.ones(100)}, sender, timeout=10.0)
             assert device.allocated == 2 * 512
             with receiver.reading() as (_, params):
                 assert params["w"].sum() == 100
-        with CudaIpcTransferReceiver(sender.address, device=MemfdDevice()) as receiver:
+        with CudaIpcTransferReceiver(sender.address, device=CountingDevice()) as receiver:
             sender.wait_for_receivers(1, 10.0)
             lazygt.transfer({"w": torch.ones(1000)}, sender, timeout=10.0)
             with receiver.reading() as (_, params):

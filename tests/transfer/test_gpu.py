@@ -132,3 +132,30 @@ def test_gpu_workers_write_their_own_blocks() -> None:
         assert set(report.written) == {0, 1}
         expected = {name: p.detach().cpu() for name, p in model.state_dict().items()}
         assert reader.ask("checksums") == (1, checksums(expected))
+
+
+@pytest.mark.parametrize("kind", ["gpu", "gloo"])
+def test_gpu_workers_send_their_own_blocks(kind: str) -> None:
+    """Two workers on one GPU lend their buffers, or broadcast through the host."""
+    placements = {"weight": {"model": Shard(1)}}
+    with (
+        CudaIpcTransferSender() if kind == "gpu" else BroadcastTransferSender() as made,
+        closing(Reader(kind, made.address, "whole")) as whole,
+        closing(
+            Reader(kind, made.address, "half", mesh="model=2", rank=1, placements=placements)
+        ) as half,
+        lazygt.session(mesh={"data": 2}, device="cuda", threads=1) as s,
+    ):
+        made.wait_for_receivers(2, 60.0)
+        model = torch.nn.Linear(300, 201)
+        lazygt.parallelize(model, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        s.synchronize()
+        fetched = s.stats()["bytes_fetched"]
+        for _ in range(3):
+            report = lazygt.transfer(model, made, timeout=60.0)
+        assert s.stats()["bytes_fetched"] == fetched
+        assert set(report.written) == {0, 1}
+        expected = {name: p.detach().cpu() for name, p in model.state_dict().items()}
+        assert whole.ask("checksums") == (3, checksums(expected))
+        expected["weight"] = expected["weight"].chunk(2, 1)[1]
+        assert half.ask("checksums") == (3, checksums(expected))

@@ -15,8 +15,20 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.label import Held, Label, Partial, Replicated, Sharded
 from lazygt.graph.mesh import Mesh
 from lazygt.transfer.holding import Holding, held
-from lazygt.transfer.routes import Part, batched, block, cut, moves, shape_of, slices, whole
-from lazygt.transfer.spec import Manifest, ParamSpec
+from lazygt.transfer.routes import (
+    Move,
+    Part,
+    batched,
+    block,
+    cut,
+    in_turns,
+    moves,
+    packed,
+    shape_of,
+    slices,
+    whole,
+)
+from lazygt.transfer.spec import ALIGNMENT, Manifest, ParamSpec
 
 R = Replicated()
 
@@ -107,6 +119,29 @@ def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
         assert all(0 < sum(move.nbytes for move in one) <= request_bytes for one in requests)
     else:
         assert len(requests) == len(shapes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=6))
+def test_packed_requests_fit_their_buffer_and_nothing_overlaps(shapes: list[list[int]]) -> None:
+    mesh = Mesh(("one",), (1,))
+    parts = tuple(Part(n, tuple(shape), 4, (R,)) for n, shape in enumerate(shapes))
+    found = moves(mesh, parts, (tuple(whole(shape) for shape in shapes),))
+    for request in batched(found, 512, 1024, ALIGNMENT):
+        offsets, extent = packed(request)
+        ends = [at + move.nbytes for at, move in zip(offsets, request, strict=True)]
+        assert extent <= 1024
+        assert all(end <= start for end, start in zip(ends, [*offsets[1:], extent], strict=True))
+        assert all(offset % ALIGNMENT == 0 for offset in offsets)
+
+
+def test_lists_take_turns() -> None:
+    one, two, three = ((Move(rank, 0, 0, (), (), 4),) for rank in range(3))
+    assert in_turns([[one, one, one], [], [two], [three, three]]) == [
+        *(one, two, three),
+        *(one, three),
+        one,
+    ]
 
 
 # -- holdings --------------------------------------------------------------------------------

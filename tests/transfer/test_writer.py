@@ -19,12 +19,15 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.label import Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime import wire
 from lazygt.runtime.shm import Arena
-from lazygt.transfer import SharedMemoryTransferReceiver, SharedMemoryTransferSender, shm
-from lazygt.transfer.origins import Located, Written
-from lazygt.transfer.parts import Remote
+from lazygt.transfer import broadcast
+from lazygt.transfer import sender as sender_module
+from lazygt.transfer.orders import Memory, Order, Write
+from lazygt.transfer.origins import Located, Remote, Written
 from lazygt.transfer.routes import block, slices
-from lazygt.transfer.writer import Order, Write, Writer, memory_of
+from lazygt.transfer.writer import Writer, memory_of
+from tests.transfer.child import GIB, RECEIVERS, SENDERS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +59,7 @@ def test_a_block_is_cast_and_written_where_it_belongs(arena: Arena, writer: Writ
     target.zero_()
     value = torch.randn(5, 8)
     block = Write(7, ((1, 3), (2, 6)), slot.offset, "BF16", (4, 6), ((2, 4), (0, 4)))
-    (check,) = writer.write(order_for(arena, block), {7: value}.__getitem__)
+    (check,) = writer.write(order_for(arena, block), {7: value}.__getitem__).checks
     expected = torch.zeros(4, 6, dtype=torch.bfloat16)
     expected[2:4, 0:4] = value[1:3, 2:6].bfloat16()
     assert torch.equal(target, expected)
@@ -90,14 +93,17 @@ def test_memory_that_was_given_up_is_not_written(writer: Writer) -> None:
     with pytest.raises(OSError):
         writer.write(order, lambda _: torch.ones(4))
     new = Arena.create(KIB)
-    assert order.memory is not None
-    reused = order._replace(memory=order.memory._replace(fd=new.fd))
+    assert isinstance(order.place, Memory)
+    reused = order._replace(place=order.place._replace(fd=new.fd))
     with pytest.raises(ProtocolError, match="given this memory up"):
         writer.write(reused, lambda _: torch.ones(4))
     new.close()
 
 
-@pytest.mark.parametrize("given", [None, 5, (), ("a", (), (1, 2), "crc32", ())])
+@pytest.mark.parametrize(
+    "given",
+    [None, 5, (), ("a", (), "memory", (1, 2), "crc32", ()), ("a", (), "x", (), "crc32", ())],
+)
 def test_what_is_no_order_is_refused(given: Any) -> None:
     with pytest.raises(ProtocolError, match="no order"):
         Order.read(given)
@@ -119,8 +125,9 @@ class Ranks:
         return [Located(key, placement, None) for key, placement in enumerate(self._where)]
 
     def order(self, rank: int, number: int, order: Order) -> None:
-        checks = self._writers[rank].write(order, self._blocks[rank].__getitem__)
-        self._answers.append(Written(rank, number, checks, ""))
+        sent = Order.read(wire.unpack(wire.pack(order.packed)))
+        done = self._writers[rank].write(sent, self._blocks[rank].__getitem__)
+        self._answers.append(Written(rank, number, done.checks, "", done.handles))
 
     def answers(self, seconds: float) -> list[Written]:
         taken, self._answers = self._answers, []
@@ -145,11 +152,14 @@ def draw_labels(data: st.DataObject, mesh: Mesh, dims: int) -> tuple[Label, ...]
     return tuple(data.draw(st.sampled_from(kinds)) for _ in mesh.names)
 
 
+@pytest.mark.parametrize("strategy", SENDERS)
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_layout_goes_to_any_other(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_layout_goes_to_any_other(
+    data: st.DataObject, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = draw_mesh(data), draw_mesh(data)
     shapes = data.draw(st.lists(st.lists(st.integers(0, 6), max_size=3), min_size=1, max_size=4))
     values = {f"p{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
@@ -167,15 +177,18 @@ def test_any_layout_goes_to_any_other(data: st.DataObject, monkeypatch: pytest.M
         for name, labels in zip(values, wanted, strict=True)
     }
     origin = Ranks(source, blocks, where)
-    threshold = data.draw(st.sampled_from([0, 1 * KIB, 64 * KIB])) / (1 << 30)
+    threshold = data.draw(st.sampled_from([0, 1 * KIB, 64 * KIB]))
     with ExitStack() as stack, monkeypatch.context() as patch:
         stack.callback(origin.close)
-        patch.setattr(shm, "remote", lambda _: Remote(origin, dict(enumerate(values.values()))))
-        sender = stack.enter_context(SharedMemoryTransferSender(threshold_gb=threshold))
-        whole = stack.enter_context(SharedMemoryTransferReceiver(sender.address, name="whole"))
+        remote = Remote(origin, dict(enumerate(values.values())))
+        patch.setattr(sender_module, "remote", lambda _: remote)
+        patch.setattr(broadcast, "REQUEST_BYTES", threshold)
+        limit = {} if strategy == "broadcast" else {"threshold_gb": threshold / GIB}
+        sender = stack.enter_context(SENDERS[strategy](**limit))
+        whole = stack.enter_context(RECEIVERS[strategy](sender.address, name="whole"))
         parts = [
             stack.enter_context(
-                SharedMemoryTransferReceiver(
+                RECEIVERS[strategy](
                     sender.address,
                     name=f"rank {rank}",
                     mesh=str(target),

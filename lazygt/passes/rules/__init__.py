@@ -7,13 +7,16 @@ import torch
 from lazygt.graph.label import Partial
 from lazygt.graph.node import FUSED, Node
 from lazygt.passes.rules import (
+    activations,
     attention,
     batchnorm,
     collectives,
     convolution,
+    elementwise_loss,
     embedding,
     factories,
     indexing,
+    linalg,
     loss,
     matmul,
     moving,
@@ -24,6 +27,8 @@ from lazygt.passes.rules import (
     recurrent,
     reduction,
     rmsnorm,
+    searching,
+    shuffles,
     softmax,
     sorting,
     stages,
@@ -34,13 +39,16 @@ from lazygt.passes.rules import (
 from lazygt.passes.rules.base import Collective, Metas, R, Row, Rule
 
 RULES: dict[str, Rule] = {
+    **activations.RULES,
     **attention.RULES,
     **batchnorm.RULES,
     **collectives.RULES,
     **convolution.RULES,
+    **elementwise_loss.RULES,
     **embedding.RULES,
     **factories.RULES,
     **indexing.RULES,
+    **linalg.RULES,
     **loss.RULES,
     **matmul.RULES,
     **moving.RULES,
@@ -51,6 +59,8 @@ RULES: dict[str, Rule] = {
     **recurrent.RULES,
     **reduction.RULES,
     **rmsnorm.RULES,
+    **searching.RULES,
+    **shuffles.RULES,
     **softmax.RULES,
     **sorting.RULES,
     **stages.RULES,

@@ -137,7 +137,8 @@ RULES: dict[str, Rule] = {
     ),
     **table(
         "zeros_like.default ones_like.default full_like.default empty_like.default "
-        "new_zeros.default new_ones.default new_full.default new_empty.default",
+        "new_zeros.default new_ones.default new_full.default new_empty.default "
+        "new_empty_strided.default",
         _like,
     ),
     **table("native_dropout.default", _dropout),

@@ -175,6 +175,8 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     known = [m for index in indices if index is not None and (m := metas[index.index]) is not None]
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in known)
+    if masked and taken == [0] and call.meta("values").numel == 1:
+        return found + _masked_put(call, len(known[0].shape))
     if masked or taken != list(range(len(taken))):
         return found  # the values' dims are then in other places
     rank = max((len(meta.shape) for meta in known), default=0)
@@ -186,6 +188,28 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return found
 
 
+def _masked_put(call: Call, rank: int) -> list[Row]:
+    """One number where a mask of the first ``rank`` dims is: as pointwise."""
+    return [
+        call.row(S(dim), self=S(dim), indices=S(dim) if dim < rank else R)
+        for dim in splittable(call.shape("self"))
+    ]
+
+
+def _along_others(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """index_fill, index_copy, index_reduce: dims other than the one that is indexed."""
+    call = Call(node, metas, parts)
+    shape = call.shape("self")
+    if not shape:
+        return ()
+    dim = call.dim("dim", len(shape))
+    names = ("self", "source") if call.has("source") else ("self",)
+    if any(len(call.shape(name)) != len(shape) for name in names):
+        return ()
+    split = [d for d in splittable(shape) if d != dim]
+    return [call.row(S(d), **dict.fromkeys(names, S(d))) for d in split]
+
+
 RULES: dict[str, Rule] = {
     **table("index_select.default", _index_select),
     **table("gather.default", _gather),
@@ -195,6 +219,11 @@ RULES: dict[str, Rule] = {
         _scatter(added=False),
     ),
     **table("index_add.default index_add_.default", _index_add),
+    **table(
+        "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_copy.default "
+        "index_copy_.default index_reduce.default",
+        _along_others,
+    ),
     **table("index_put.default index_put_.default", _index_put),
     **table("index.Tensor _unsafe_index.Tensor", _index),
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lazygt.graph.label import Label
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, splittable
+from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, splittable, table
 from lazygt.passes.rules.lower import zeros_when_empty
 
 #: op -> operands (name: its dims), and the result's dims
@@ -76,9 +76,61 @@ def _distances(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return found
 
 
+def _distances_backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """The gradient of the first side: of blocks of the second, a partial sum."""
+    call = Call(node, metas, parts)
+    shape = call.shape("grad")
+    rank = len(shape)
+    names = ("grad", "x1", "x2", "cdist")
+    if any(call.shape(name)[:-2] != shape[:-2] for name in names):
+        return ()
+    found = [call.row(P, grad=P)]
+    for dim in splittable(shape):
+        labels: dict[str, Label] = {"grad": S(dim), "cdist": S(dim)}
+        if dim < rank - 2:
+            labels = dict.fromkeys(names, S(dim))
+        else:
+            labels["x1" if dim == rank - 2 else "x2"] = S(rank - 2)
+        row = call.row(P if dim == rank - 1 else S(dim), **labels)
+        found.append(zeros_when_empty(call, row))
+    return found
+
+
+def _trilinear(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """The product of three operands, each with dims of size 1 put in, summed over some dims."""
+    call = Call(node, metas, parts)
+    own = {f"i{which}": _dims_without(call, f"i{which}", f"expand{which}") for which in (1, 2, 3)}
+    sizes = [
+        max(call.shape(name)[dims[full]] for name, dims in own.items() if full in dims)
+        for full in range(len(call.shape("i1")) + len(call["expand1"]))
+    ]
+    summed = set(call["sumdim"])
+    found = [call.row(P, **{name: P}) for name in own]
+    for full in splittable(tuple(sizes)):
+        labels: dict[str, Label] = {
+            name: S(dims[full])
+            for name, dims in own.items()
+            if full in dims and call.shape(name)[dims[full]] == sizes[full]
+        }
+        output = P if full in summed else S(full - sum(gone < full for gone in summed))
+        found.append(zeros_when_empty(call, call.row(output, **labels)))
+    return found
+
+
+def _dims_without(call: Call, name: str, expanded: str) -> dict[int, int]:
+    """The operand's dim for each dim of the product that it was not given."""
+    given = set(call[expanded])
+    rank = len(call.shape(name)) + len(given)
+    return {full: own for own, full in enumerate(d for d in range(rank) if d not in given)}
+
+
 RULES: dict[str, Rule] = {
     f"aten.{name.replace('.', ending)}": _rule(*einsum)
     for name, einsum in _EINSUMS.items()
     for ending in (".", "_.")
     if ending == "." or name.startswith(("add", "badd"))
-} | {"aten._cdist_forward.default": _distances}
+} | {
+    **table("_cdist_forward.default _euclidean_dist.default", _distances),
+    **table("_cdist_backward.default", _distances_backward),
+    **table("_trilinear.default", _trilinear),
+}

@@ -208,6 +208,16 @@ def _transform(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return [*found, call.row(P, self=P)]
 
 
+def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """diag_embed: the last dim becomes two; the others stand in order in the rest."""
+    call = Call(node, metas, parts)
+    rank = len(call.result().shape)
+    made = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    places = [place for place in range(rank) if place not in made]
+    split = [d for d in splittable(call.shape("self")) if d < len(places)]
+    return [*(call.row(S(places[d]), self=S(d)) for d in split), call.row(P, self=P)]
+
+
 def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """Dims that are there once pass through."""
     call = Call(node, metas, parts)
@@ -263,8 +273,9 @@ RULES: dict[str, Rule] = {
     **table("slice_backward.default", _placed(gone=False)),
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
+    **table("diag_embed.default", _onto_diagonal),
     **table("_fft_c2c.default _fft_r2c.default _fft_c2r.default", _transform),
-    **table("flip.default roll.default", _untouched(_dims)),
+    **table("flip.default roll.default rot90.default", _untouched(_dims)),
     **table("constant_pad_nd.default", _pad),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),
 }

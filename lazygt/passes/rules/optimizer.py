@@ -13,7 +13,7 @@ from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.passes.arguments import numbers
-from lazygt.passes.forms import EACH, SPLIT
+from lazygt.passes.forms import ALL, EACH, SPLIT, Form
 from lazygt.passes.rules import pointwise, statistics
 from lazygt.passes.rules.base import Call, Lower, Metas, R, Row, Rule, S, Values
 from lazygt.passes.rules.lower import lower_row
@@ -27,11 +27,21 @@ FUSED_STEPS = frozenset(
     for name in ("adam_", "adamw_", "sgd_", "adagrad_")
     for which in ("default", "tensor_lr")
 )
+#: Horizontal ops to take apart: those that are merged again, and those of which nothing is gained.
+FORMS = SPLIT | {
+    form.wide: form
+    for form in (
+        Form("aten._foreach_maximum_.List", "aten.clamp_min_.Tensor", (EACH, EACH)),
+        Form("aten._foreach_minimum_.List", "aten.clamp_max_.Tensor", (EACH, EACH)),
+        Form("aten._foreach_clamp_min_.Scalar", "aten.clamp_min_.default", (EACH, ALL)),
+        Form("aten._foreach_clamp_max_.Scalar", "aten.clamp_max_.default", (EACH, ALL)),
+    )
+}
 
 
 def singles(node: Node) -> list[Node]:
-    """The ops on one tensor that a horizontal op of ``forms.SPLIT`` stands for."""
-    form = SPLIT[node.op]
+    """The ops on one tensor that a horizontal op of ``FORMS`` stands for."""
+    form = FORMS[node.op]
     made = []
     for which in range(len(node.args[0])):
         args, kwargs = form.narrow(node.args, which)
@@ -57,7 +67,7 @@ def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """For each label that some tensor can have, the rows of all tensors put side by side."""
     if not are_apart(node):
         return []
-    rule = statistics.RULES.get(SPLIT[node.op].single, pointwise.rows)
+    rule = statistics.RULES.get(FORMS[node.op].single, pointwise.rows)
     options: list[dict[Label, Row]] = []
     for single in singles(node):
         whole = Row((R,) * len(single.refs()), (R,) * len(single.results))
@@ -73,7 +83,7 @@ def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
 def _side_by_side(node: Node, rows: list[Row]) -> Row | None:
     inputs: list[Label] = []
     place = 0
-    for kind, arg in zip(SPLIT[node.op].takes, node.args, strict=False):
+    for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
         if not numbers(arg):
             continue
         labels = [row.inputs[place] for row in rows]
@@ -149,6 +159,6 @@ def _label_of(call: Call, labels: dict[str, list[Label]], value: int) -> Label:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(SPLIT, _horizontal),
+    **dict.fromkeys(FORMS, _horizontal),
     **dict.fromkeys(FUSED_STEPS, _fused),
 }

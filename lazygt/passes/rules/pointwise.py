@@ -43,7 +43,8 @@ _LINEAR: dict[str, tuple[str, ...]] = {
 _GRADIENTS = frozenset(
     f"{name}_backward"
     for name in ("threshold", "gelu", "tanh", "sigmoid", "silu", "elu", "hardtanh", "hardsigmoid",
-                 "hardswish", "leaky_relu", "softplus", "mish")
+                 "hardswish", "leaky_relu", "softplus", "mish", "hardshrink", "softshrink",
+                 "rrelu_with_noise")
 )  # fmt: skip
 #: Never decrease, and are defined from -inf to inf.
 _RISING = frozenset(
@@ -146,12 +147,14 @@ def is_pointwise(op: str) -> bool:
 
 
 #: Pointwise although torch does not tag them so.
-RULES: dict[str, Rule] = dict(
-    table(
-        "copy_.default copy.default _to_copy.default clone.default zero_.default fill.Scalar "
-        "fill.Tensor fill_.Scalar fill_.Tensor masked_fill.Scalar masked_fill_.Scalar "
-        "masked_fill.Tensor masked_fill_.Tensor where.self addcmul_.default addcdiv_.default "
-        "_prelu_kernel.default _prelu_kernel_backward.default",
-        rows,
-    )
+_UNTAGGED = (
+    "copy_.default copy.default _to_copy.default clone.default zero_.default fill.Scalar "
+    "fill.Tensor fill_.Scalar fill_.Tensor masked_fill.Scalar masked_fill_.Scalar "
+    "masked_fill.Tensor masked_fill_.Tensor where.self addcmul_.default addcdiv_.default "
+    "_prelu_kernel.default _prelu_kernel_backward.default complex.default polar.default "
+    "elu_backward.default hardshrink_backward.default hardsigmoid_backward.default "
+    "hardtanh_backward.default hardswish.default hardswish_.default hardswish_backward.default "
+    "leaky_relu_backward.default softplus_backward.default softshrink_backward.default "
+    "rrelu_with_noise_backward.default"
 )
+RULES: dict[str, Rule] = dict(table(_UNTAGGED, rows))

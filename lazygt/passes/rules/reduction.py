@@ -62,8 +62,14 @@ def identity(dtype: torch.dtype, op: str) -> float | int | bool:
     return info.min if op == "max" else info.max
 
 
-def _rule(partial: Partial, lowered: Callable[[Call], Lower] | None = None) -> Rule:
-    """Of a reduction whose parts' results reduce to the whole's."""
+def _rule(
+    partial: Partial, lowered: Callable[[Call], Lower] | None = None, *, linear: bool = True
+) -> Rule:
+    """Of a reduction whose parts' results reduce to the whole's.
+
+    Args:
+        linear: partial elements do so too; not where an element counts or not by its value.
+    """
 
     def rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         call = Call(node, metas, parts)
@@ -72,7 +78,7 @@ def _rule(partial: Partial, lowered: Callable[[Call], Lower] | None = None) -> R
         split = [dim for dim in splittable(call.shape("self")) if dim in dims]
         found = passing_rows(call, dims)
         found += [call.row(partial, self=S(dim)).by(lower) for dim in split]
-        if _keeps_partials(call, partial):
+        if linear and _keeps_partials(call, partial):
             found.append(call.row(partial, self=partial))
         return found
 
@@ -119,7 +125,10 @@ def _extreme(op: str) -> Callable[[Call], Lower]:
 
 
 RULES: dict[str, Rule] = {
-    **table("sum.default sum.dim_IntList nansum.default count_nonzero.dim_IntList", _rule(P)),
+    **table("sum.default sum.dim_IntList", _rule(P)),
+    **table(
+        "nansum.default count_nonzero.dim_IntList count_nonzero.default", _rule(P, linear=False)
+    ),
     **table("mean.default mean.dim", _rule(P, _mean)),
     **table("amax.default max.default", _rule(PMAX, _extreme("max"))),
     **table("amin.default min.default", _rule(PMIN, _extreme("min"))),

@@ -97,7 +97,8 @@ def _after(dim: int) -> Lower:
 
 RULES: dict[str, Rule] = {
     **table(
-        "sort.default sort.stable argsort.default kthvalue.default median.dim mode.default "
+        "sort.default sort.stable argsort.default kthvalue.default median.dim "
+        "nanmedian.dim mode.default "
         "cummax.default cummin.default cumprod.default logcumsumexp.default",
         _along,
     ),

@@ -5,7 +5,7 @@ Each meets inside the row, with collectives of the reduced size, and its result 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from lazygt.graph.label import block_size
 from lazygt.graph.node import Arg, Node, Ref
 from lazygt.passes.rules.base import (
+    PMAX,
+    PMIN,
     Call,
     Collective,
     Lower,
@@ -52,7 +54,7 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     dims = reduced_dims(call)
     found = passing_rows(call, dims)
-    order, nbytes = call["ord"], call.result().nbytes
+    order, nbytes = _order(call.args), call.result().nbytes
     if type(order) in (int, float) and 0 < order < float("inf"):
         comm = [Collective("all_reduce", nbytes)]
         return found + _met(call, dims, _norm_lower(order), comm)
@@ -64,11 +66,17 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return found
 
 
+def _order(args: Mapping[str, Arg]) -> Arg:
+    """Of ``linalg_vector_norm``, or of the older ``norm``, whose order may be left out."""
+    order = args["ord"] if "ord" in args else args["p"]
+    return 2 if order is None else order
+
+
 def _norm_of_norms(size: int, dims: Collection[int]) -> Lower:
     """The norm of the norms of all blocks that have elements; of order 0 they are counts."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        order = build.bind(node, operands)["ord"]
+        order = _order(build.bind(node, operands))
         mine = _norm_of_block(build, node, operands, dims)
         norms = build.all_gather(build.op("aten.unsqueeze.default", mine, 0), 0, build.parts)
         filled = sum(block_size(size, build.parts, rank) > 0 for rank in range(build.parts))
@@ -178,6 +186,22 @@ def _deviation(build: Builder, variance: Ref) -> Ref:
     return made
 
 
+def _both_extremes(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """aminmax, of empty blocks too: the ranks' extremes are left partial."""
+    call = Call(node, metas, parts)
+    dims = reduced_dims(call)
+    shape = call.result().shape
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        meta = build.meta(operands[0])
+        if meta.numel:
+            return build.rerun(node, operands)
+        return [build.full(shape, identity(meta.dtype, op), operands[0]) for op in ("min", "max")]
+
+    split = [dim for dim in splittable(call.shape("self")) if dim in dims]
+    return passing_rows(call, dims) + [call.row((PMIN, PMAX), self=S(d)).by(lower) for d in split]
+
+
 def _place(op: str, both: bool) -> Rule:
     """argmax and max.dim: the block's extremes and where they are, gathered and compared.
 
@@ -224,7 +248,7 @@ def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) ->
 
 
 RULES: dict[str, Rule] = {
-    **table("linalg_vector_norm.default", _norm),
+    **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
     **table("logsumexp.default", _logsumexp),
     **table("var.correction", _variance(lambda build, var, mean: (var,))),
     **table("std.correction", _variance(lambda build, var, mean: (_deviation(build, var),))),
@@ -233,6 +257,7 @@ RULES: dict[str, Rule] = {
         "std_mean.correction",
         _variance(lambda build, var, mean: (_deviation(build, var), mean)),
     ),
+    **table("aminmax.default", _both_extremes),
     **table("argmax.default", _place("max", both=False)),
     **table("argmin.default", _place("min", both=False)),
     **table("max.dim", _place("max", both=True)),

@@ -56,6 +56,19 @@ def _same(call: Call) -> Sequence[int | None]:
     return range(len(call.shape("self")))
 
 
+def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """Of blocks the numbers themselves, not a mark: what is sent has no marks."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return (build.op("aten.conj_physical.default", operands[0]),)
+
+    return [row.by(lower) for row in _mapped(_same)(node, metas, parts)]
+
+
+def _but_last(call: Call) -> Sequence[int | None]:
+    return [*range(len(call.shape("self")) - 1), None]
+
+
 def _t(call: Call) -> Sequence[int | None]:
     return range(len(call.shape("self")))[::-1]
 
@@ -141,7 +154,10 @@ def _reshaped(shape: tuple[int, ...], label: Label) -> Lower:
 
 
 def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    """On whole values only, in memory laid out as recorded: strides say what is seen."""
+    """In memory laid out as recorded: strides say what is seen. Items of a batch, each seen in
+    itself alone, may be split.
+    """
+    call = Call(node, metas, parts)
     wanted = [metas[number] for number in node.refs()]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -155,7 +171,27 @@ def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         ]
         return build.rerun(node, kept)
 
-    return [Call(node, metas, parts).row(R).by(lower)]
+    found = [call.row(R).by(lower)]
+    if node.op == "aten.as_strided.default" and _sees_items(call):
+        found.append(call.row(S(0), self=S(0)).by(_seen_items(call.result().shape)))
+    return found
+
+
+def _sees_items(call: Call) -> bool:
+    """Whether the first dim is that of a row-major operand, and no item reaches into the next."""
+    meta, made = call.meta("self"), call.result()
+    if not meta.plain or not made.numel or call["storage_offset"] is not None:
+        return False
+    (count, *inner), (step, *strides) = (made.shape or (1,)), (made.stride or (0,))
+    reach = sum((size - 1) * stride for size, stride in zip(inner, strides, strict=True))
+    return 1 < count == meta.shape[0] and step == meta.stride[0] > reach
+
+
+def _seen_items(shape: tuple[int, ...]) -> Lower:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, [build.rows(operands[0])], size=build.local(shape, S(0)))
+
+    return lower
 
 
 def aligned_dims(have: tuple[int, ...], made: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
@@ -189,6 +225,9 @@ RULES: dict[str, Rule] = {
     **table("transpose.int", _mapped(_transpose)),
     **table("permute.default", _mapped(_permute)),
     **table("unsqueeze.default", _mapped(_unsqueeze)),
+    **table("_conj.default", _conj),
+    **table("view_as_real.default", _mapped(_same)),
+    **table("view_as_complex.default", _mapped(_but_last)),
     **table("squeeze.default squeeze.dim squeeze.dims", _squeeze),
     **table("expand.default", _expand),
     **table("as_strided.default as_strided_copy.default view.dtype", _as_strided),

@@ -44,10 +44,15 @@ def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         return ()
     found = [Row((R, R), (R,), _laid_out(base)), Row((P, P), (P,), _laid_out(base))]
     steps = _steps(base, chain)
+    covered = _covers(steps)
+    if covered:
+        found.append(Row((P, R), (R,), _laid_out(base)))
     for dim in splittable(base.shape):
         label = _through(steps, S(dim), parts)
         if label is not None:
             found.append(Row((S(dim), label), (S(dim),), _written))
+            if covered:
+                found.append(Row((P, label), (S(dim),), _written_over(dim)))
         elif (cut := _cut(steps, dim, parts)) is not None:
             found.append(Row((S(dim), R), (S(dim),), _part_written(chain, cut)))
     return found
@@ -79,6 +84,23 @@ def _through(
             return None
         label = same[0].outputs[which]
     return label
+
+
+#: Views that show every element of what they view once.
+_ALL = frozenset(
+    f"aten.{name}"
+    for name in ("t.default", "transpose.int", "permute.default", "view.default", "detach.default",
+                 "alias.default", "unsqueeze.default", "squeeze.default", "squeeze.dim",
+                 "squeeze.dims")
+)  # fmt: skip
+
+
+def _covers(steps: Sequence[tuple[Node, TensorMeta, int]]) -> bool:
+    """Whether the whole base is overwritten, so that no rank needs to know what it was.
+
+    A gradient that is added to through its transpose is: its parts are then summed once.
+    """
+    return all(node.op in _ALL for node, _, _ in steps)
 
 
 class _Cut(NamedTuple):
@@ -156,6 +178,16 @@ def _write(build: Builder, base: Ref, value: Ref, chain: Sequence[ViewStepKey]) 
 def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     base, value = operands
     return _write(build, base, value, node.args[2])
+
+
+def _written_over(dim: int) -> Lower:
+    """A block of a base that all ranks have in its whole shape."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        return _written(build, node, (build.shard(base, dim), value))
+
+    return lower
 
 
 def _laid_out(meta: TensorMeta) -> Lower:

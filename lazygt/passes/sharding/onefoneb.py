@@ -6,7 +6,8 @@ microbatches whose backward pass is still to come; in recorded order it has one,
 waits for all others.
 
 A microbatch's forward pass is what stands from the first mark of a stage to the first gradient
-that leaves one; its backward pass reaches to the next microbatch's first mark.
+that leaves one; its backward pass reaches to the next microbatch's first mark. What enters a stage
+after the last backward pass (an evaluation, an optimizer's state) begins no microbatch.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def ordered(graph: Graph, found: Stages, stages: int) -> list[int]:
         if found.nodes[number] is not None and node.op not in (ENTER, LEAVE)
     ]  # fmt: skip
     phases, microbatches = _phases(graph)
-    # the last backward pass is each stage's last in any case, and what follows it has no mark
+    # the last backward pass, with all that follows it, is each stage's last in any case
     middle = [number for number in numbers if phases[number] != (True, microbatches - 1)]
     if microbatches == 1 or any(found.nodes[number] == EVERY for number in middle):
         return numbers
@@ -67,11 +68,12 @@ def ordered(graph: Graph, found: Stages, stages: int) -> list[int]:
 
 def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
     """For each node (whether the backward pass has begun, the microbatch); how many there are."""
+    last = max((n for n, node in enumerate(graph.nodes) if node.op == LEAVE), default=-1)
     backward, microbatch, phases = False, 0, []
-    for node in graph.nodes:
+    for number, node in enumerate(graph.nodes):
         if node.op == LEAVE:
             backward = True
-        elif node.op == ENTER and backward:
+        elif node.op == ENTER and backward and number < last:
             backward, microbatch = False, microbatch + 1
         phases.append((backward, microbatch))
     return phases, microbatch + 1

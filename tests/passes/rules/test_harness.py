@@ -12,14 +12,25 @@ from lazygt.graph.label import Partial, Sharded
 from lazygt.passes.build import Builder
 from lazygt.passes.rules import Row
 from lazygt.passes.rules.base import PMAX, P, R, S
-from tests.passes.rules import test_elementwise, test_layers, test_making, test_moving
+from tests.passes.rules import (
+    test_batches,
+    test_elementwise,
+    test_layers,
+    test_losses,
+    test_making,
+    test_moving,
+)
 from tests.passes.rules.draws import Cases, typical
 from tests.passes.rules.harness import Case
 from tests.passes.rules.lockstep import lockstep
 
-CALLS: Cases = {**test_elementwise.ALL, **test_layers.LAYERS, **test_moving.ALL, **test_making.ALL}
+CALLS: Cases = {
+    **test_elementwise.ALL, **test_layers.LAYERS, **test_moving.ALL, **test_making.ALL,
+    **test_losses.ALL, **test_batches.ALL,
+}  # fmt: skip
 #: Their numbers mean nothing, or are all 0, so that partial sums of them look whole.
-BLIND = {"zero_", "native_dropout", "empty", "empty_like", "empty_strided", "rand_like"}
+BLIND = {"zero_", "native_dropout", "empty", "empty_like", "empty_strided", "rand_like",
+         "new_empty_strided"}  # fmt: skip
 
 
 def is_right(case: Case, row: Row, parts: int = 3) -> bool:

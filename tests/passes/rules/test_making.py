@@ -63,6 +63,10 @@ OPTIMIZER: Cases = {
     "_foreach_mul_.Tensor": listed(
         "_foreach_mul_.Tensor", 1, torch.tensor(0.5, dtype=torch.float64)),
     "_foreach_mul.Scalar": listed("_foreach_mul.Scalar", 1, 2.0),
+    "_foreach_maximum_": listed("_foreach_maximum_.List", 2),
+    "_foreach_minimum_": listed("_foreach_minimum_.List", 2),
+    "_foreach_clamp_min_": listed("_foreach_clamp_min_.Scalar", 1, -0.5),
+    "_foreach_clamp_max_": listed("_foreach_clamp_max_.Scalar", 1, 0.5),
     "_foreach_norm": listed("_foreach_norm.Scalar", 1),
     "_foreach_addcdiv_": listed("_foreach_addcdiv_.ScalarList", 3, [1.0, 2.0, 3.0]),
     "_foreach_addcmul_": listed("_foreach_addcmul_.Scalar", 3, 0.5),

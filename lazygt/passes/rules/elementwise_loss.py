@@ -1,0 +1,112 @@
+"""Losses of pairs of elements: mse, huber, binary cross-entropy and the like.
+
+Without a reduction they are pointwise. Sums over blocks are partial sums. Of a mean, a block has
+the share that it is of the whole, so nothing grows beyond the dtype of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.label import Label
+from lazygt.graph.node import Node, Ref
+from lazygt.passes.rules.base import (
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    splittable,
+    table,
+)
+from lazygt.passes.rules.lower import zeros
+from lazygt.passes.rules.pointwise import aligned
+
+if TYPE_CHECKING:
+    from lazygt.passes.build import Builder
+
+_NONE, _MEAN = 0, 1
+_TENSORS = ("self", "target", "weight", "pos_weight")
+Shape = tuple[int, ...]
+
+
+def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    shape, reduction = _shape(call), call["reduction"]
+    found = []
+    for dim in splittable(shape):
+        row = call.row(S(dim) if reduction == _NONE else P, **_labels(call, shape, dim))
+        found.append(row.by(_share_of_mean(call, shape, dim) if reduction == _MEAN else None))
+    return found
+
+
+def _share_of_mean(call: Call, shape: Shape, dim: int) -> Lower:
+    result = call.result()
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        share = _share(build, shape, dim)
+        if not share:
+            return (zeros(build, result, R),)
+        return (build.op("aten.mul.Scalar", *build.rerun(node, operands), share),)
+
+    return lower
+
+
+def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    shape, reduction = call.result().shape, call["reduction"]
+    found = []
+    for dim in splittable(shape):
+        labels = _labels(call, shape, dim)
+        if reduction == _NONE:
+            labels["grad_output"] = aligned(call.meta("grad_output"), shape, dim)
+        row = call.row(S(dim), **labels)
+        found.append(row.by(_share_of_gradient(call, dim) if reduction == _MEAN else None))
+    return [*found, call.row(P, grad_output=P)]
+
+
+def _share_of_gradient(call: Call, dim: int) -> Lower:
+    """The kernel divides by the elements of the block, not of the whole."""
+    result = call.result()
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        share = _share(build, result.shape, dim)
+        if not share:
+            return (zeros(build, result, S(dim)),)
+        gradient, *rest = operands
+        mine = build.op("aten.mul.Scalar", gradient, share)
+        return build.rerun(node, [mine, *rest])
+
+    return lower
+
+
+def _share(build: Builder, shape: Shape, dim: int) -> float:
+    """The part of all elements that this rank has."""
+    return prod(build.local(shape, S(dim))) / prod(shape)
+
+
+def _shape(call: Call) -> Shape:
+    """Of the losses before their reduction."""
+    shapes = [call.shape(name) for name in _TENSORS if call.has(name)]
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def _labels(call: Call, shape: Shape, dim: int) -> dict[str, Label]:
+    return {name: aligned(call.meta(name), shape, dim) for name in _TENSORS if call.has(name)}
+
+
+_BACKWARD = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+
+RULES: dict[str, Rule] = {
+    **table("binary_cross_entropy_with_logits.default", _forward),
+    **table(" ".join(f"{name}.default" for name in _BACKWARD), _forward),
+    **table(" ".join(f"{name}_backward.default" for name in _BACKWARD), _backward),
+}

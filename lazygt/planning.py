@@ -1,0 +1,235 @@
+"""Planning: from a recorded stretch to the plans that the ranks run, once for each new stretch."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lazygt import notebook
+from lazygt.config import Config
+from lazygt.description import line_of, lines_of
+from lazygt.errors import GatherWarning
+from lazygt.graph.label import Replicated
+from lazygt.graph.logical import LogicalMesh
+from lazygt.graph.mesh import Stored
+from lazygt.graph.node import Graph
+from lazygt.history import History
+from lazygt.passes import PIPELINE
+from lazygt.passes.base import uncollected
+from lazygt.passes.sharding.places import MARKS, without_places
+from lazygt.passes.template import Templates
+from lazygt.recorder import Recorder
+from lazygt.runtime.client import Client
+from lazygt.runtime.entries import PlanEntry
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.remote import RemoteValue
+from lazygt.runtime.tiers import Tiers
+from lazygt.stretch import Stretch
+from lazygt.trie import Step, build_graph
+from lazygt.why import Miss, newly_alive
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.gathers import Gather
+    from lazygt.passes.sharding.shard import AxisStep
+
+Stages = tuple[tuple[str, Graph], ...]
+
+
+class Kept(NamedTuple):
+    """A plan as the trie keeps it.
+
+    Attributes:
+        positions: number of a value of the stretch -> which output it is.
+        origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
+        makers: output -> recorded op.
+        stored: how each output lies on the mesh; None: whole on every rank.
+        slots: of each output the places of its blocks among those of the plans.
+        stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
+    """
+
+    entry: PlanEntry
+    positions: dict[int, int]
+    origins: tuple[tuple[int, ...], ...]
+    makers: tuple[int, ...]
+    stored: tuple[Stored | None, ...]
+    slots: tuple[range, ...]
+    stages: Stages
+    decided: tuple[AxisStep, ...]
+
+    def grouped(self, blocks: list[RemoteValue]) -> list[RemoteValue]:
+        """The first block of each output, which keeps the others."""
+        for slot in self.slots:
+            blocks[slot.start].rest = blocks[slot.start + 1 : slot.stop]
+        return [blocks[slot.start] for slot in self.slots]
+
+
+class Planner:
+    """Finds the plan of a stretch in the trie, or has the passes make one.
+
+    Args:
+        mesh: the ranks that plans are made for, on the workers there are.
+        history: gets hits, misses and gathers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: LogicalMesh,
+        device_type: str,
+        recorder: Recorder,
+        client: Client,
+        tiers: Tiers,
+        history: History,
+    ) -> None:
+        self.templates = Templates(PIPELINE, config.max_plans)
+        self._config, self._mesh, self._device_type = config, mesh, device_type
+        self._recorder, self._client, self._tiers = recorder, client, tiers
+        self._history = history
+
+    def plan_of(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
+        """The plan of a stretch that needs ``outputs``, built if it is a new one."""
+        trie = self._recorder.trie
+        found: Kept | None = trie.find(stretch.step, outputs)
+        if found is not None:
+            self._history.plan_hits += 1
+        else:
+            found = self._build(stretch, outputs, reason)
+            dropped = trie.keep(stretch.step, outputs, found)
+            self._client.entries.forget([old.entry for old in dropped])
+        self._history.last_plan = found.entry.plan
+        return found
+
+    def kept(self) -> list[Kept]:
+        """The plans there are, least recently used first."""
+        return self._recorder.trie.kept()
+
+    def is_sharded(self, stretch: Stretch) -> bool:
+        """Whether anything in a stretch is placed on the mesh."""
+        if self._mesh.ranks.world_size == 1:
+            return False
+        if any(remote.stored is not None for _, remote in stretch.inputs):
+            return True
+        return any(step.node is not None and step.node.op in MARKS for step in stretch.step.path())
+
+    # -- a new plan ----------------------------------------------------------------------
+
+    @uncollected()
+    def _build(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
+        begin = time.monotonic_ns()
+        steps = stretch.step.path()
+        lines = lines_of(steps, stretch.marks, self._recorder.backward_mark)
+        kinds = tuple(type(value).__name__ for value in stretch.params)
+        recorded = build_graph(steps, outputs, lines, kinds)
+        keep = self._config.keep_stages
+        stages = [("recorded", recorded)] if keep else None
+        decided: list[AxisStep] = []
+        plans, stored = self._plans(recorded, steps, stages, decided)
+        entry = self._client.entries.of(plans)
+        miss = self._why_missed(stretch.step, recorded, outputs, reason)
+        self._history.missed(miss, plans[0], begin)
+        if not entry.sent:
+            self._history.plans_built += 1
+        self._tiers.built(entry)
+        made = notebook.makers(steps)
+        return Kept(
+            entry,
+            positions={index: position for position, index in enumerate(outputs)},
+            origins=tuple([plan.origins for plan in plans]),
+            makers=tuple([made[index] for index in outputs]),
+            stored=stored,
+            slots=self._mesh.slots(stored),
+            stages=tuple(stages or ()),
+            decided=tuple(decided) if keep else (),
+        )
+
+    def _why_missed(
+        self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str
+    ) -> Miss:
+        first = self._recorder.first_miss
+        if first is not None:
+            return Miss.at(reason, first, line_of)
+        alive = newly_alive(recorded, outputs, step.plans)
+        return Miss(reason, None, ended=bool(step.plans), alive=alive)
+
+    def _plans(
+        self,
+        recorded: Graph,
+        steps: list[Step],
+        stages: list[tuple[str, Graph]] | None,
+        decided: list[AxisStep],
+    ) -> tuple[tuple[Plan, ...], tuple[Stored | None, ...]]:
+        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh.
+
+        Args:
+            steps: that the graph was recorded in.
+            stages: gets the graph after each pass, if it is a list.
+            decided: gets how each axis of the mesh was decided.
+        """
+        given = [_stored(step) for step in steps if step.input is not None]
+        marked = any(node.op in MARKS for node in recorded.nodes)
+        if self._mesh.ranks.world_size > 1 and (marked or any(given)):
+            return self._sharded(recorded, steps, given, stages, decided)
+        if marked:
+            recorded = without_places(recorded, MARKS)
+        plan = Plan(self.templates.optimised(recorded, self._config.check_passes, stages))
+        return (plan,), (None,) * len(recorded.outputs)
+
+    def _sharded(
+        self,
+        recorded: Graph,
+        steps: list[Step],
+        given: list[Stored | None],
+        stages: list[tuple[str, Graph]] | None,
+        decided: list[AxisStep],
+    ) -> tuple[tuple[Plan, ...], tuple[Stored | None, ...]]:
+        """The same, of a graph of which something is placed on the mesh.
+
+        Args:
+            given: how its inputs lie there.
+        """
+        # why: the rules of every op take a while to load, and few sessions shard
+        from lazygt.passes.sharding.gathers import gathers
+        from lazygt.passes.sharding.programs import programs
+
+        config, ranks = self._config, self._mesh.ranks
+        ops = [step for step in steps if step.node is not None]
+        made = programs(
+            recorded,
+            ranks,
+            given,
+            self._device_type,
+            config.check_passes,
+            stages,
+            decided,
+            self._mesh if config.invariant else None,
+            bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
+            backward={number for number, step in enumerate(ops) if step.backward},
+        )
+        self._gathered(gathers(decided))
+        workers = self._mesh.workers
+        graphs = {id(graph): Plan(graph, mesh=workers) for graph in made.graphs}
+        plans = tuple([graphs[id(graph)] for graph in made.graphs])
+        whole = Stored((Replicated(),) * len(workers.names))
+        stored = tuple([None if each == whole else each for each in made.outputs])
+        return plans[:1] if len(graphs) == 1 else plans, stored
+
+    def _gathered(self, found: Sequence[Gather]) -> None:
+        """Say once for each op that it had to run on whole values."""
+        for each in found:
+            if each.op not in self._history.gathers:
+                self._history.gathers[each.op] = each
+                warnings.warn(
+                    f"{each}. The numbers are right. Where that costs too much, give the op what "
+                    f"is whole or cut otherwise (lazygt.redistribute), or write it with ops that "
+                    f"have a rule.",
+                    GatherWarning,
+                    stacklevel=2,
+                )
+
+
+def _stored(step: Step) -> Stored | None:
+    """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
+    stored: Stored | None = step.key[1] if type(step.key) is tuple else None
+    return stored

@@ -1,0 +1,71 @@
+"""Opening: the workers that a config asks for, behind their link."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from lazygt.config import Config
+from lazygt.graph.mesh import Mesh
+from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.link import InlineLink, Link
+
+
+def device_type(config: Config) -> str:
+    """The type of device that the workers compute on."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def open_link(config: Config, mesh: Mesh) -> Link:
+    """Start the workers of a mesh.
+
+    Raises:
+        WorkerDied, WorkerFrozen: one did not come up.
+    """
+    if config.executor == "inline":
+        # why: only here does the client run plans itself
+        from lazygt.runtime.worker import Worker
+
+        worker = Worker(
+            device_type(config),
+            max_plans=config.max_plans,
+            inline=True,
+            cache_dir=config.cache_dir,
+        )
+        return InlineLink(worker)
+    if config.executor == "dry":
+        # why: few sessions are dry
+        from lazygt.runtime.dry import DryWorker
+
+        return InlineLink(DryWorker(max_plans=config.max_plans))
+    # why: an inline session needs neither sockets nor processes
+    from lazygt.runtime.process_link import ProcessLink
+    from lazygt.runtime.start import LinkSpec
+
+    spec = LinkSpec(
+        world_size=config.workers,
+        mesh=str(mesh),
+        device=device_type(config),
+        threads=config.threads,
+        transport=config.transport,
+        frozen_after=config.frozen_after,
+        start_timeout=config.start_timeout,
+        max_message=config.max_message_bytes,
+        environment={
+            "LAZYGT_MAX_PLANS": str(config.max_plans),
+            "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+            "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
+        },
+    )
+    link = ProcessLink(spec)
+    _load_meanwhile()
+    return link
+
+
+def _load_meanwhile() -> None:
+    """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
+    importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
+    importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python

@@ -1,0 +1,191 @@
+"""What the client keeps account of: plans, uploads, fetched values, failures. No worker runs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from lazygt.errors import CollectiveMismatch, ExecutionError
+from lazygt.graph import Graph, Node, Ref
+from lazygt.graph.meta import contiguous_stride, intern
+from lazygt.runtime import wire
+from lazygt.runtime.client import Client
+from lazygt.runtime.entries import Entries
+from lazygt.runtime.failures import Failures
+from lazygt.runtime.fetches import Fetches, wanted
+from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.shm import Arena
+from lazygt.runtime.uploads import Uploads
+from lazygt.runtime.wire import Done, Failure, Fetched
+
+META = intern((4,), contiguous_stride((4,)), torch.float32)
+
+
+def plan(op: str) -> Plan:
+    return Plan(Graph((META,), (), (Node(f"aten.{op}.default", (Ref(0),), (), (META,)),), (1,)))
+
+
+class Link:
+    """Two ranks, of which only rank 1 has an arena."""
+
+    world_size = 2
+    pids = (1, 2)
+    upload = None
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        return self.arena if rank == 1 else None
+
+
+@pytest.fixture
+def arena():
+    made = Arena.create(initial_bytes=1 << 20)
+    yield made
+    made.close()
+
+
+# -- plans ------------------------------------------------------------------------------------
+
+
+def forgotten(frames: list[wire.Buffer]) -> tuple[bytes, ...]:
+    return tuple(wire.unpack(frames[0])[3])
+
+
+def test_one_entry_for_the_same_content() -> None:
+    entries = Entries(2)
+    entry = entries.of([plan("exp")])
+    assert entries.of([plan("exp")]) is entry
+    assert list(entries) == [entry]
+
+
+def test_a_rank_forgets_under_the_name_it_knows() -> None:
+    entries = Entries(2)
+    old, new = entries.of([plan("exp"), plan("sin")]), entries.of([plan("cos")])
+    assert old.name(0) != old.name(1)
+    entries.forget([old, old])
+    assert list(entries) == [new]
+    [frames, same] = entries.plan_messages(new)
+    assert same is frames
+    assert forgotten(frames) == (old.name(0),)
+    later = entries.of([plan("tan"), plan("tan")])
+    assert [forgotten(each) for each in entries.plan_messages(later)] == [(), ()]
+
+
+def test_a_swap_ends_with_the_last_ranks_answer() -> None:
+    entries = Entries(2)
+    entry = entries.of([plan("exp"), plan("sin")])
+    entry.swap = ((), ())
+    entries.swap_messages(entry)
+    entries.swapped(1, entry.name(1))
+    assert entries.swapping
+    entries.swapped(0, entry.name(0))
+    assert not entries.swapping
+
+
+# -- uploads ----------------------------------------------------------------------------------
+
+
+def test_an_upload_keeps_its_room_until_every_worker_has_read_it(arena) -> None:
+    uploads = Uploads(arena, readers=2, threshold=META.nbytes)
+    uploads.add(7, torch.arange(4.0), META)
+    [put], buffers = uploads.take()
+    assert not uploads
+    assert buffers == []
+    assert arena.view(put.offset, META.nbytes).view(torch.float32).tolist() == [0, 1, 2, 3]
+    uploads.was_read(put.offset)
+    assert arena.bytes_in_use > 0
+    uploads.was_read(put.offset)
+    assert arena.bytes_in_use == 0
+
+
+def test_a_small_upload_travels_with_the_run(arena) -> None:
+    uploads = Uploads(arena, readers=2, threshold=META.nbytes + 1)
+    uploads.add(7, torch.arange(4.0), META)
+    [put], [data] = uploads.take()
+    assert put.offset is None
+    assert bytes(data) == torch.arange(4.0).numpy().tobytes()
+
+
+# -- fetched values ---------------------------------------------------------------------------
+
+
+def left_in(arena: Arena, values: torch.Tensor) -> Fetched:
+    slot = arena.allocate(META.nbytes)
+    arena.view(slot.offset, META.nbytes).view(META.dtype).copy_(values)
+    return Fetched(META, slot.offset)
+
+
+def test_a_value_is_joined_of_what_ranks_sent_and_left_in_their_arenas(arena) -> None:
+    fetches = Fetches(Link(arena))
+    beside = memoryview(torch.arange(4.0).numpy().tobytes())
+    lying = left_in(arena, torch.arange(4.0, 8.0))
+    answers = {0: (Done(1, fetched=[Fetched(META)]), [beside]), 1: (Done(1, fetched=[lying]), [])}
+    whole = intern((8,), (1,), torch.float32)
+    regions = {0: [(slice(0, 4),)], 1: [(slice(4, 8),)]}
+    assert fetches.value(answers, whole, regions).tolist() == list(range(8))
+    gc.collect()
+    assert fetches.releases(1) == (lying.offset,)
+    assert fetches.releases(1) == ()
+
+
+def test_blocks_that_nobody_asked_for_are_not_looked_at() -> None:
+    answers = {0: (Done(1, fetched=[Fetched(META), Failure(0, "KeyError", "no such value")]), [])}
+    assert wanted(answers, None) == [(0, Fetched(META))]
+    assert wanted(answers, {0: [(slice(0, 4),)]}) == [(0, Fetched(META))]
+
+
+def test_when_a_block_failed_the_others_give_their_room_back(arena) -> None:
+    client = Client(Link(arena), 8, 1 << 20, InstructionLog(None))
+    lying = left_in(arena, torch.zeros(4))
+    failed = Failure(0, "RuntimeError", "out of luck", seq=1)
+    answers = {0: (Done(1, fetched=[failed]), []), 1: (Done(1, fetched=[lying]), [])}
+    regions = {0: [(slice(0, 4),)], 1: [(slice(4, 8),)]}
+    with pytest.raises(ExecutionError, match="out of luck"):
+        client.fetched(answers, intern((8,), (1,), torch.float32), regions)
+    assert client._fetches.releases(1) == (lying.offset,)
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def describe(node: int, rank: int) -> tuple[str, tuple[str, ...], str]:
+    return f"aten.op{node}", (), f"user.py:{node}"
+
+
+def test_the_same_failure_on_two_ranks_is_raised_once() -> None:
+    failures, failed = Failures(), set()
+    first, second = (
+        failures.error(rank, Failure(3, "RuntimeError", "bad", seq=1), describe) for rank in (0, 1)
+    )
+    failures.add(first, failed)
+    failures.add(second, failed)
+    assert failures.take(first) is first
+    assert failures.first is None
+
+
+def test_the_cause_is_raised_in_place_of_its_consequence() -> None:
+    failures, failed = Failures(), set()
+    stuck = failures.error(0, Failure(5, wire.COLLECTIVE_ERROR, "the other left", seq=1), describe)
+    cause = failures.error(1, Failure(2, "RuntimeError", "bad", seq=1), describe)
+    failures.add(stuck, failed)
+    failures.add(cause, failed)
+    assert failures.first is stuck
+    assert failures.take(stuck) is cause
+    assert failures.first is None
+
+
+def test_a_failure_has_one_error_that_can_be_dropped() -> None:
+    failures = Failures()
+    failure = Failure(3, wire.MISMATCH, "other shapes", seq=1)
+    error = failures.error(0, failure, describe)
+    assert isinstance(error, CollectiveMismatch)
+    assert failures.error(0, failure, None) is error
+    assert failures.known(1, 3) is error
+    failures.add(error, set())
+    failures.drop(error)
+    assert failures.first is None
