@@ -100,6 +100,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
 }
 
 

@@ -74,6 +74,25 @@ def test_a_parameter_keeps_what_it_has_on_other_axes(session: lazygt.Session) ->
     assert layer.weight.placements == (R, R)
 
 
+def test_gradients_that_are_read_before_the_update_are_kept_in_blocks(
+    session: lazygt.Session,
+) -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    lazygt.fully_shard(layer)
+    for _ in range(2):  # the second one is added to the first
+        x = lazygt.distribute(torch.randn(8, 64), {"data": S0})
+        loss = layer(x).square().sum()
+        loss.backward()
+        loss.item()
+        assert session.last_plan is not None
+        sent = {(one.kind, one.nbytes) for one in session.last_plan.collectives}
+        assert sent == {
+            ("all_gather", 64 * 32 * 4), ("reduce_scatter", 64 * 32 * 4), ("all_reduce", 4),
+        }  # fmt: skip
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.placements == (S0, R)
+
+
 def test_small_parameters_stay_whole(session: lazygt.Session) -> None:
     module = nn.ParameterList([torch.tensor(1.0), torch.ones(1, 3), torch.ones(1), torch.ones(5)])
     lazygt.fully_shard(module)

@@ -8,7 +8,7 @@ same walk over the same global graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lazygt.graph.label import Label, Partial, Replicated, local_meta
 from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
@@ -28,11 +28,14 @@ class Choice:
         kept: value -> the labels that its users find, in the order to make them; a value that is
             not here is used as it was made.
         inputs: the label that each input comes with.
+        gradients: shape -> the label of an output of that shape that would be partial, as the
+            gradient of a parameter that is stored in blocks is; others are reduced whole.
     """
 
     rows: Sequence[Row]
     kept: Mapping[int, tuple[Label, ...]]
     inputs: Sequence[Label]
+    gradients: Mapping[tuple[int, ...], Label] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def localise(
 
     Args:
         wanted: output value -> the label that it must have. Others have the label that they were
-            made with; a partial sum is reduced.
+            made with; a partial sum is reduced, see ``Choice.gradients``.
     """
     return _Walk(graph, choice, axis, parts, index).run(wanted or {})
 
@@ -162,8 +165,10 @@ class _Walk:
         base = self._base(value)
         if not isinstance(base, Partial):
             return base
-        whole = (label for label in self.have[value] if not isinstance(label, Partial))
-        return next(whole, R)
+        made = (label for label in self.have[value] if not isinstance(label, Partial))
+        meta = self.values[value]
+        assert meta is not None
+        return next(made, self.choice.gradients.get(meta.shape, R))
 
     def _from(self, number: int) -> None:
         """What was added since comes from node ``number``."""

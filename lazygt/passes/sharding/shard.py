@@ -136,7 +136,7 @@ class _Axis:
     def choice(self, graph: Graph, wanted: Sequence[Label | None], exchange_whole: bool) -> Choice:
         """The rows and labels that take the least time."""
         question = self.question(graph, wanted, exchange_whole)
-        return self.chosen(question, solve(question.problem))
+        return self.chosen(graph, question, solve(question.problem))
 
     def question(
         self,
@@ -171,10 +171,19 @@ class _Axis:
             graph, rows, self.parts, self.machine, annotations, allowed, whole=whole
         )
 
-    def chosen(self, question: Question, solution: Solution) -> Choice:
+    def chosen(self, graph: Graph, question: Question, solution: Solution) -> Choice:
         """The rows and labels of a solution."""
         given = [each.labels[self.at] for each in self.inputs]
-        return Choice(question.rows(solution), question.labels(solution), given)
+        axis, values = self.mesh.names[self.at], graph.values
+        gradients = {
+            meta.shape: each.labels[self.at]
+            for value, each in kept_values(graph, self.mesh, self.inputs).items()
+            if each.unit is not None
+            and each.unit.axis == axis
+            and (meta := values[value]) is not None
+            and isinstance(each.labels[self.at], Sharded)
+        }
+        return Choice(question.rows(solution), question.labels(solution), given, gradients)
 
     def localised(
         self, graph: Graph, choice: Choice, wanted: Sequence[Label | None]
@@ -221,7 +230,7 @@ class AxisStep:
 
     def other(self, question: Question, solution: Solution) -> Local:
         """The program after another choice."""
-        choice = self.axis.chosen(question, solution)
+        choice = self.axis.chosen(self.graph, question, solution)
         return self.axis.local(self.graph, choice, self.wanted, 0)
 
 
