@@ -233,14 +233,19 @@ def measure(args: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> None:
-    options = parser(__doc__, rounds=7)
+def run(description: str | None, measure: Callable[[argparse.Namespace], Report]) -> None:
+    """The command of a benchmark of transfers."""
+    options = parser(description, rounds=7)
     options.add_argument("--megabytes", type=float, default=1_000, help="of weights (1000)")
     args = options.parse_args()
     if args.pin:
         options.error("--pin would leave the threads that copy one core")
     torch.set_num_threads(1)
     measure(args).finish(save=args.save)
+
+
+def main() -> None:
+    run(__doc__, measure)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from benchmarks.harness import Report, interleave, parser, ratio
-from benchmarks.transfer import memcpy, seconds
+from benchmarks.harness import Report, interleave, ratio
+from benchmarks.transfer import memcpy, run, seconds
 from benchmarks.transfer_processes import SECONDS, Other, receive
 from lazygt.transfer import (
     BroadcastTransferSender,
@@ -147,13 +147,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=7)
-    options.add_argument("--megabytes", type=float, default=1_000, help="of weights (1000)")
-    args = options.parse_args()
-    if args.pin:
-        options.error("--pin would leave the threads that copy one core")
-    torch.set_num_threads(1)
-    measure(args).finish(save=args.save)
+    run(__doc__, measure)
 
 
 if __name__ == "__main__":
