@@ -31,8 +31,12 @@ test: test-fast test-slow
 test-fast: $(STAMP)
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
+# Slow tests that measure no time may run side by side; those of faults and transfers may not.
+UNTIMED := $(addprefix tests/,benchmarks conformance docs examples models passes sharding)
+
 test-slow: test-fast
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(UNTIMED)
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
 
 test-deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
