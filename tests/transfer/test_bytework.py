@@ -93,3 +93,11 @@ def test_a_failed_copy_is_told(crew: Crew) -> None:
     assert work.done()
     with pytest.raises(RuntimeError):
         work.result()
+
+
+@pytest.mark.parametrize("size", [0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 800_001])
+def test_the_checksum_of_a_copy_is_that_of_all_its_blocks(crew: Crew, size: int) -> None:
+    source = torch.randint(256, (size,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    assert crew.copy([Copy(source, target)], crc32).result() == [zlib.crc32(source.numpy())]
+    assert torch.equal(source, target)
