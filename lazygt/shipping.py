@@ -20,6 +20,7 @@ from lazygt.runtime.client import Client
 from lazygt.runtime.fetches import Answer, Regions
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
+from lazygt.runtime.wire import Failure
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
 from lazygt.why import Flush
@@ -177,11 +178,11 @@ class Shipping:
         """
         done, _ = self._wait(seq)[0]
         if done.returned and done.returned[0] == "failed":
-            _, kind, detail, number = done.returned
-            self._client.drop_failure(seq, number)
-            if not describe.is_last(number):
-                self._client.raise_known(seq, number)
-            raise _BUILTIN_ERRORS.get(kind, RuntimeError)(detail)
+            failure = Failure(*done.returned[1:])
+            if failure.seq != seq or not describe.is_last(failure.node):
+                self._client.raise_for(0, failure)
+            self._client.drop_failure(0, failure)
+            raise _BUILTIN_ERRORS.get(failure.kind, RuntimeError)(failure.detail)
         self._client.raise_failure()
         mark = describe.marks[-1]
         returned = [self._received(item, mark) for item in done.returned]

@@ -110,6 +110,40 @@ def test_each_failure_is_raised_once_unless_it_is_read(s: lazygt.Session) -> Non
         bad.sum().item()
 
 
+def test_a_data_dependent_op_names_the_earlier_op_whose_result_it_needs(s: lazygt.Session) -> None:
+    here = line() + 1
+    bad = torch.arange(5.0)[torch.tensor([9, 9])]
+    with pytest.raises(lazygt.ExecutionError):
+        s.synchronize()
+    for reads in (bad.nonzero, (torch.ones(2) * bad).nonzero):
+        with pytest.raises(lazygt.ExecutionError, match=f":{here}"):
+            reads()
+    s.synchronize()
+
+
+def test_what_fails_on_every_worker_is_raised_once() -> None:
+    with lazygt.session(workers=3, threads=1) as s:
+        table, mask = torch.ones(3), torch.ones(4, dtype=torch.bool)
+        rows = torch.tensor([9])
+        for _ in range(30):  # whichever worker answers first
+            with pytest.raises(IndexError, match="shape of the mask"):
+                table[mask]
+            s.synchronize()
+            with pytest.raises(lazygt.ExecutionError, match="out of bounds"):
+                table[rows].tolist()
+            s.synchronize()
+
+
+def test_an_error_that_is_raised_again_does_not_grow(s: lazygt.Session) -> None:
+    bad = torch.arange(5.0)[torch.tensor([9, 9])]
+    depths = []
+    for _ in range(3):
+        with pytest.raises(lazygt.ExecutionError) as caught:
+            bad.tolist()
+        depths.append(len(caught.traceback))
+    assert depths[1:] == depths[:1] * 2
+
+
 def test_a_failed_backward_op_names_the_forward_line(s: lazygt.Session) -> None:
     class Bad(torch.autograd.Function):
         @staticmethod

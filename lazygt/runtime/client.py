@@ -40,8 +40,8 @@ class _Flight:
     asked: frozenset[int]
     answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
-    #: (op, line, kind of error) of what has failed on some rank
-    failed: set[tuple[str, str, str]] = field(default_factory=set)
+    #: what has failed on some rank
+    errors: list[ExecutionError] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -360,8 +360,7 @@ class Client:
             if flight.abandoned:
                 self._fetches.drop(rank, done)
         for failure in done.failures:
-            error = self._failures.error(rank, failure, flight.describe)
-            self._failures.add(error, flight.failed)
+            self._failures.note(done.seq, rank, failure, flight.describe, flight.errors)
         if not flight.waiting:
             del self._flights[done.seq]
 
@@ -381,17 +380,19 @@ class Client:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""
         if error.kind in SHARED:
             self.synchronize()  # the rank that is the cause may not have answered yet
-        raise self._failures.take(error)
+        raise self._failures.take(error).with_traceback(None)  # it may have been raised before
 
-    def drop_failure(self, seq: int, node: int) -> None:
+    def drop_failure(self, rank: int, failure: Failure) -> None:
         """Do not raise this failure again: the caller reports it in another way."""
-        self._failures.drop(self._failures.known(seq, node))
+        self._failures.drop(self._failures.error(rank, failure))
 
-    def raise_known(self, seq: int, node: int) -> None:
-        """Raise the ExecutionError of an earlier node, if it is remembered."""
-        error = self._failures.known(seq, node)
-        if error is not None:
-            raise error
+    def raise_for(self, rank: int, failure: Failure) -> NoReturn:
+        """Raise what a value failed with on a rank.
+
+        Raises:
+            ExecutionError: naming the op and the user's line.
+        """
+        self._raise(self._failures.error(rank, failure))
 
     # -- fetches -------------------------------------------------------------------------
 
@@ -412,6 +413,6 @@ class Client:
             if isinstance(block, Failure):
                 for each, (done, _) in answers.items():
                     self._fetches.drop(each, done)
-                self._raise(self._failures.error(rank, block, None))
+                self.raise_for(rank, block)
             self.counts.bytes_fetched += block.meta.nbytes
         return self._fetches.value(answers, meta, regions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lazygt.errors import CollectiveMismatch, ExecutionError
 from lazygt.runtime import wire
@@ -19,6 +20,21 @@ _KEPT = 1_000
 _UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 
+class _Break(NamedTuple):
+    """The first run in which ranks did not meet; they never will again.
+
+    Attributes:
+        errors: of the run; more come while ranks still answer.
+    """
+
+    seq: int
+    errors: list[ExecutionError]
+
+    @property
+    def cause(self) -> ExecutionError:
+        return next((e for e in self.errors if e.kind != wire.COLLECTIVE_ERROR), self.errors[0])
+
+
 class Failures:
     """The failures that are still to be raised, and the errors made of those before."""
 
@@ -26,53 +42,94 @@ class Failures:
         self._unraised: deque[ExecutionError] = deque()
         #: by run, rank and node
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
+        self._break: _Break | None = None
 
     @property
     def first(self) -> ExecutionError | None:
         """The oldest that has not been raised yet."""
         return self._unraised[0] if self._unraised else None
 
-    def error(self, rank: int, failure: Failure, describe: Describe | None) -> ExecutionError:
+    def error(self, rank: int, failure: Failure) -> ExecutionError:
         """The error that stands for a failure: always the same one."""
         known = self._errors.get((failure.seq, rank, failure.node))
-        if known is None:
-            op, inputs, where = describe(failure.node, rank) if describe else _UNKNOWN
-            kind = CollectiveMismatch if failure.kind == wire.MISMATCH else ExecutionError
-            known = kind(op, inputs, where, failure.kind, failure.detail, rank)
-            self._errors[failure.seq, rank, failure.node] = known
-            if len(self._errors) > _KEPT:
-                self._errors.popitem(last=False)
-        return known
+        return known or _made(rank, failure, _UNKNOWN)
 
-    def known(self, seq: int, node: int) -> ExecutionError | None:
-        """The error of a node of rank 0's, if it is remembered."""
-        return self._errors.get((seq, 0, node))
-
-    def add(self, error: ExecutionError, failed: set[tuple[str, str, str]]) -> None:
-        """Note a failure, unless another rank's is the same or its cause.
+    def note(
+        self,
+        seq: int,
+        rank: int,
+        failure: Failure,
+        describe: Describe | None,
+        errors: list[ExecutionError],
+    ) -> None:
+        """Note a failure that a rank has reported, unless another rank's is the same or its cause.
 
         Args:
-            failed: (op, line, kind) of what has failed in the same run; gets this one.
+            seq: number of the run. A failure of an earlier one is told again where it is why the
+                rank did not meet the others.
+            errors: of the same run, of all ranks so far; gets this one.
         """
-        follows = error.kind in SHARED and failed
+        key = failure.seq, rank, failure.node
+        known = self._errors.get(key)
+        if known is None and failure.seq == seq:
+            known = self._new(key, failure, describe, errors)
+        error = known or _made(rank, failure, _UNKNOWN)
+        if not any(e is error for e in errors):
+            errors.append(error)
+        if error.kind in SHARED and (self._break is None or seq < self._break.seq):
+            self._break = _Break(seq, errors)
+
+    def _new(
+        self,
+        key: tuple[int, int, int],
+        failure: Failure,
+        describe: Describe | None,
+        errors: list[ExecutionError],
+    ) -> ExecutionError:
+        """The error of a failure that is told for the first time; another rank's if it is the
+        same."""
+        _, rank, node = key
+        error = _made(rank, failure, describe(node, rank) if describe else _UNKNOWN)
         # of one op, one rank may fail to make the result and another to receive it
-        what = error.op, error.where, error.kind
-        if not follows and what not in failed:
+        same = [e for e in errors if (e.op, e.where, e.kind) == (error.op, error.where, error.kind)]
+        follows = error.kind in SHARED and errors
+        if not same and not follows:
             self._unraised.append(error)
-        failed.add(what)
-
-    def take(self, error: ExecutionError) -> ExecutionError:
-        """The failure to raise for this one: itself, or the one on another rank that is its cause.
-
-        Neither is to be raised again.
-        """
-        if error.kind in SHARED:
-            causes = (e for e in self._unraised if e.kind != wire.COLLECTIVE_ERROR)
-            error = next(causes, error)
-        self._unraised = deque(e for e in self._unraised if e is not error and e.kind not in SHARED)
+        self._errors[key] = error = next((e for e in same if e.rank != rank), error)
+        if len(self._errors) > _KEPT:
+            self._errors.popitem(last=False)
         return error
 
-    def drop(self, error: ExecutionError | None) -> None:
+    def take(self, error: ExecutionError) -> ExecutionError:
+        """The failure to raise for this one: itself, its cause on another rank, or one that names
+        what parted the ranks in an earlier run. None of them is to be raised again.
+        """
+        parted, raised = self._break, error
+        if parted is not None and error.kind == wire.COLLECTIVE_ERROR:
+            same_run = any(e is error for e in parted.errors)
+            raised = parted.cause if same_run else _consequence(error, parted.cause)
+        if error.kind in SHARED or (parted is not None and error is parted.cause):
+            self._unraised = deque(e for e in self._unraised if e.kind not in SHARED)
+        self.drop(raised)
+        return raised
+
+    def drop(self, error: ExecutionError) -> None:
         """Do not raise this one: the caller reports it in another way."""
-        if error is not None and error in self._unraised:
-            self._unraised.remove(error)
+        self._unraised = deque(e for e in self._unraised if e is not error)
+
+
+def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:
+    kind = CollectiveMismatch if failure.kind == wire.MISMATCH else ExecutionError
+    return kind(*what, failure.kind, failure.detail, rank)
+
+
+def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
+    """A collective could not run, since ranks have parted for a cause in an earlier run."""
+    detail = (
+        f"rank {error.rank} has left its process group, since {cause.op} failed on worker "
+        f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. Open a new "
+        f"session to run collectives again"
+    )
+    made = ExecutionError(error.op, error.inputs, error.where, error.kind, detail, error.rank)
+    made.__cause__ = cause
+    return made

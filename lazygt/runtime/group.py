@@ -88,19 +88,22 @@ class Group:
                 f"{self._spec.backend} group: {self._failure}"
             ) from self._failure
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str) -> bool:
         """Leave while others may be waiting: their collectives fail at once, as all later ones do.
 
         Args:
             reason: why; what later collectives of this rank say.
+
+        Returns:
+            Whether it left now; it can't twice, nor before all have joined.
         """
         if self._failure is not None or self._thread.is_alive():
-            return
+            return False
         self._failure = LazyGTError(
-            f"rank {self._rank} left its process group, since an op "
-            f"failed on it that others waited for; open a new session. The failure: {reason}"
+            f"rank {self._rank} left its process group; open a new session. The reason: {reason}"
         )
         self._leave()
+        return True
 
     @property
     def abandoned(self) -> bool:
@@ -226,10 +229,13 @@ def current() -> Group | None:
     return _current
 
 
-def abandon(reason: str) -> None:
-    """Leave the group for good, so that no other rank waits in a collective for this one."""
-    if _current is not None:
-        _current.abandon(reason)
+def abandon(reason: str) -> bool:
+    """Leave the group for good, so that no other rank waits in a collective for this one.
+
+    Returns:
+        Whether it left now.
+    """
+    return _current is not None and _current.abandon(reason)
 
 
 def leave() -> None:

@@ -262,7 +262,7 @@ class Worker:
             self.store.put(run.base + offset, _stamped(value, run.seq))
         done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
         if executor.plan.asks:
-            self._describe(outcome, done, run.seq)
+            self._describe(outcome, done, run.seq, len(executor.plan.steps.graph.nodes) - 1)
 
     def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
         """Why the ranks must not run a plan that is new to them: they would not meet."""
@@ -293,8 +293,8 @@ class Worker:
             self._generator_state = torch.default_generator.get_state()
             torch.default_generator.set_state(theirs)
 
-    def _describe(self, outcome: Outcome, done: Done, seq: int) -> None:
-        """Tell the client what a data-dependent node returned; tensors stay here."""
+    def _describe(self, outcome: Outcome, done: Done, seq: int, last: int) -> None:
+        """Tell the client what the data-dependent ``last`` node returned; tensors stay here."""
 
         def tell(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
@@ -312,14 +312,13 @@ class Worker:
             return ["value", item]
 
         if type(outcome.returned) is Failed:
-            failure = outcome.returned.failure
-            done.returned = ["failed", failure.kind, failure.detail, failure.node]
+            done.returned = _refused(_with_seq(outcome.returned.failure, seq))
             return
         try:
             done.returned = [tell(item) for item in outcome.returned]
             done.written = [tell(item) for item in outcome.written]
         except NotImplementedError as error:
-            done.returned = ["failed", type(error).__name__, str(error), -1]
+            done.returned = _refused(Failure(last, type(error).__name__, str(error), seq))
 
     def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, Failed):
@@ -344,6 +343,11 @@ def _nothing(plan: Plan, failure: Failure) -> Outcome:
     """The outcome of a plan that was not run."""
     failed = Failed(failure)
     return Outcome([failed for _ in plan.graph.outputs], [failure], failed, [])
+
+
+def _refused(failure: Failure) -> list[Any]:
+    """What is told in place of what a data-dependent node would have returned."""
+    return ["failed", failure.node, failure.kind, failure.detail, failure.seq]
 
 
 def draws(plan: Plan) -> bool:

@@ -157,35 +157,62 @@ def describe(node: int, rank: int) -> tuple[str, tuple[str, ...], str]:
     return f"aten.op{node}", (), f"user.py:{node}"
 
 
-def test_the_same_failure_on_two_ranks_is_raised_once() -> None:
-    failures, failed = Failures(), set()
-    first, second = (
-        failures.error(rank, Failure(3, "RuntimeError", "bad", seq=1), describe) for rank in (0, 1)
-    )
-    failures.add(first, failed)
-    failures.add(second, failed)
-    assert failures.take(first) is first
+def test_the_same_failure_on_two_ranks_is_one_error_that_is_raised_once() -> None:
+    failures, errors = Failures(), []
+    failure = Failure(3, "RuntimeError", "bad", seq=1)
+    for rank in (1, 0):
+        failures.note(1, rank, failure, describe, errors)
+    error = failures.error(0, failure)
+    assert failures.error(1, failure) is error
+    assert failures.take(error) is error
+    assert failures.first is None
+    failures.note(1, 2, failure, describe, errors)  # a rank that answers late
     assert failures.first is None
 
 
 def test_the_cause_is_raised_in_place_of_its_consequence() -> None:
-    failures, failed = Failures(), set()
-    stuck = failures.error(0, Failure(5, wire.COLLECTIVE_ERROR, "the other left", seq=1), describe)
-    cause = failures.error(1, Failure(2, "RuntimeError", "bad", seq=1), describe)
-    failures.add(stuck, failed)
-    failures.add(cause, failed)
-    assert failures.first is stuck
-    assert failures.take(stuck) is cause
+    failures, errors = Failures(), []
+    stuck, cause = Failure(5, wire.COLLECTIVE_ERROR, "it left", 1), Failure(2, "KeyError", "bad", 1)
+    failures.note(1, 0, stuck, describe, errors)
+    failures.note(1, 1, cause, describe, errors)
+    assert failures.first is failures.error(0, stuck)
+    assert failures.take(failures.first) is failures.error(1, cause)
     assert failures.first is None
 
 
-def test_a_failure_has_one_error_that_can_be_dropped() -> None:
+def test_a_collective_after_ranks_have_parted_names_why_they_did() -> None:
+    failures = Failures()
+    early, late = (Failure(5, wire.COLLECTIVE_ERROR, "it left", seq) for seq in (7, 8))
+    failures.note(8, 0, late, describe, [])  # rank 0 is ahead of the others' answers
+    errors: list[ExecutionError] = []
+    failures.note(7, 1, early, describe, errors)
+    failures.note(7, 2, Failure(2, "KeyError", "bad", seq=7), describe, errors)
+    raised = failures.take(failures.error(0, late))
+    assert (raised.op, raised.where, raised.rank) == ("aten.op5", "user.py:5", 0)
+    assert "since aten.op2 failed on worker 2, recorded at user.py:2: KeyError: bad" in str(raised)
+    assert raised.__cause__ is failures.error(2, Failure(2, "KeyError", "bad", seq=7))
+    assert failures.first is raised.__cause__
+
+
+def test_a_failure_that_parts_ranks_in_a_later_run_is_still_their_cause() -> None:
+    failures = Failures()
+    cause = Failure(2, "KeyError", "bad", seq=1)
+    failures.note(1, 1, cause, describe, [])
+    known = failures.take(failures.error(1, cause))
+    errors: list[ExecutionError] = []
+    stuck = Failure(2, wire.COLLECTIVE_ERROR, "it left", seq=4)
+    failures.note(4, 0, stuck, describe, errors)
+    failures.note(4, 1, cause, describe, errors)  # told again: rank 1 parts with the others
+    assert failures.take(failures.error(0, stuck)) is known
+    assert failures.first is None
+
+
+def test_a_failure_can_be_reported_in_another_way() -> None:
     failures = Failures()
     failure = Failure(3, wire.MISMATCH, "other shapes", seq=1)
-    error = failures.error(0, failure, describe)
+    failures.note(1, 0, failure, describe, [])
+    error = failures.first
     assert isinstance(error, CollectiveMismatch)
-    assert failures.error(0, failure, None) is error
-    assert failures.known(1, 3) is error
-    failures.add(error, set())
+    assert failures.error(0, failure) is error
     failures.drop(error)
     assert failures.first is None

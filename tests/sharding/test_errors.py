@@ -93,5 +93,20 @@ def test_an_op_that_fails_on_one_rank_ends_no_rank_in_a_collective(
             total(rows).item()
         assert caught.value.where.startswith(__file__)
         assert kept.sum().item() == 55.0, "what every rank has is intact"
-        with pytest.raises(lazygt.ExecutionError, match="left its process group"):
-            total([0, 1, 2, 3, 4]).item()
+        why = r"left its process group, since aten\.index_select\.default failed on worker "
+        for collective in (lambda: total([0, 1, 2, 3, 4]), lambda: total([0, 1]) * 2):
+            with pytest.raises(lazygt.ExecutionError, match=why + str(bad_row // 4)) as after:
+                collective().item()
+            assert after.value.__cause__ is caught.value
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_known_failure_that_keeps_a_rank_from_a_collective_is_named() -> None:
+    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+        at = lazygt.distribute(torch.tensor([0, 1, 2, 99], device="cpu").to("lazygt"), [S0])
+        bad = torch.arange(10.0).reshape(5, 2).index_select(0, at)
+        with pytest.raises(lazygt.ExecutionError, match=r"index_select.*worker 1: IndexError"):
+            s.synchronize()
+        with pytest.raises(lazygt.ExecutionError, match=r"index_select.*worker 1: IndexError"):
+            bad.sum().item()

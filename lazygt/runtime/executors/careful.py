@@ -81,13 +81,20 @@ class Careful:
                     poison, failed = Failed(failure), True
             if poison is not None:
                 if node.op in MEETINGS or node.op in HALVES or node.op == WAIT:
-                    group.abandon(f"{poison.failure.kind}: {poison.failure.detail}")
+                    self._part(poison.failure, failures)
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:
                     self.returned = poison
             for dead in self.schedule.frees[number]:
                 values.pop(dead, None)
         return failures
+
+    @staticmethod
+    def _part(failure: Failure, failures: list[Failure]) -> None:
+        """Leave the ranks that wait for what can't be computed here; the client is told why."""
+        left = group.abandon(f"{failure.kind}: {failure.detail}")
+        if left and failure.kind != COLLECTIVE_ERROR and failure not in failures:
+            failures.append(failure)
 
     def _node(
         self,
