@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 from lazygt.transfer.control import Connection, Deadline, Message
+from lazygt.transfer.errors import SenderGone
 from lazygt.transfer.incoming import Aborted, Incoming, Wake
 from lazygt.transfer.reading import Readings
 
@@ -38,6 +39,8 @@ class Listening(Readings):
         for message in link.receive():
             if message["kind"] == "ping":
                 self._answer(link, message, "pong")
+            elif message["kind"] == "refuse":  # at once: the sender hangs up after it
+                raise SenderGone(f"the sender turned it away: {message.get('why')}")
             else:
                 self._inbox.append(message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
 _DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own
 _ASK_AGAIN_SECONDS = 1e-3
 _PING_SECONDS = 0.4  # for a sign of life, on a busy machine
+_TURNED_AWAY = 4  # that an error names, the last ones
 
 
 class Peers:
@@ -47,6 +49,8 @@ class Peers:
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._strangers: list[Connection] = []
+        #: who was turned away since enough were there, and why
+        self._turned_away: deque[str] = deque(maxlen=_TURNED_AWAY)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.connected: list[Peer] = []
         #: of the transfer that runs; newcomers join the next one
@@ -134,11 +138,13 @@ class Peers:
         while len(self.connected) < count:
             if deadline.expired:
                 here = ", ".join(peer.name for peer in self.connected) or "none"
+                away = "; turned away: " + ", ".join(self._turned_away) if self._turned_away else ""
                 raise TransferError(
                     f"waited {deadline.seconds:g} s for {count} receiver(s) at {self.address}; "
-                    f"connected: {here}. Start them with this address."
+                    f"connected: {here}{away}. Start them with this address."
                 )
             self.pump(deadline.remaining)
+        self._turned_away.clear()
 
     def pump(self, seconds: float) -> None:
         """Wait at most so long for something to happen, and take it in."""
@@ -226,6 +232,7 @@ class Peers:
         why = self._unwelcome(hello)
         deadline = Deadline(_HELLO_SECONDS)
         if why is not None:
+            self._turned_away.append(f"{hello.get('name')!r} ({why})")
             connection.send({"kind": "refuse", "why": why}, deadline)
             connection.close()
             return

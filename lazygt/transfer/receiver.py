@@ -157,8 +157,6 @@ class Receiver(ReceiverHooks, Listening, ABC):
         kind = message["kind"]
         if kind == "welcome":
             self._welcome = True
-        elif kind == "refuse":
-            raise SenderGone(f"the sender turned it away: {message.get('why')}")
         elif kind == "begin":
             self._give_up()
             self._guarded(link, message, self._begin)
