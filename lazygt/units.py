@@ -86,9 +86,9 @@ def shard_optimizer_state(
 ) -> torch.optim.Optimizer:
     """Store what an optimizer keeps of each parameter in blocks along an axis (ZeRO-1 and 2).
 
-    Parameters stay whole. From the second step on gradients are reduced to blocks, each rank
+    Parameters stay whole there. From the second step on gradients are reduced to blocks, each rank
     updates its block of every parameter, and the blocks are gathered. What is cut, and along which
-    dim, is as in ``fully_shard``.
+    dim, is as in ``fully_shard``; on other axes the state lies as its parameter does.
 
     Returns:
         The optimizer.
@@ -102,18 +102,21 @@ def shard_optimizer_state(
     placed = WeakIdKeyDictionary()
 
     def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = [
-            value
+        new = [
+            (value, parameter)
             for parameter, state in optimizer.state.items()
             for value in state.values()
-            if isinstance(value, LazyTensor) and value.shape == parameter.shape
+            if isinstance(value, LazyTensor)
+            and isinstance(parameter, LazyTensor)
+            and value.shape == parameter.shape
+            and value not in placed
         ]
-        new = [value for value in found if value not in placed]
-        for t, before in zip(new, stored_now(new) if new else [], strict=True):
+        homes = stored_now(parameter for _, parameter in new) if new else []
+        for (t, _), home in zip(new, homes, strict=True):
             placed[t] = True
-            dim = _dim(tuple(t.shape), before.labels, at, parts)
+            dim = _dim(tuple(t.shape), home.labels, at, parts)
             if dim is not None:
-                labels = (*before.labels[:at], Sharded(dim), *before.labels[at + 1 :])
+                labels = (*home.labels[:at], Sharded(dim), *home.labels[at + 1 :])
                 store(t, Stored(labels, True))
 
     optimizer.register_step_post_hook(place)

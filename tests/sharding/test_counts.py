@@ -140,6 +140,24 @@ def test_zero_scatters_gradients_and_gathers_what_was_updated(ranks: int) -> Non
     assert found == each(model, reduce_scatter, "data") + each(model, all_gather, "data")
 
 
+def test_zero_beside_megatron_moves_what_a_rank_of_the_model_has() -> None:
+    def mlp() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+
+    def place(model: nn.Module) -> nn.Module:
+        table = {"0": lazygt.column_parallel(), "2": lazygt.row_parallel()}
+        return lazygt.data_parallel(lazygt.parallelize(model, table))
+
+    mesh = {"data": 2, "model": 2}
+    found = counts(mesh, mlp, place, squares("data"), "zero")
+    up, wide, down, narrow = gradients(mlp())
+    cut = [up // 2, down // 2, narrow]  # the wide bias has one dim, and that is the model's
+    expected = Counter(meet(each, "data") for each in cut for meet in (reduce_scatter, all_gather))
+    assert found == expected + Counter(
+        {all_reduce(wide // 2, "data"): 1, all_reduce(A // 2, "model"): 1}
+    )
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_hsdp_reduces_over_replicas_what_a_shard_has(replicas: int, optimizer: str) -> None:
