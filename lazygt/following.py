@@ -44,8 +44,13 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
-    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
+    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for.
+
+    A view of a larger tensor lies as that does.
+    """
     if not isinstance(value, LazyTensor) or value.shape != parameter.shape:
+        return False
+    if value._view is not None:
         return False
     cell = value._cell
     return not cell.placed and cell.remote is not None and cell.remote.stored is None

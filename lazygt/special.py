@@ -175,7 +175,7 @@ def _set_storage(
     flat = torch.empty(0, dtype=target.dtype).set_(storage)
     offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
     stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))
-    cell = recorder_storage_cell(recorder, storage, flat)
+    cell = _storage_cell(recorder, storage, flat, flat.as_strided(size, stride, offset))
     whole = wrapper(cell.meta, cell, None)
     plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride
     shown = whole if plain else recorder.record(
@@ -184,15 +184,22 @@ def _set_storage(
     return target
 
 
-def recorder_storage_cell(recorder: Recorder, storage: Any, flat: torch.Tensor) -> Cell:
-    """The cell of a CPU storage: tensors that share the storage share the cell."""
+def _storage_cell(
+    recorder: Recorder, storage: Any, flat: torch.Tensor, shown: torch.Tensor
+) -> Cell:
+    """The cell of a CPU storage: tensors that share the storage share the cell.
+
+    It has the shape of the first of them if that shows the storage from end to end in order:
+    nearly all do, and are no views then.
+    """
     known = getattr(storage, "_lazygt_cells", None)
     if known is None:
         known = {}
         storage._lazygt_cells = known
     key = (id(recorder), flat.dtype)
     if key not in known:
-        known[key] = recorder.to_lazy(flat)._cell
+        whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
+        known[key] = recorder.to_lazy(whole)._cell
     cell: Cell = known[key]
     return cell
 

@@ -228,6 +228,20 @@ def test_load_to_lazygt(s: lazygt.Session, tmp_path: Path, where: Any, weights_o
         assert torch.equal(loaded[name], value)
 
 
+def test_what_is_loaded_is_no_view(s: lazygt.Session, tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict() | {"none": torch.empty(0, 3)}, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", map_location="lazygt")
+    assert not any(value._is_view() or value._view for value in loaded.values())
+    assert {name: tuple(value._cell.meta.shape) for name, value in loaded.items()} == {
+        "weight": (3, 2),
+        "bias": (3,),
+        "none": (0, 3),
+    }
+    twin = nn.Linear(2, 3)
+    twin.load_state_dict({name: loaded[name] for name in ("weight", "bias")}, assign=True)
+    lazygt.fully_shard(twin, mesh_dim="workers")  # refuses views
+
+
 @pytest.mark.parametrize("where", [None, "lazygt"])
 def test_ties_survive_saving(s: lazygt.Session, tmp_path: Path, where: str | None) -> None:
     x = torch.arange(6.0)
