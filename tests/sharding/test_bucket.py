@@ -1,7 +1,7 @@
 """Which collectives travel together, and that nothing else changes.
 
 x ── sin ── AR ── u      The two sums do not need each other: one bucket, unless u comes
-x ── cos ── AR ── v      before cos, and would have to wait for it.
+x ── cos ── AR ── v      before cos, is not small, and would have to wait for it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def test_a_sum_that_needs_another_waits_for_it() -> None:
     assert together(text) == [[0], [1]]
 
 
-def test_a_bucket_is_closed_where_somebody_would_have_to_wait() -> None:
-    used = """graph {
+#: x ── sin ── AR ── exp      What exp makes is written after the next sum is ready.
+#: x ── cos ── AR
+USED = """graph {
   %0: f32[4] = input
   %1: f32[4] = aten.sin.default(%0)
   %2: f32[4] = lazygt.all_reduce(%1, 'sum', 'data')
@@ -93,9 +94,71 @@ def test_a_bucket_is_closed_where_somebody_would_have_to_wait() -> None:
   %5: f32[4] = lazygt.all_reduce(%4, 'sum', 'data')
   return %3, %5
 }"""
+
+
+def test_a_bucket_is_closed_where_somebody_would_have_to_wait() -> None:
+    used = USED.replace("[4]", "[4096]")
     assert together(used) == [[0], [1]]
-    viewed = used.replace("aten.exp.default(%2)", "aten.view.default(%2, [4])")
+    viewed = used.replace("aten.exp.default(%2)", "aten.view.default(%2, [4096])")
     assert together(viewed) == [[0, 1]]
+
+
+def test_small_ops_wait_for_the_sum_of_another() -> None:
+    assert together(USED) == [[0, 1]]
+    ops = [node.op.split(".")[1] for node in launched(parse_graph(USED)).nodes]
+    assert ops == ["sin", "cos", "launch", "wait", "exp"]
+    chain = USED.replace("= aten.exp.default(%2)", "= lazygt.all_reduce(%2, 'max', 'data')")
+    assert together(chain) == [[0, 2], [1]], "the sum of what another sum gave is small as well"
+
+
+@pytest.mark.parametrize(
+    "stays",
+    ["aten.exp_.default(%2) writes %2", "aten.bernoulli.default(%2)"],
+    ids=["written", "random"],
+)
+def test_what_does_more_than_compute_does_not_wait(stays: str) -> None:
+    assert together(USED.replace("aten.exp.default(%2)", stays)) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        "  %4: f32[4096, 4] = aten.mul.Tensor(%1, %3)",
+        "  %4: f32[4] = aten.neg_.default(%0) writes %0",
+    ],
+    ids=["read", "written"],
+)
+def test_a_small_op_waits_no_longer_than_what_comes_after_it(needed: str) -> None:
+    """Something large reads what it makes, or something writes what it reads."""
+    text = f"""graph {{
+  %0: f32[4] = input
+  %1: f32[4096, 4] = input
+  %2: f32[4] = lazygt.all_reduce(%0, 'sum', 'data')
+  %3: f32[4] = aten.add.Tensor(%2, %0)
+{needed}
+  %5: f32[4] = aten.sum.dim_IntList(%1, [0])
+  %6: f32[4] = lazygt.all_reduce(%5, 'sum', 'data')
+  return %3, %4, %6
+}}"""
+    assert together(text) == [[0], [1]]
+
+
+def test_a_sum_of_a_sum_holds_up_no_other() -> None:
+    """The second is launched after the first is waited for, where both are needed."""
+    text = """graph {
+  %0: f32[4] = input
+  %1: f32[4096] = input
+  %2: f32[4] = lazygt.all_reduce(%0, 'sum', 'data')
+  %3: f32[4] = aten.exp.default(%2)
+  %4: f32[4] = lazygt.all_reduce(%3, 'max', 'data')
+  %5: f32[4096] = aten.sin.default(%1)
+  %6: f32[4096] = lazygt.all_reduce(%5, 'sum', 'model')
+  %7: f32[4096] = aten.cos.default(%1)
+  %8: f32[4096] = aten.mul.Tensor(%7, %6)
+  %9: f32[4] = aten.neg_.default(%4) writes %4
+  return %8, %9
+}"""
+    assert together(text) == [[0], [2], [1]]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class _Buckets:
         above = [
             [index[id(other)] for other in self._directly(bucket)] for bucket in self.all
         ]  # fmt: skip
-        return [self.all[number] for number in _in_order(above, self._begins())]
+        return [self.all[number] for number in _in_order(above, self._begins(above))]
 
     def _alone(self, place: int) -> Bucket:
         bucket = _alone(place, self.meetings[place])
@@ -163,9 +163,17 @@ class _Buckets:
         """The other buckets that one depends on."""
         return [self.home[other] for member in bucket.members for other in self.above[member]]
 
-    def _begins(self) -> list[int]:
-        """For each bucket the node at which it is wanted to begin."""
-        begins = [max(self.wanted[member] for member in bucket.members) for bucket in self.all]
+    def _begins(self, above: Sequence[Sequence[int]]) -> list[int]:
+        """For each bucket the node at which it is wanted to begin.
+
+        No bucket begins before those above it have been waited for: what stands behind it in the
+        order of launch would wait for them too.
+        """
+        begins = [
+            max(*(self.wanted[member] for member in bucket.members),
+                *(self._needed(self.all[other]) for other in others), -1)
+            for bucket, others in zip(self.all, above, strict=True)
+        ]  # fmt: skip
         needed = [number for number, bucket in enumerate(self.all) if bucket.stored]
         needed.sort(key=lambda number: self._needed(self.all[number]))
         for number, former in zip(needed, [None, *needed], strict=False):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from lazygt.graph.alias import has_effect
+from lazygt.graph.alias import WRITE_BACK, has_effect
 from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MEETINGS, REDUCE_SCATTER
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes.base import placed, rebuild, view_source
 from lazygt.passes.order import dependencies
@@ -20,6 +21,9 @@ _CASTS = frozenset({"aten._to_copy.default", "aten.clone.default"})
 _LIKENESSES = frozenset({
     f"aten.{name}_like.default" for name in ("ones", "zeros", "empty", "full")
 })  # fmt: skip
+#: Bytes of all that an op reads and makes up to which it may run later than it is written:
+#: it takes no longer than its launch, and keeps no memory to speak of.
+SMALL = 4 << 10
 #: kind -> where the reduce op stands among its arguments
 _REDUCE_OP = {ALL_REDUCE: 1, REDUCE_SCATTER: 2}
 
@@ -34,8 +38,9 @@ class Meeting(NamedTuple):
         move: its arguments between the value and the op.
         nbytes: payload of this rank.
         ready: the node that makes its operand; -1 for an input.
-        used: the first node that computes with its result, views and collectives aside; the
-            number of nodes if none does.
+        used: the first node that has to wait for its result and can't run later itself, as
+            views, collectives and small pure ops can; the number of nodes if none has to.
+            Of a stored parameter the first node that computes with it, be it small or not.
         stored: the input that it gathers; None for what is computed.
         above: the meetings that it depends on, as bits.
     """
@@ -73,16 +78,18 @@ def survey(graph: Graph) -> Survey:
     numbers = [n for n, node in enumerate(graph.nodes) if node.op in MEETINGS]
     if not numbers:
         return Survey(graph, (), before)
-    above, makers, uses, values = _above(graph, before), _makers(graph), _uses(graph), graph.values
+    above, makers, values = _above(graph, before), _makers(graph), graph.values
+    computed = _uses(graph, before, _passes_on)
+    uses = _uses(graph, before, lambda node: _passes_on(node) or _is_small(node, values))
     found = []
-    for number, (node, results) in enumerate(graph.numbered()):
-        if node.op not in MEETINGS:
-            continue
+    for number in numbers:
+        node = graph.nodes[number]
         operand, made = node.args[0].index, node.fresh[0]
         meta = values[operand]
         assert meta is not None
         assert made is not None
         place = _REDUCE_OP.get(node.op)
+        stored = _stored(graph, operand, makers) if node.op == ALL_GATHER else None
         found.append(
             Meeting(
                 number,
@@ -93,8 +100,8 @@ def survey(graph: Graph) -> Survey:
                 tuple(node.args[1 : place or -1]),
                 made.nbytes if node.op == ALL_GATHER else meta.nbytes,
                 makers[operand],
-                uses[results[0]],
-                _stored(graph, operand, makers) if node.op == ALL_GATHER else None,
+                uses[number] if stored is None else computed[number],
+                stored,
                 above[number],
             )
         )
@@ -150,17 +157,27 @@ def _makers(graph: Graph) -> list[int]:
     return found
 
 
-def _uses(graph: Graph) -> list[int]:
-    """For each value the first node that computes with it."""
-    end = len(graph.nodes)
-    found = [end] * len(graph.values)
-    rows = list(enumerate(graph.numbered()))
-    for number, (node, results) in reversed(rows):
-        passes_on = view_source(node) is not None or node.op in MEETINGS
-        use = min((found[value] for value in results), default=end) if passes_on else number
-        for value in (*node.refs(), *node.writes):
-            found[value] = min(found[value], use)
+def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], bool]) -> list[int]:
+    """For each node the first that waits for it, those aside that can wait themselves."""
+    found = [len(graph.nodes)] * len(graph.nodes)
+    for number in reversed(range(len(graph.nodes))):
+        use = found[number] if passes_on(graph.nodes[number]) else number
+        for other in before[number]:
+            found[other] = min(found[other], use)
     return found
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether a node does not compute."""
+    return view_source(node) is not None or node.op in MEETINGS
+
+
+def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
+    """Whether a node may run later: it only computes its results, and next to nothing."""
+    if node.writes or node.op == WRITE_BACK or has_effect(node):
+        return False
+    metas = (*(values[value] for value in node.refs()), *node.results)
+    return sum(meta.nbytes for meta in metas if meta is not None) <= SMALL
 
 
 def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
