@@ -29,19 +29,18 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
     from lazygt.following import register as _follow
-    from lazygt.parallel import (
+    from lazygt.parallel import data_parallel, parallelize
+    from lazygt.pipeline import stage
+    from lazygt.session import Session, current
+    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
+    from lazygt.sharding import distribute, redistribute
+    from lazygt.styles import (
         column_parallel,
-        data_parallel,
-        parallelize,
         prepare_module_input,
         row_parallel,
         sequence_parallel,
         vocab_parallel,
     )
-    from lazygt.pipeline import stage
-    from lazygt.session import Session, current
-    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
-    from lazygt.sharding import distribute, redistribute
     from lazygt.tensor import LazyTensor
     from lazygt.units import fully_shard, shard_optimizer_state
 

@@ -1,4 +1,4 @@
-"""Ways to lay out whole modules on the mesh, named as in ``torch.distributed.tensor.parallel``.
+"""Ways to lay out whole modules on the mesh.
 
     lazygt.parallelize(model, {
         "tokens": lazygt.vocab_parallel(),
@@ -13,96 +13,38 @@ such a style wants its collectives. Styles change where values lie, never the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
-from lazygt.graph.label import Replicated
-from lazygt.graph.mesh import Stored
+from lazygt.graph.label import Anyhow, Replicated, placement_of
+from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.session import current
-from lazygt.sharding import (
-    Placements,
-    drop_hooks,
-    mesh_of,
-    own_parameter,
-    placed,
-    placement_for,
-    store,
-    stored_now,
-    unsaid,
-)
-from lazygt.tensor import LazyTensor, meta_of
+from lazygt.sharding import Placements, own_parameter, placement_for, store, stored_now, unsaid
+from lazygt.styles import Style, hold, torch_placements
+from lazygt.tensor import Cell, LazyTensor, meta_of
+
+Plan = Mapping[str, Placements | Style]
+#: The name of a module -> the pattern that gives it a style, and the style.
+_Styles = Mapping[str, tuple[str, Style]]
+#: Names that an error shows of a module's.
+_SHOWN = 8
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a module lies on one axis of the mesh.
+class _Said(NamedTuple):
+    """What is said of a parameter by one of its names.
 
     Attributes:
-        mesh_dim: the axis.
-        parameters: placements of the module's own parameters, by name; others are whole.
-        inputs: placements of the positional arguments, in order; None: as it comes.
-        output: the placement of what it returns, or of the first tensor of that; None: as it is.
+        labels: one an axis; ``Anyhow`` on those that nothing is said of.
     """
 
-    mesh_dim: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    inputs: tuple[Any, ...] = ()
-    output: Any = None
-
-
-def column_parallel(
-    mesh_dim: str = "model", input_layouts: Any = None, output_layouts: Any = None
-) -> Style:
-    """A linear layer cut by its outputs: each rank computes some of the features.
-
-    Args:
-        input_layouts: how the input, and its gradient, lies; by default whole. ``Shard(1)``: in
-            blocks of the sequence, which are gathered here.
-        output_layouts: how the output lies; by default in blocks of features.
-    """
-    shard, whole = _placements()
-    return Style(
-        mesh_dim, {"weight": shard(0), "bias": shard(0)}, (input_layouts or whole,), output_layouts
-    )
-
-
-def row_parallel(mesh_dim: str = "model", output_layouts: Any = None) -> Style:
-    """A linear layer cut by its inputs: each rank adds some of them, the sums are reduced.
-
-    Args:
-        output_layouts: how the output, and its gradient, lies; by default whole. ``Shard(1)``: in
-            blocks of the sequence.
-    """
-    shard, whole = _placements()
-    return Style(mesh_dim, {"weight": shard(1)}, (), output_layouts or whole)
-
-
-def sequence_parallel(mesh_dim: str = "model", sequence_dim: int = 1) -> Style:
-    """A norm or dropout on blocks of the sequence; its parameters are whole."""
-    shard, _ = _placements()
-    return Style(mesh_dim, {}, (shard(sequence_dim),), shard(sequence_dim))
-
-
-def vocab_parallel(mesh_dim: str = "model", output_layouts: Any = None) -> Style:
-    """An embedding cut by words: each rank looks up those it has, the results are reduced.
-
-    For the head that gives logits, ``column_parallel()`` cuts by words as well: a cross-entropy
-    of its output exchanges numbers a token, not logits.
-
-    Args:
-        output_layouts: as in ``row_parallel``.
-    """
-    shard, whole = _placements()
-    return Style(mesh_dim, {"weight": shard(0)}, (), output_layouts or whole)
-
-
-def prepare_module_input(*input_layouts: Any, mesh_dim: str = "model") -> Style:
-    """How the positional arguments of any module lie, for layers that share one input."""
-    return Style(mesh_dim, {}, input_layouts)
+    name: str
+    parameter: LazyTensor
+    labels: Placement
+    pinned: bool
 
 
 def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
@@ -116,19 +58,19 @@ def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
     Raises:
         ValueError: the mesh has no such axis, or a parameter is no lazygt tensor of its own.
     """
-    return parallelize(module, {"*": {mesh_dim: _placements()[1]}}, pinned=True)
+    return parallelize(module, {"*": {mesh_dim: torch_placements()[1]}}, pinned=True)
 
 
-def parallelize(
-    module: nn.Module, plan: Mapping[str, Placements | Style], pinned: bool = False
-) -> nn.Module:
+def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Module:
     """Store a module's parameters as ``plan`` says; each stays the object that it is.
 
     Args:
         plan: names of parameters -> placements, or names of modules -> styles, with ``*`` for any
-            text. The first pattern that fits a name counts. Along an axis that a dict of
-            placements does not name, a parameter keeps what it has; whole at first. Of a
-            parameter with several names (a tied head) the first that fits a pattern counts.
+            text. The first pattern that fits a parameter's name counts; the style of its module
+            does where it names the parameter, and along the style's axis also where nothing else
+            speaks of it: it is whole then. Along an axis of which nothing is said a parameter
+            keeps what it has; whole at first. What is said of the names of one parameter (a tied
+            head) is said together.
         pinned: see ``distribute``; of placements only, styles are pinned.
 
     A module's style is also that of its copies, and counts in later sessions whose mesh has the
@@ -138,134 +80,151 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: a pattern that fits nothing, or a placement that a parameter can't have;
+        ValueError: a pattern that counts for nothing, a style for parameters that its module
+            does not have, a placement that a parameter can't have, or several for one parameter;
             nothing has been placed then.
     """
-    tables = {pattern: one for pattern, one in plan.items() if isinstance(one, Style)}
-    found, fits = _styled(module, tables)
-    wanted = _of_styles(module, found)
-    rest = {pattern: one for pattern, one in plan.items() if not isinstance(one, Style)}
-    unused = set(rest)
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        pattern = next((p for p in rest if fnmatchcase(name, p)), None)
-        if pattern is not None:
-            unused.discard(pattern)
-            wanted.setdefault(name, (rest[pattern], pinned))
-    _check_used(module, unused, set(tables) - fits)
-    _store(module, wanted)
-    for name, style in found.items():
-        _hold(module.get_submodule(name), style)
+    mesh = current().mesh
+    styles = _styles(module, plan, mesh)
+    _check_counted(module, plan, styles)
+    found: dict[Cell, _Said] = {}
+    for said in _said(module, plan, styles, pinned, mesh):
+        first = found.setdefault(said.parameter._cell, said)
+        _check_agree(first, said, mesh)
+        both = first.pinned or said.pinned
+        found[said.parameter._cell] = _filled(first, said)._replace(pinned=both)
+    for said in _left_whole(module, styles, mesh):
+        first = found.setdefault(said.parameter._cell, said)
+        found[said.parameter._cell] = _filled(first, said)
+    _store(list(found.values()), mesh)
+    for name, (_, style) in styles.items():
+        hold(module.get_submodule(name), style)
     return module
 
 
-def _styled(module: nn.Module, tables: Mapping[str, Style]) -> tuple[dict[str, Style], set[str]]:
-    """The style of each module that has one, and the patterns that fitted."""
-    found, fits = {}, set()
-    for name, _ in module.named_modules():
-        pattern = next((p for p in tables if fnmatchcase(name, p)), None)
-        if pattern is not None:
-            found[name] = tables[pattern]
-            fits.add(pattern)
-    for style in found.values():
-        current().mesh.size(style.mesh_dim)
-    return found, fits
+# -- what counts ---------------------------------------------------------------------------------
 
 
-def _of_styles(module: nn.Module, found: Mapping[str, Style]) -> dict[str, tuple[Placements, bool]]:
-    """How the parameters of modules that have a style are stored: placements, and pinned."""
-    return {
-        f"{name}.{own}".lstrip("."): (
-            {style.mesh_dim: style.parameters.get(own, _placements()[1])},
-            True,
+def _styles(module: nn.Module, plan: Plan, mesh: Mesh) -> _Styles:
+    """The style of each module that has one, by name."""
+    tables = [(pattern, one) for pattern, one in plan.items() if isinstance(one, Style)]
+    found = {}
+    for name, inner in module.named_modules():
+        fits = next((table for table in tables if fnmatchcase(name, table[0])), None)
+        if fits is not None:
+            _check_style(name, inner, fits[1], mesh)
+            found[name] = fits
+    return found
+
+
+def _check_style(name: str, module: nn.Module, style: Style, mesh: Mesh) -> None:
+    mesh.size(style.mesh_dim)
+    own = [one for one, _ in module.named_parameters(recurse=False)]
+    if style.parameters and style.parameters.keys().isdisjoint(own):
+        cut = " and ".join(map(repr, style.parameters))
+        raise ValueError(
+            f"the style of module {name!r} places its {cut}, but {type(module).__name__} has no "
+            f"such parameter of its own; give the style to the layers inside it"
         )
-        for name, style in found.items()
-        for own, _ in module.get_submodule(name).named_parameters(recurse=False)
-    }
 
 
-def _check_used(module: nn.Module, parameters: set[str], modules: set[str]) -> None:
-    if parameters:
-        names = ", ".join(name for name, _ in module.named_parameters())
-        raise ValueError(f"no parameter fits {min(parameters)!r}; the module has: {names}")
-    if modules:
-        names = ", ".join(name for name, _ in module.named_modules() if name)
-        raise ValueError(f"no module fits {min(modules)!r}; there are: {names}")
+def _pattern(name: str, plan: Plan, styles: _Styles) -> str | None:
+    """The pattern that counts for a parameter of this name; None: none speaks of it."""
+    module, _, own = name.rpartition(".")
+    for pattern, one in plan.items():
+        if isinstance(one, Style):
+            if styles.get(module) == (pattern, one) and own in one.parameters:
+                return pattern
+        elif fnmatchcase(name, pattern):
+            return pattern
+    return None
 
 
-def _store(module: nn.Module, wanted: Mapping[str, tuple[Placements, bool]]) -> None:
-    mesh = current().mesh
-    named = _named(module, wanted)
-    made: list[tuple[LazyTensor, Stored]] = []
-    for (name, t), before in zip(named, stored_now(t for _, t in named), strict=True):
-        placements, pinned = wanted[name]
-        what = f"parameter {name!r} of {meta_of(t)}"
-        labels = placement_for(what, t.dim(), placements, mesh, before.labels)
+def _check_counted(module: nn.Module, plan: Plan, styles: _Styles) -> None:
+    """Raise ValueError for a pattern that counts for no name."""
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in module.named_modules()]
+    counted = {_pattern(name, plan, styles) for name in parameters}
+    counted |= {pattern for pattern, _ in styles.values()}
+    for pattern in (one for one in plan if one not in counted):
+        is_style = isinstance(plan[pattern], Style)
+        what, names = ("module", modules) if is_style else ("parameter", parameters)
+        fits = next((name for name in names if fnmatchcase(name, pattern)), None)
+        if fits is None:
+            raise ValueError(f"no {what} fits {pattern!r}; {_nearest(pattern, names)}")
+        raise ValueError(
+            f"{pattern!r} counts for no {what}: for {fits!r} a pattern before it does; put what "
+            f"is special first"
+        )
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    shown = get_close_matches(pattern, filter(None, names), _SHOWN, cutoff=0)
+    return f"the nearest names are: {', '.join(shown)}" if shown else "there is none"
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+
+def _said(
+    module: nn.Module, plan: Plan, styles: _Styles, pinned: bool, mesh: Mesh
+) -> Iterator[_Said]:
+    """What the pattern that counts says, for each name of a parameter that has one."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        pattern = _pattern(name, plan, styles)
+        one = None if pattern is None else plan[pattern]
+        if isinstance(one, Style):
+            placement = one.parameters[name.rpartition(".")[2]]
+            yield _of(name, parameter, {one.mesh_dim: placement}, True, mesh)
+        elif one is not None:
+            yield _of(name, parameter, one, pinned, mesh)
+
+
+def _left_whole(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator[_Said]:
+    """What a style says of its module's parameters where nothing else does."""
+    _, whole = torch_placements()
+    for name, (_, style) in styles.items():
+        for own, parameter in module.get_submodule(name).named_parameters(recurse=False):
+            full = f"{name}.{own}".lstrip(".")
+            yield _of(full, parameter, {style.mesh_dim: whole}, True, mesh)
+
+
+def _of(
+    name: str, parameter: nn.Parameter, placements: Placements, pinned: bool, mesh: Mesh
+) -> _Said:
+    t = own_parameter(name, parameter)
+    what = f"parameter {name!r} of {meta_of(t)}"
+    return _Said(name, t, placement_for(what, t.dim(), placements, mesh, unsaid(mesh)), pinned)
+
+
+def _check_agree(first: _Said, other: _Said, mesh: Mesh) -> None:
+    """Raise ValueError where two names of one parameter are to lie differently."""
+    for axis, a, b in zip(mesh.names, first.labels, other.labels, strict=True):
+        if a != b and not isinstance(a, Anyhow) and not isinstance(b, Anyhow):
+            raise ValueError(
+                f"parameters {first.name!r} and {other.name!r} are one tensor, but on axis "
+                f"{axis!r} of the mesh {mesh} the plan says {placement_of(a)!r} of the first and "
+                f"{placement_of(b)!r} of the second; say the same of both"
+            )
+
+
+def _filled(first: _Said, other: _Said) -> _Said:
+    """The first; of what it says nothing of, what the other says."""
+    labels = tuple([
+        b if isinstance(a, Anyhow) else a for a, b in zip(first.labels, other.labels, strict=True)
+    ])  # fmt: skip
+    if labels == first.labels:
+        return first
+    return first._replace(labels=labels, pinned=first.pinned or other.pinned)
+
+
+def _store(found: Collection[_Said], mesh: Mesh) -> None:
+    for said, before in zip(found, stored_now(one.parameter for one in found), strict=True):
+        labels = tuple([
+            had if isinstance(label, Anyhow) else label
+            for label, had in zip(said.labels, before.labels, strict=True)
+        ])  # fmt: skip
         unit = before.unit
         if unit is not None and labels[mesh.names.index(unit.axis)] == Replicated():
             unit = None
-        made.append((t, Stored(labels, pinned or before.pinned, unit)))
-    for t, stored in made:
-        store(t, stored)
-
-
-def _named(module: nn.Module, names: Container[str]) -> list[tuple[str, LazyTensor]]:
-    """The parameters of these names; one that has several of them, only by the first."""
-    found: dict[int, tuple[str, LazyTensor]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in names:
-            found.setdefault(id(parameter), (name, own_parameter(name, parameter)))
-    return list(found.values())
-
-
-def _hold(module: nn.Module, style: Style) -> None:
-    """Place what goes into a module, and what comes out, whenever it is called."""
-    drop_hooks(module, _Laying, style.mesh_dim)
-    if style.inputs:
-        module.register_forward_pre_hook(_Before(style.mesh_dim, style.inputs))
-    if style.output is not None:
-        module.register_forward_hook(_After(style.mesh_dim, style.output))
-
-
-@dataclass(frozen=True)
-class _Laying:
-    """The hook of a module that has a style."""
-
-    mesh_dim: str
-    layout: Any
-
-
-class _Before(_Laying):
-    """Lays what goes in."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        here = [_laid(arg, self.mesh_dim, one) for arg, one in zip(args, self.layout, strict=False)]
-        return (*here, *args[len(here) :])
-
-
-class _After(_Laying):
-    """Lays what comes out."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (_laid(output[0], self.mesh_dim, self.layout), *output[1:])
-        return _laid(output, self.mesh_dim, self.layout)
-
-
-def _laid(value: Any, mesh_dim: str, layout: Any) -> Any:
-    """A tensor pinned on one axis, if its session has that; anything else as it is."""
-    if layout is None or not isinstance(value, LazyTensor):
-        return value
-    mesh = mesh_of(value)
-    if mesh_dim not in mesh.names:
-        return value
-    what = f"a tensor of {meta_of(value)}"
-    labels = placement_for(what, value.dim(), {mesh_dim: layout}, mesh, unsaid(mesh))
-    return placed(value, Stored(labels, pinned=True))
-
-
-def _placements() -> tuple[Callable[[int], Any], Any]:
-    """torch's ``Shard`` and ``Replicate()``."""
-    # why: torch.distributed.tensor takes 0.3 s to load, and few sessions shard
-    from torch.distributed.tensor import Replicate, Shard
-
-    return Shard, Replicate()
+        store(said.parameter, Stored(labels, said.pinned or before.pinned, unit))

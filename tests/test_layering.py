@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "function",
                 "parallel",
                 "pipeline",
+                "styles",
                 "sharding",
                 "units",
             }
