@@ -123,7 +123,8 @@ def _identity(tensor: Tensor) -> object:
     if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel():
         return id(tensor)
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return tensor.device, place, tuple(tensor.shape), tensor.stride(), tensor.dtype
+    seen = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, place, seen
 
 
 def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:

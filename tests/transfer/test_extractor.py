@@ -63,6 +63,19 @@ def test_ties_are_found_and_lookalikes_are_not() -> None:
     assert ties == {**dict.fromkeys(model), "b": "a"}
 
 
+def test_a_conjugate_of_the_same_memory_is_no_tie() -> None:
+    values = torch.randn(3, dtype=torch.complex64)
+    model = {
+        "values": values,
+        "conjugate": values.conj(),
+        "again": values.conj(),
+        "imag": values.imag,
+        "negative": values.conj().imag,
+    }
+    ties = {spec.name: spec.alias_of for spec in ModuleExtractor(model).manifest().params}
+    assert ties == {**dict.fromkeys(model), "again": "conjugate"}
+
+
 def test_groups_and_names_can_be_chosen() -> None:
     extractor = ModuleExtractor(
         Net(), group=lambda name: name.split(".")[0], rename=lambda name: f"model.{name}"
