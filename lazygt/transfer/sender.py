@@ -14,18 +14,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from lazygt.transfer.batches import Batcher, Request
 from lazygt.transfer.bytework import Crew, checksum_named
 from lazygt.transfer.control import Deadline, Message
-from lazygt.transfer.errors import (
-    ReceiverDied,
-    ReceiverFrozen,
-    ReceiverRefused,
-    TransferError,
-)
+from lazygt.transfer.errors import ReceiverDied, ReceiverFrozen, ReceiverRefused, TransferError
 from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.hooks import SenderHooks
 from lazygt.transfer.outgoing import Outgoing
@@ -36,6 +30,7 @@ from lazygt.transfer.report import Progress, TransferReport
 from lazygt.transfer.spec import Manifest
 
 _ABORT_SECONDS = 0.1  # for a message of 30 bytes; who does not take it is told by what comes next
+_UNREAD = 64  # requests: with more answers than a socket holds, both sides would wait to send
 _COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
 
 
@@ -155,22 +150,17 @@ class Sender(SenderHooks, ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- for strategies --------------------------------------------------------------------
 
     def announce(self, out: Outgoing, request: Request, checks: Sequence[int], **more: Any) -> None:
         """Tell the receivers of a request; ``checks`` are the checksums of its pieces."""
+        self.wait_staged(out, out.requests - _UNREAD)
         out.requests += 1
         out.done += sum(piece.nbytes for piece in request)
-        message = {"kind": "data", "pieces": [list(piece) for piece in request], **more}
-        self._tell_all(out, {**message, "checks": list(checks)})
+        self._tell_all(out, {"kind": "data", "pieces": request, "checks": checks, **more})
 
     def wait_staged(self, out: Outgoing, requests: int) -> None:
         """Wait until every receiver has taken in so many requests."""
@@ -288,9 +278,9 @@ class Sender(SenderHooks, ABC):
                     lost += error.receivers
 
     def _abort(self, out: Outgoing) -> None:
+        message = {"kind": "abort", "transfer": out.number}
         for peer in list(self._peers.active):
             try:
-                message = {"kind": "abort", "transfer": out.number}
                 self._peers.tell(peer, message, Deadline(_ABORT_SECONDS), ())
             except TransferError:
                 continue  # the first failure is what the caller hears of; this one is dropped too

@@ -54,6 +54,18 @@ def test_names_dtypes_shapes_order_and_ties_arrive(stage: MakeStage, strategy: s
     assert not reader.ask("shares", "embed.weight", "layer.0.weight")
 
 
+def test_a_parameter_of_many_requests(stage: MakeStage, strategy: str) -> None:
+    """More than fit unread into a socket."""
+    here = stage(strategy)
+    sender = here.sender()
+    readers = here.readers(sender, 2)
+    model = {"w": torch.randn(1_500_000)}
+    report = lazygt.transfer(model, sender, timeout=20.0)
+    assert report.requests == (1 if strategy == "broadcast" else -(-6_000_000 // 8192))
+    for reader in readers:
+        assert reader.ask("checksums") == (1, checksums(model))
+
+
 def test_casts_happen_by_name(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender()
