@@ -66,6 +66,7 @@ class Connection:
         self._sock = sock
         self._received = bytearray()
         self._fds: deque[int] = deque()
+        self._torn = False
         sock.setblocking(False)
         size = _CREDENTIALS.size
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -88,10 +89,13 @@ class Connection:
         """Send a message.
 
         Raises:
-            PeerGone: there is no one to send it to.
+            PeerGone: there is no one to send it to, or an earlier message was interrupted.
             TimeoutError: the other end has not read what came before until the deadline.
         """
         body = msgpack.packb(message)
+        if self._torn:
+            raise PeerGone
+        self._torn = True  # until all of it is on its way
         data = memoryview(_LENGTH.pack(len(body)) + body)
         while data:
             try:
@@ -102,6 +106,7 @@ class Connection:
             except OSError as error:
                 raise PeerGone from error
             data, fds = data[sent:], ()
+        self._torn = False
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yield the messages that have arrived; does not wait.

@@ -131,7 +131,9 @@ class Sender(SenderHooks, ABC):
             self.version, self._sent, self._digests = version, out.manifest, out.digests
             lost = self._commit(out)
         except BaseException:
-            if not committed:
+            if committed:
+                self._drop_undecided()
+            else:
                 self._abort(out)
             raise
         finally:
@@ -276,6 +278,11 @@ class Sender(SenderHooks, ABC):
                     self._peers.drop_named(error.receiver)
                 except ReceiverFrozen as error:
                     lost += error.receivers
+
+    def _drop_undecided(self) -> None:
+        """Let who may not know of the decision come back, and get the next version."""
+        for peer in [peer for peer in self._peers.active if "committed" not in peer.said]:
+            self._peers.drop(peer)
 
     def _abort(self, out: Outgoing) -> None:
         message = {"kind": "abort", "transfer": out.number}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from lazygt.transfer import (
     TransferError,
 )
 from lazygt.transfer.batches import Request
-from lazygt.transfer.control import Deadline
+from lazygt.transfer.control import Connection, Deadline
+from lazygt.transfer.peers import Peers
 from lazygt.transfer.sender import Outgoing
 from tests.transfer.child import RECEIVERS, Accident, checksums, weights
 from tests.transfer.conftest import Stage
@@ -158,6 +160,57 @@ def test_an_extractor_may_fail(stage: MakeStage, strategy: str) -> None:
     lazygt.transfer(weights(2), sender, timeout=20.0)
     for reader in readers:
         assert reader.ask("checksums") == (2, checksums(weights(2)))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_ctrl_c_in_the_middle_of_the_decision(
+    stage: MakeStage, strategy: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may not know of it joins again; its memory is not waited for."""
+    here = stage(strategy)
+    sender = here.sender()
+    readers = here.readers(sender, 2)
+    lazygt.transfer(weights(1), sender, timeout=20.0)
+    tell, commits = Peers.tell, iter(range(3))
+
+    def tell_some(peers: Peers, peer: Any, message: Any, *args: Any) -> None:
+        if message["kind"] == "commit" and next(commits) == told:
+            raise KeyboardInterrupt
+        tell(peers, peer, message, *args)
+        if message["kind"] == "commit" and told == 2:
+            patch.setattr(Peers, "wait", interrupt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Peers, "tell", tell_some)
+        with pytest.raises(KeyboardInterrupt):
+            lazygt.transfer(weights(2), sender, timeout=20.0)
+    for version in (3, 4):
+        sender.wait_for_receivers(2, 20.0)
+        assert lazygt.transfer(weights(version), sender, timeout=20.0).version == version
+        for reader in readers:
+            assert reader.ask("checksums") == (version, checksums(weights(version)))
+
+
+def test_ctrl_c_in_the_middle_of_a_message(
+    stage: MakeStage, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    model = {f"layer.{'long' * 2_000}.{number}": torch.ones(2) for number in range(100)}
+    reader.signal(signal.SIGSTOP)  # so that it does not read its manifest
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "_wait_for_room", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lazygt.transfer(model, sender, timeout=20.0)
+    reader.signal(signal.SIGCONT)
+    sender.wait_for_receivers(1, 20.0)
+    lazygt.transfer(model, sender, timeout=20.0)
+    assert reader.ask("checksums") == (1, checksums(model))
 
 
 def flip_a_byte(sender: Sender, out: Outgoing, param: int) -> None:
