@@ -165,6 +165,14 @@ def test_programs_are_in_that_order(stages: int, microbatches: int) -> None:
         assert most == min(stages - stage, microbatches)
 
 
+def test_a_dropout_changes_neither_the_order_nor_what_is_sent() -> None:
+    plain, dropping = (
+        cut(recorded(lambda p=p: MLP(dropout=p), "pipe=2", 4))[0] for p in (0.0, 0.5)
+    )  # fmt: skip
+    assert list(_exchanged(dropping, 1)) == list(_exchanged(plain, 1))
+    assert [c.nbytes for c in communications(dropping)] == [c.nbytes for c in communications(plain)]
+
+
 def _exchanged(graph: Graph, peer: int) -> Iterator[bool]:
     """For each send to a rank and receipt from it, whether it was a receipt."""
     for node in graph.nodes:

@@ -34,7 +34,8 @@ from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes.base import renumbered
 from lazygt.passes.build import Builder
 from lazygt.passes.sharding import trees
-from lazygt.passes.sharding.taking import LogicalRank, is_blank, operands_of
+from lazygt.passes.sharding.blanks import is_blank
+from lazygt.passes.sharding.taking import LogicalRank, operands_of
 from lazygt.passes.sharding.trees import Line
 
 Placements = Sequence[Placement]

@@ -14,6 +14,7 @@ from lazygt.graph.label import Held, Label, Replicated
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.node import Graph, Node
+from lazygt.passes.sharding.blanks import unlikened
 from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.onefoneb import ordered
 from lazygt.passes.sharding.places import ENTER, LEAVE, PLACE
@@ -62,7 +63,8 @@ def shard_stages(
     local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
     graphs: list[Graph] = [graph] * mesh.world_size
     labels: list[Label] = []
-    for line, one in zip(mesh.lines(axis), local.graphs, strict=True):
+    for line, each in zip(mesh.lines(axis), local.graphs, strict=True):
+        one = unlikened(each)  # so that a dropout's mask, which all ranks draw, is of no stage
         found = assign(one, homes)
         order = ordered(one, found, len(line))
         parts, labels = split(one, found, order, axis, len(line))

@@ -18,6 +18,7 @@ from lazygt.graph.label import RECV, SEND, Held, Label, Replicated, local_meta
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Graph, Node, ref
 from lazygt.passes.base import Placed, placed, rebuild, view_source
+from lazygt.passes.sharding.blanks import blank
 from lazygt.passes.sharding.stages import EVERY, Stages, is_draw, written
 
 
@@ -184,9 +185,7 @@ class _Writer:
             dtype = self._dtype(value)
             if label not in (Replicated(), Held(self._stage)) and dtype not in made:
                 number = made[dtype] = len(self._whole.metas) + len(made)
-                meta = intern((0,), (1,), dtype)
-                node = Node("aten.empty_strided.default", ((0,), (1,)),
-                            (("dtype", dtype), ("device", DEVICE)), (meta,))  # fmt: skip
+                node = blank(intern((0,), (1,), dtype))
                 self._rows.append(Placed(node, (number,), 0))
         return made
 

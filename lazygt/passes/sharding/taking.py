@@ -56,11 +56,6 @@ def operands_of(node: Node) -> tuple[int, ...]:
     return (*node.refs(), *node.writes)
 
 
-def is_blank(node: Node) -> bool:
-    """Whether a node makes memory that nobody has written yet."""
-    return ".empty" in node.op or ".new_empty" in node.op
-
-
 def _named(arg: Arg, values: Sequence[Any]) -> Any:
     """An argument as part of a key: 1, 1.0 and True are different arguments, 0.0 and -0.0 too."""
     kind = type(arg)
