@@ -50,12 +50,20 @@ def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     for dim in splittable(base.shape):
         label = _through(steps, S(dim), parts)
         if label is not None:
-            found.append(Row((S(dim), label), (S(dim),), _written))
-            if covered:
-                found.append(Row((P, label), (S(dim),), _written_over(dim)))
+            found += _by_blocks(dim, label, _written, covered)
+        elif (reshaped := _reshaped(steps, dim, parts)) is not None:
+            found += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
         elif (cut := _cut(steps, dim, parts)) is not None:
             found.append(Row((S(dim), R), (S(dim),), _part_written(chain, cut)))
     return found
+
+
+def _by_blocks(dim: int, value: Label, lower: Lower, covered: bool) -> list[Row]:
+    """A base in blocks along ``dim``, and a value whose blocks lie in them."""
+    rows = [Row((S(dim), value), (S(dim),), lower)]
+    if covered:
+        rows.append(Row((P, value), (S(dim),), _written_over(dim, lower)))
+    return rows
 
 
 def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
@@ -84,6 +92,31 @@ def _through(
             return None
         label = same[0].outputs[which]
     return label
+
+
+class _Reshaped(NamedTuple):
+    """A chain that begins with a reshape: its result has ``shape`` and the label ``first``, what
+    the chain ends with the label ``last``."""
+
+    shape: tuple[int, ...]
+    first: Label
+    last: Label
+
+
+def _reshaped(
+    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int
+) -> _Reshaped | None:
+    """A chain whose reshape moves blocks as they are, as of a bias' gradient; else None."""
+    if not steps or steps[0][0].op != "aten.view.default":
+        return None
+    node, meta, _ = steps[0]
+    for row in _VIEWS[node.op](node, (meta,), parts):
+        if row.inputs == (S(dim),):
+            last = _through(steps[1:], row.outputs[0], parts)
+            made = node.results[0]
+            assert made is not None
+            return None if last is None else _Reshaped(made.shape, row.outputs[0], last)
+    return None
 
 
 #: Views that show every element of what they view once.
@@ -180,12 +213,24 @@ def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     return _write(build, base, value, node.args[2])
 
 
-def _written_over(dim: int) -> Lower:
+def _written_reshaped(reshaped: _Reshaped) -> Lower:
+    """With the sizes of the block for those of the reshape, which asks for a row-major base."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        size = build.local(reshaped.shape, reshaped.first)
+        step = view_step("aten.view.default", 0, (None, size), (), 0)
+        return _write(build, build.rows(base), value, (step, *node.args[2][1:]))
+
+    return lower
+
+
+def _written_over(dim: int, written: Lower) -> Lower:
     """A block of a base that all ranks have in its whole shape."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
-        return _written(build, node, (build.shard(base, dim), value))
+        return written(build, node, (build.shard(base, dim), value))
 
     return lower
 

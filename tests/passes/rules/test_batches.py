@@ -166,6 +166,15 @@ def whole_write_back(d: Draw) -> Case:
     return Case(WRITE_BACK, base, d.of(1, *base.t().shape), chain)
 
 
+def reshaped_write_back(d: Draw) -> Case:
+    """Of a bias' gradient, through the shape that it was summed in."""
+    rows, columns = d.shape(2)
+    base = d.of(1, rows, columns)
+    chain = (view_step("aten.view.default", 0, (None, (rows, columns)), (), 0),
+             view_step("aten.t.default", 0, (None,), (), 0))  # fmt: skip
+    return Case(WRITE_BACK, base, d.of(columns, rows), chain)
+
+
 REST: Cases = {
     "cdist backward": distances_backward, "euclidean": euclidean, "bilinear": bilinear,
     "norm of rows": norm(2.0, [1]), "norm of columns": norm(3.0, [0], True),
@@ -188,7 +197,7 @@ REST: Cases = {
     "unfold backward": lambda d: Case("unfold_backward.default", *unfolded(d)),
     "conj": lambda d: Case("_conj.default", torch.complex(*[d.of(5, 6)] * 2)),
     "frames": frames,
-    "write_back of all": whole_write_back,
+    "write_back of all": whole_write_back, "write_back of a reshape": reshaped_write_back,
     "rot90": lambda d: Case("rot90.default", d.tensor(3), 1, [0, 2]),
     "new_empty_strided": lambda d: Case("new_empty_strided.default", d.tensor(2), [5, 6], [6, 1],
                                         shapes_only=[0]),
@@ -204,6 +213,13 @@ def test_a_base_that_is_overwritten_may_be_partial() -> None:
     rows = [str(row) for row in whole_write_back(typical()).rows(3)]
     assert "(P(sum), R) -> (R)" in rows
     assert "(P(sum), S(2)) -> (S(0))" in rows
+
+
+def test_what_is_written_through_a_reshape_is_not_gathered() -> None:
+    rows = [str(row) for row in reshaped_write_back(typical()).rows(3)]
+    assert "(S(1), S(1)) -> (S(1))" in rows
+    assert "(S(2), S(0)) -> (S(2))" in rows
+    assert "(P(sum), S(1)) -> (S(1))" in rows
 
 
 @pytest.mark.timeout(120)
