@@ -27,13 +27,17 @@ class Description:
 
     def _op(self, number: int, rank: int) -> int:
         """The recorded op behind a step of a rank's plan."""
-        origins = self.origins[rank if len(self.origins) > 1 else 0]
+        origins = self._origins(rank)
         return origins[number] if origins else number
 
-    def lines(self) -> tuple[str, ...]:
-        """The user's line of each step of rank 0's plan."""
+    def _origins(self, rank: int) -> tuple[int, ...]:
+        return self.origins[rank if len(self.origins) > 1 else 0]
+
+    def lines(self, rank: int) -> tuple[str, ...]:
+        """The user's line of each step of a rank's plan."""
         lines = lines_of(self.step.path(), self.marks, self.backward)
-        return tuple(lines[origin] for origin in self.origins[0]) if self.origins[0] else lines
+        origins = self._origins(rank)
+        return tuple(lines[origin] for origin in origins) if origins else lines
 
     def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
         number = self._op(number, rank)
@@ -74,9 +78,10 @@ def line_of(step: Step) -> str:
     while below:
         found = below.pop()
         for kept in found.plans.values():
-            origins = kept.origins[0] or range(len(kept.entry.plan.steps.graph.nodes))
-            if number in origins:
-                line: str = kept.entry.plan.steps.graph.line(origins.index(number))
-                return line
+            for plan, made_of in zip(kept.entry.plans, kept.origins, strict=True):
+                origins = made_of or range(len(plan.steps.graph.nodes))
+                if number in origins:
+                    line: str = plan.steps.graph.line(origins.index(number))
+                    return line
         below.extend(found.children.values())
     return "?"

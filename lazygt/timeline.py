@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from lazygt.graph.source import expand
 from lazygt.runtime.client import Client
 from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile
 from lazygt.runtime.wire import Timings
 from lazygt.why import Flush
@@ -31,12 +33,12 @@ _TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"
 
 
 class Run(NamedTuple):
-    """A timed run of one worker. ``lines`` gives the user's line of each step of the plan."""
+    """A timed run of one worker. ``lines`` gives the user's line of each step of its plan."""
 
     pid: int
     track: int
     number: int
-    entry: PlanEntry | None
+    plan: Plan | None
     lines: Callable[[], Sequence[str]]
     timings: Timings
 
@@ -152,7 +154,7 @@ class Timeline:
 
     def _drawn(self, run: Run) -> Iterable[dict[str, Any]]:
         """The boxes of a run: the whole, and in it the steps with op and line."""
-        plan = run.entry.plan if run.entry is not None else None
+        plan = run.plan
         name = f"plan {plan.digest.hex()[:12]}" if plan is not None else "no plan"
         about = {"run": run.number, "steps": len(run.timings.steps)}
         yield self._box(run.pid, run.track, name, run.timings.begin, run.timings.end, about)
@@ -235,10 +237,13 @@ class Probe:
     def _ran(
         self, rank: int, number: int, entry: PlanEntry | None, describe: Any, timings: Timings
     ) -> None:
-        lines = tuple if entry is None else describe.lines  # without a plan there are no steps
+        plan: Plan | None = None
+        lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
+        if entry is not None:
+            plan, lines = entry.plans[entry.of(rank)], partial(describe.lines, rank)
         pid, track = self._pids[rank], self._track(_WORKERS) + rank
         self.timeline.arrow(pid, track, self._arrow(number), timings.begin, True)
-        self.timeline.add(Run(pid, track, number, entry, lines, timings))
+        self.timeline.add(Run(pid, track, number, plan, lines, timings))
         if self.timeline.full:
             self._client.timed = None
 

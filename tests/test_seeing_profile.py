@@ -87,6 +87,29 @@ def test_a_step_names_op_line_and_results() -> None:
     assert p.by_line() == [(line, 1, pytest.approx(step["dur"] / 1e6))]
 
 
+def test_each_worker_shows_the_steps_of_its_own_plan() -> None:
+    with lazygt.session(mesh={"pipe": 2}, threads=1, compile="off") as s:
+        first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+        lazygt.stage(first, 0)
+        lazygt.stage(last, 1)
+        x = torch.ones(3, 4)
+        s.flush()
+        with s.profile() as p:
+            h = first(x).tanh()
+            y = last(h).sigmoid()
+            line = sys._getframe().f_lineno - 1
+            s.flush()
+        pids = s.worker_pids
+        del y
+    lines: dict[str, set[tuple[int, str]]] = {}
+    for step in _steps(p.events()):
+        op = step["name"].rpartition(".")[0].rstrip("_")
+        lines.setdefault(op, set()).add((step["pid"], step["args"]["line"]))
+    assert lines["aten.tanh"] == {(pids[0], f"{__file__}:{line - 1}")}
+    assert lines["aten.sigmoid"] == {(pids[1], f"{__file__}:{line}")}
+    assert f"{__file__}:{line}" in {where for where, _, _ in p.by_line()}
+
+
 def test_a_replayed_plan_has_the_lines_of_this_time() -> None:
     with lazygt.session(executor="inline") as s:
         x = torch.ones(3)

@@ -99,6 +99,19 @@ def test_a_miss_shows_old_numbers_and_lines_against_new(s: lazygt.Session) -> No
     assert rows[2] == f"  now     aten.sum.dim_IntList(f32[4, 6], [1])  {new}"
 
 
+def test_a_miss_finds_lines_of_what_rank_0_does_not_run() -> None:
+    with lazygt.session(mesh={"pipe": 2}, executor="dry") as s:
+        held = lazygt.stage(torch.ones(4, 6), 1)
+        s.flush()
+        for dim in range(2):
+            total = held.sum(dim)
+            line = _here(-1)
+            s.flush()
+            del total
+        rows = _rows(s.why(), "plan misses")
+    assert rows[-2] == f"  before  aten.sum.dim_IntList(f32[4, 6], [0])  {line}"
+
+
 def test_a_miss_shows_the_kinds_of_run_time_numbers(s: lazygt.Session) -> None:
     x = torch.ones(4)
     s.flush()
