@@ -104,7 +104,7 @@ def test_a_miss_finds_lines_of_what_rank_0_does_not_run() -> None:
         held = lazygt.stage(torch.ones(4, 6), 1)
         s.flush()
         for dim in range(2):
-            total = held.sum(dim)
+            total = held.exp().sum(dim)
             line = _here(-1)
             s.flush()
             del total
