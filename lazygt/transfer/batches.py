@@ -16,8 +16,30 @@ from typing import NamedTuple
 
 from lazygt.transfer.spec import ALIGNMENT, Manifest, aligned
 
+GIB = 1 << 30
 PIECE_BYTES = 4 << 20
 """The longest run of bytes that one thread copies and checks: it fits a core's cache."""
+
+
+def threshold_bytes(threshold_gb: float | str, name: str = "threshold_gb") -> int:
+    """GiB of a request in bytes.
+
+    Args:
+        name: of the setting, for the error.
+
+    Raises:
+        ValueError: it is no number, negative, without end, or above 0 and below 256 bytes.
+    """
+    try:
+        nbytes = int(float(threshold_gb) * GIB)
+    except (ValueError, TypeError, OverflowError):
+        nbytes = -1
+    if nbytes < 0 or 0 < nbytes < ALIGNMENT:
+        raise ValueError(
+            f"{name}={threshold_gb!r}: expected GiB, 0 (a request a chunk) or at least "
+            f"{ALIGNMENT / GIB:.1e}"
+        )
+    return nbytes
 
 
 class Piece(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.transfer.batches import Piece, Request, joined
+from lazygt.transfer.batches import Piece, Request, joined, threshold_bytes
 from lazygt.transfer.control import Connection, Message
 from lazygt.transfer.devices import CudaDevice, SharedDevice
 from lazygt.transfer.direct import Direct
@@ -31,30 +31,16 @@ from lazygt.transfer.sender import Sender
 from lazygt.transfer.spec import ALIGNMENT, Manifest, aligned
 from lazygt.transfer.staging import Staging
 
-GIB = 1 << 30
 THRESHOLD_VARIABLE = "weight_transfer_threshold_cuda_ipc_GB"
 _DEFAULT_THRESHOLD_GB = 1.0
 
 
-def threshold_bytes(threshold_gb: float | None) -> int:
-    """The argument, else the environment's, else 1 GiB; in bytes.
-
-    Raises:
-        ValueError: it is no number, negative, or above 0 and below 256 bytes.
-    """
-    given: float | str | None = threshold_gb
-    if given is None:
-        given = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
-    try:
-        nbytes = int(float(given) * GIB)
-    except ValueError:
-        nbytes = -1
-    if nbytes < 0 or 0 < nbytes < ALIGNMENT:
-        raise ValueError(
-            f"{THRESHOLD_VARIABLE}={given!r}: expected GiB, 0 (a request a chunk) or more than "
-            f"{ALIGNMENT / GIB:.1e}"
-        )
-    return nbytes
+def threshold_asked(threshold_gb: float | None) -> int:
+    """The argument, else the environment's, else 1 GiB; in bytes. Raises as `threshold_bytes`."""
+    if threshold_gb is not None:
+        return threshold_bytes(threshold_gb)
+    given = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
+    return threshold_bytes(given, THRESHOLD_VARIABLE)
 
 
 class CudaIpcTransferSender(Sender):
@@ -80,7 +66,7 @@ class CudaIpcTransferSender(Sender):
         verify: str = "xor64",
         skip_unchanged: bool = False,
     ) -> None:
-        self._threshold = threshold_bytes(threshold_gb)
+        self._threshold = threshold_asked(threshold_gb)
         self._device = device if device is not None else CudaDevice()
         self._buffers: list[Tensor] = []
         self._made = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lazygt.runtime.shm import Arena, tensor_over
-from lazygt.transfer.batches import Piece, Request
+from lazygt.transfer.batches import Piece, Request, threshold_bytes
 from lazygt.transfer.bytework import Copy, Work, as_bytes, travels_as_it_is
 from lazygt.transfer.control import Connection, Message
 from lazygt.transfer.direct import Direct
@@ -35,7 +35,6 @@ from lazygt.transfer.spec import ALIGNMENT, Manifest
 from lazygt.transfer.ways import SharedWay
 from lazygt.transfer.writer import memory_of
 
-GIB = 1 << 30
 _BEING_COPIED = 3  # requests; enough to keep the threads busy while the extractor works
 
 
@@ -88,8 +87,8 @@ class SharedMemoryTransferSender(Sender):
         verify: str = "crc32",
         skip_unchanged: bool = False,
     ) -> None:
+        self._threshold = threshold_bytes(threshold_gb)
         super().__init__(verify=verify, skip_unchanged=skip_unchanged)
-        self._threshold = int(threshold_gb * GIB)
         self._slots: list[Slot] = []
         self._made = 0
         self._current: Slot | None = None

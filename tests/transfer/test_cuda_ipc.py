@@ -7,8 +7,9 @@ import torch
 
 import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
-from lazygt.transfer.cuda_ipc import GIB, THRESHOLD_VARIABLE, threshold_bytes
-from tests.transfer.child import CountingDevice, checksums, weights
+from lazygt.transfer.batches import GIB
+from lazygt.transfer.cuda_ipc import THRESHOLD_VARIABLE, threshold_asked
+from tests.transfer.child import SENDERS, CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)
 KIB = 1 << 10
@@ -84,19 +85,20 @@ def test_a_bigger_model_gets_bigger_buffers() -> None:
 
 
 def test_the_threshold_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert threshold_bytes(None) == GIB
+    assert threshold_asked(None) == GIB
     monkeypatch.setenv(THRESHOLD_VARIABLE, "0.5")
-    assert threshold_bytes(None) == GIB // 2
-    assert threshold_bytes(2.0) == 2 * GIB
+    assert threshold_asked(None) == GIB // 2
+    assert threshold_asked(2.0) == 2 * GIB
     monkeypatch.setenv(THRESHOLD_VARIABLE, "half")
     with pytest.raises(ValueError, match="weight_transfer_threshold_cuda_ipc_GB='half'"):
-        threshold_bytes(None)
+        threshold_asked(None)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, 1e-9])
-def test_a_threshold_must_make_sense(wrong: float) -> None:
-    with pytest.raises(ValueError, match="expected GiB, 0"):
-        threshold_bytes(wrong)
+@pytest.mark.parametrize("wrong", [-1.0, 1e-9, float("nan"), float("inf"), "half"])
+@pytest.mark.parametrize("strategy", ["cuda-ipc", "shared-memory"])
+def test_a_threshold_must_make_sense(strategy: str, wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"threshold_gb={wrong!r}: expected GiB, 0"):
+        SENDERS[strategy](threshold_gb=wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

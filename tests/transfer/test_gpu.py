@@ -19,8 +19,8 @@ from lazygt.transfer import (
     Sender,
     SharedMemoryTransferSender,
 )
+from lazygt.transfer.batches import GIB
 from lazygt.transfer.bytework import xor64
-from lazygt.transfer.cuda_ipc import GIB
 from tests.transfer.child import Accident, Reader, checksums, weights
 
 pytestmark = [
