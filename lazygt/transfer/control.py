@@ -25,6 +25,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
 _FDS_AT_ONCE = 8
+_LONGEST_SECONDS = 2_000_000  # poll takes no longer ones
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 Message = Mapping[str, Any]
@@ -35,9 +36,19 @@ class PeerGone(Exception):
 
 
 class Deadline:
-    """A point in time, ``seconds`` after it is made."""
+    """A point in time, ``seconds`` after it is made.
+
+    Raises:
+        ValueError: they are no seconds that somebody can wait.
+    """
 
     def __init__(self, seconds: float) -> None:
+        try:
+            fits = 0 <= seconds <= _LONGEST_SECONDS
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"timeout={seconds!r}: expected seconds, 0 to {_LONGEST_SECONDS:g}")
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 

@@ -246,7 +246,9 @@ class Peers:
         if hello.get("strategy") != self._strategy:
             return f"this is a {self._strategy} sender, not a {hello.get('strategy')} one"
         name = hello.get("name")
-        if not isinstance(name, str) or any(peer.name == name for peer in self.connected):
+        if not isinstance(name, str):
+            return f"a receiver's name is a str, not {name!r}"
+        if any(peer.name == name for peer in self.connected):
             return f"there is a receiver named {name!r} already; give this one another name"
         return None
 

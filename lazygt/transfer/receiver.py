@@ -121,6 +121,9 @@ class Receiver(ReceiverHooks, Listening, ABC):
             except (SenderGone, ProtocolError, TimeoutError) as error:
                 ended = str(error)
                 break
+            except Exception as error:  # noqa: BLE001 - readers that wait are told
+                ended = f"it failed with {type(error).__name__}: {error}"
+                break
             finally:
                 self._give_up()
                 link.close()

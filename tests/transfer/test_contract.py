@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from lazygt.transfer.batches import Request
 from lazygt.transfer.control import Connection, Deadline
 from lazygt.transfer.peers import Peers
 from lazygt.transfer.sender import Outgoing
-from tests.transfer.child import RECEIVERS, Accident, checksums, weights
+from tests.transfer.child import RECEIVERS, SENDERS, Accident, checksums, weights
 from tests.transfer.conftest import Stage
 
 pytestmark = pytest.mark.timeout(60)
@@ -314,3 +315,39 @@ def test_readers_of_nothing_are_told(stage: MakeStage, strategy: str) -> None:
             pytest.fail("there was something to read")
         with pytest.raises(TransferError, match=r"waited 0.1 s for version 1"):
             receiver.wait_for_version(1, 0.1)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), 1e12, None, "5"])
+def test_a_timeout_is_a_number_of_seconds(wrong: Any) -> None:
+    says = f"timeout={wrong!r}: expected seconds, 0 to"
+    with (
+        SENDERS["shared-memory"]() as sender,
+        RECEIVERS["shared-memory"](sender.address, name="mine") as receiver,
+    ):
+        sender.wait_for_receivers(1, 20.0)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            lazygt.transfer(weights(1), sender, timeout=wrong)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            sender.wait_for_receivers(2, wrong)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            receiver.wait_for_version(1, wrong)
+        assert lazygt.transfer(weights(1), sender, timeout=20.0).version == 1
+
+
+def test_a_name_is_a_text() -> None:
+    with (
+        SENDERS["shared-memory"]() as sender,
+        RECEIVERS["shared-memory"](sender.address, name=5) as receiver,
+    ):
+        assert "turned away: 5 (a receiver's name is a str, not 5)." in refusal(sender, 1)
+        with pytest.raises(SenderGone, match="a receiver's name is a str, not 5"):
+            receiver.wait_for_version(1, 5.0)
+
+
+def test_who_waits_for_a_receiver_that_failed_is_told() -> None:
+    with (
+        SENDERS["shared-memory"]() as sender,
+        RECEIVERS["shared-memory"](sender.address, name="\udc80") as receiver,
+        pytest.raises(SenderGone, match="it failed with UnicodeEncodeError"),
+    ):
+        receiver.wait_for_version(1, 20.0)
