@@ -11,6 +11,7 @@
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
     GatherWarning (UserWarning)  an op without a sharding rule took whole what lay in blocks
+    PipelineWarning (UserWarning)  stages take one microbatch after the other, and wait meanwhile
 
 Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
 exceptions, raised by torch at the call.
@@ -122,6 +123,14 @@ class GatherWarning(UserWarning):
     """An op that has no sharding rule ran on whole values, which were gathered for it.
 
     The numbers are right. Said once a session and op, with the bytes; ``lazygt why`` lists all.
+    """
+
+
+class PipelineWarning(UserWarning):
+    """The stages of a pipeline take one microbatch after the other: 1F1B order can't be kept.
+
+    The numbers are right, but each stage waits while the others work. Said once a session, with
+    what stands in the way.
     """
 
 

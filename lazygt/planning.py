@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lazygt import notebook
 from lazygt.config import Config
 from lazygt.description import line_of, lines_of
-from lazygt.errors import GatherWarning
+from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.label import Replicated
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Stored
@@ -87,6 +87,7 @@ class Planner:
         self._config, self._mesh, self._device_type = config, mesh, device_type
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
+        self._told_of_turns = False
 
     def plan_of(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
         """The plan of a stretch that needs ``outputs``, built if it is a new one."""
@@ -208,6 +209,7 @@ class Planner:
             backward={number for number, step in enumerate(ops) if step.backward},
         )
         self._gathered(gathers(decided))
+        self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
         graphs = {id(graph): Plan(graph, mesh=workers) for graph in made.graphs}
         plans = tuple([graphs[id(graph)] for graph in made.graphs])
@@ -227,6 +229,17 @@ class Planner:
                     GatherWarning,
                     stacklevel=2,
                 )
+
+    def _in_turn(self, why: str) -> None:
+        """Say once that the stages of a pipeline wait for each other."""
+        if why and not self._told_of_turns:
+            self._told_of_turns = True
+            warnings.warn(
+                f"the stages of this pipeline take one microbatch after the other, and each waits "
+                f"while the others work, since {why}. The numbers are right.",
+                PipelineWarning,
+                stacklevel=2,
+            )
 
 
 def _stored(step: Step) -> Stored | None:

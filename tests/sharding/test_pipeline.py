@@ -3,6 +3,7 @@ each boundary is crossed once a microbatch and direction, and the order is 1F1B.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +13,14 @@ import torch
 
 import lazygt
 from lazygt.graph.communication import communications
-from lazygt.graph.label import RECV, SEND, Held
-from lazygt.graph.mesh import Mesh
+from lazygt.graph.label import RECV, SEND
 from lazygt.graph.node import Graph
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.onefoneb import Unit, one_f_one_b, ordered
 from lazygt.passes.sharding.places import MARKS, without_places
 from lazygt.passes.sharding.programs import programs
 from lazygt.passes.sharding.stages import assign
-from tests.sharding.staged import BATCH, MLP, WIDTH, Program, StagedGPT, recorded
+from tests.sharding.staged import BATCH, MLP, WIDTH, Program, StagedGPT, put_on_stages, recorded
 from tests.sharding.world import run_sharded, run_whole
 
 pytestmark = pytest.mark.timeout(120)
@@ -201,48 +201,45 @@ TWO_MICROBATCHES = """graph {
 
 
 @pytest.mark.parametrize(
-    ("second", "first_stage"),
-    [("0", [1, 7, 5, 11]), ("6", [1, 5, 7, 11])],
+    ("second", "first_stage", "why"),
+    [
+        ("0", [1, 7, 5, 11], ""),
+        ("6", [1, 5, 7, 11], "the forward pass of microbatch 1 on stage 0 needs what the backward "
+                             "pass of microbatch 0 on stage 0 makes"),
+    ],
     ids=["apart", "chained"],
-)
+)  # fmt: skip
 def test_a_microbatch_that_needs_the_one_before_waits_for_it(
-    second: str, first_stage: list[int]
+    second: str, first_stage: list[int], why: str
 ) -> None:
     graph = parse_graph(TWO_MICROBATCHES.replace("SECOND", second))
     found = assign(graph, [None])
-    order = ordered(graph, found, 2)
+    order, told = ordered(graph, found, 2)
+    assert told == why
     assert [number for number in order if found.nodes[number] == 0] == first_stage
     assert [number for number in order if found.nodes[number] == 1] == [3, 9]
 
 
-# -- what can't be ---------------------------------------------------------------------------------
+def test_stages_that_wait_for_each_other_are_told_of_once() -> None:
+    why = rf"since every rank runs aten\.add_\.Tensor \({__file__}:\d+\): do that after the last"
+    with (
+        warnings.catch_warnings(),
+        lazygt.session(executor="dry", mesh={"pipe": 2}, flush_on_backward=False) as s,
+    ):
+        warnings.simplefilter("error", lazygt.PipelineWarning)
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+        put_on_stages([[model[0]], [model[1]]])
+        total = torch.zeros(4).sum()
+        s.flush()
 
+        def step(rows: int, total: torch.Tensor) -> None:
+            for micro in torch.ones(rows, WIDTH).chunk(4):
+                loss = model(micro).square().mean()
+                loss.backward()
+                total.add_(loss.detach())
+            s.flush()
 
-def test_a_stage_that_cannot_be() -> None:
-    with lazygt.session(executor="inline") as s:
-        layer = torch.nn.Linear(2, 2)
-        with pytest.raises(ValueError, match="the mesh workers=1 has no axis 'pipe'"):
-            lazygt.stage(layer, 0)
-        s.mesh = Mesh.parse("pipe=2,data=2")
-        with pytest.raises(ValueError, match=r"stage 2: axis 'pipe' of .* has stages 0 to 1"):
-            lazygt.stage(layer, 2)
-        with pytest.raises(ValueError, match="stage -1"):
-            lazygt.stage(layer, -1)
-        with pytest.raises(TypeError, match="takes modules"):
-            lazygt.stage([3], 0)
-        with pytest.raises(TypeError, match=r"move it with \.to\('lazygt'\)"):
-            lazygt.stage(torch.ones(2, device="cpu"), 0)
-        outside = torch.nn.Linear(2, 2, device="cpu")
-        with pytest.raises(ValueError, match=r"parameter 'weight' is no lazygt tensor"):
-            lazygt.stage(outside, 0)
-        model = torch.nn.Sequential(layer, torch.nn.ReLU())
-        assert lazygt.stage(model, 0) is model
-        with pytest.raises(ValueError, match="Linear is on stage 0 already"):
-            lazygt.stage(layer, 1)
-        with pytest.raises(ValueError, match=r"Sequential\.1\.0 is on stage 0 already"):
-            lazygt.stage(torch.nn.Sequential(torch.nn.ReLU(), model[:1]), 1)
-        s.mesh = Mesh.parse("workers=1")
-
-
-def test_held_values_say_so() -> None:
-    assert str(Held(1)) == "H(1)"
+        step(8, torch.zeros(4).sum())  # of this step alone, so the last stage has it
+        with pytest.warns(lazygt.PipelineWarning, match=why):
+            step(8, total)
+        step(16, total)

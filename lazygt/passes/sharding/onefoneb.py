@@ -29,6 +29,21 @@ class Unit(NamedTuple):
     backward: bool
     microbatch: int
 
+    def __str__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        return f"the {way} pass of microbatch {self.microbatch} on stage {self.stage}"
+
+
+class Order(NamedTuple):
+    """The nodes that have a stage, marks apart, by number.
+
+    Attributes:
+        why: why they stand in recorded order, and not in that of 1F1B; empty if they do not.
+    """
+
+    numbers: list[int]
+    why: str = ""
+
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
     """What one stage does, in order."""
@@ -39,8 +54,8 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
     return order + [Unit(stage, True, one) for one in range(microbatches - ahead, microbatches)]
 
 
-def ordered(graph: Graph, found: Stages, stages: int) -> list[int]:
-    """The nodes that have a stage, marks apart, in an order that all ranks keep.
+def ordered(graph: Graph, found: Stages, stages: int) -> Order:
+    """An order that all ranks keep.
 
     It is one order of all nodes in which nothing stands before what it needs, and each rank runs
     its part of it: since no send waits, no rank waits for ever. Where 1F1B can't be (a stage of
@@ -54,16 +69,24 @@ def ordered(graph: Graph, found: Stages, stages: int) -> list[int]:
     phases, microbatches = _phases(graph)
     # the last backward pass, with all that follows it, is each stage's last in any case
     middle = [number for number in numbers if phases[number] != (True, microbatches - 1)]
-    if microbatches == 1 or any(found.nodes[number] == EVERY for number in middle):
-        return numbers
+    shared = next((number for number in middle if found.nodes[number] == EVERY), None)
+    if microbatches == 1:
+        return Order(numbers)
+    if shared is not None:
+        op, line = graph.nodes[shared].op, graph.line(shared)
+        return Order(numbers, f"every rank runs {op} ({line}): do that after the last microbatch")
     parts: dict[Unit, list[int]] = {}
     for number in middle:
         stage = found.nodes[number]
         assert stage is not None
         parts.setdefault(Unit(stage, *phases[number]), []).append(number)
-    units = _sorted(_needs(graph, found, parts), stages, microbatches)
+    needs = _needs(graph, found, parts)
+    try:
+        units = _sorted(needs, stages, microbatches)
+    except CycleError as error:
+        return Order(numbers, _need(needs, error.args[1]))
     moved = [number for unit in units for number in parts.get(unit, ())]
-    return [*moved, *numbers[len(moved) :]] if units else numbers
+    return Order([*moved, *numbers[len(moved) :]])
 
 
 def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
@@ -97,13 +120,21 @@ def _needs(
 def _sorted(
     needs: Mapping[Unit, Mapping[Unit, None]], stages: int, microbatches: int
 ) -> list[Unit]:
-    """The units of all stages in one order; empty: there is none."""
+    """The units of all stages in one order.
+
+    Raises:
+        CycleError: there is none.
+    """
     sorter: TopologicalSorter[Unit] = TopologicalSorter(needs)
     for stage in range(stages):
         order = one_f_one_b(stage, stages, microbatches)
         for before, after in pairwise(order):
             sorter.add(after, before)
-    try:
-        return list(sorter.static_order())
-    except CycleError:
-        return []
+    return list(sorter.static_order())
+
+
+def _need(needs: Mapping[Unit, Mapping[Unit, None]], cycle: Sequence[Unit]) -> str:
+    """What in a cycle of units, each before the next, 1F1B has the other way round."""
+    pairs = [(one, other) for one, other in pairwise(cycle) if one in needs.get(other, ())]
+    one, other = max(pairs, key=lambda pair: pair[0].microbatch != pair[1].microbatch)
+    return f"{other} needs what {one} makes"

@@ -63,10 +63,11 @@ def shard_stages(
     local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
     graphs: list[Graph] = [graph] * mesh.world_size
     labels: list[Label] = []
+    why = ""
     for line, each in zip(mesh.lines(axis), local.graphs, strict=True):
         one = unlikened(each)  # so that a dropout's mask, which all ranks draw, is of no stage
         found = assign(one, homes)
-        order = ordered(one, found, len(line))
+        order, why = ordered(one, found, len(line))
         parts, labels = split(one, found, order, axis, len(line))
         for rank, part in zip(line, parts, strict=True):
             graphs[rank] = part
@@ -74,7 +75,7 @@ def shard_stages(
         each._replace(labels=(*each.labels[:at], label, *each.labels[at:]))
         for each, label in zip(local.outputs, labels, strict=True)
     ]
-    return Sharding(tuple(graphs), tuple(outputs))
+    return Sharding(tuple(graphs), tuple(outputs), why)
 
 
 def _home(label: Label, axis: str) -> int | None:

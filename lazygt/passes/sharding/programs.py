@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Mesh, Stored
@@ -70,7 +71,7 @@ def programs(
     if workers is not None:
         given = [(each or whole).labels for each in inputs]
         kept = [each.labels for each in local.outputs]
-        local = Sharding(merged(local.graphs, given, kept, workers), local.outputs)
+        local = replace(local, graphs=merged(local.graphs, given, kept, workers))
         if stages is not None:
             stages.append(("merge", local.graphs[0]))
     places = (workers or LogicalMesh(mesh, mesh)).slots(stored)
@@ -90,7 +91,7 @@ def programs(
             found = run_passes(one, AFTER_SHARDING, check, None if rank else stages)
             verify(found)
             made[id(one)] = found
-    return Sharding(tuple([made[id(one)] for one in apart]), local.outputs)
+    return replace(local, graphs=tuple([made[id(one)] for one in apart]))
 
 
 def _shared(graphs: Sequence[Graph]) -> list[Graph]:

@@ -28,10 +28,16 @@ R = Replicated()
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The programs of all ranks, and how each output is kept."""
+    """The programs of all ranks, and how each output is kept.
+
+    Attributes:
+        why_in_turn: why the stages of a pipeline take one microbatch after the other, and not in
+            1F1B order; empty where they do not.
+    """
 
     graphs: tuple[Graph, ...]
     outputs: tuple[Stored, ...]
+    why_in_turn: str = ""
 
 
 def shard(
