@@ -109,6 +109,22 @@ def test_gradients_travel_while_the_backward_goes_on() -> None:
         assert [ops.count("aten.mm.default") for ops in between] == [3, 1, 0, 0]
 
 
+def test_gradients_of_several_microbatches_travel_once_and_during_the_last_backward() -> None:
+    with lazygt.session(executor="dry", mesh=DATA, compile="off") as s:
+        layers = [layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.ReLU())]
+        model = lazygt.data_parallel(nn.Sequential(*layers))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        s.flush()
+        for _ in range(2):
+            x = lazygt.distribute(torch.randn(8, 512), [S0])
+            model(x).square().mean().backward()
+        opt.step()
+        assert s.last_plan is not None
+        between = meanwhile(s.last_plan.steps.graph)
+        # three weights, the first of them after the backward, and all biases
+        assert sorted(ops.count("aten.mm.default") for ops in between) == [0, 0, 1, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_buckets_change_no_bit_of_a_training(optimizer: str) -> None:

@@ -39,8 +39,8 @@ class Meeting(NamedTuple):
         nbytes: payload of this rank.
         ready: the node that makes its operand; -1 for an input.
         used: the first node that has to wait for its result and can't run later itself, as
-            views, collectives and small pure ops can; the number of nodes if none has to.
-            Of a stored parameter the first node that computes with it, be it small or not.
+            views, writes back, collectives and small pure ops can; the number of nodes if none
+            has to. Of a stored parameter the first that computes with it, be it small or not.
         stored: the input that it gathers; None for what is computed.
         above: the meetings that it depends on, as bits.
     """
@@ -168,8 +168,8 @@ def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], 
 
 
 def _passes_on(node: Node) -> bool:
-    """Whether a node does not compute."""
-    return view_source(node) is not None or node.op in MEETINGS
+    """Whether a node does not compute, but shows, moves or copies what is there."""
+    return view_source(node) is not None or node.op in MEETINGS or node.op == WRITE_BACK
 
 
 def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
