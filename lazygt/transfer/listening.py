@@ -23,6 +23,7 @@ class Listening(Readings):
         self._incoming: Incoming | None = None
         self._inbox: deque[dict[str, Any]] = deque()
         self._wake = Wake()
+        self._closing = False
 
     def _poll(self, link: Connection, seconds: float | None = None) -> None:
         """Wait for a message, the sender's end, a `Wake`, or the deadline of a transfer."""
@@ -48,13 +49,13 @@ class Listening(Readings):
         """For strategies: wait a moment in the middle of `receive`.
 
         Raises:
-            Aborted: the sender gives the transfer up, or is too late.
+            Aborted: the sender gives the transfer up or is too late, or this receiver is closed.
             PeerGone: it has gone.
         """
         self._poll(link, seconds)
         self._pull(link)
         incoming = self._incoming
-        if incoming is None or incoming.deadline.expired:
+        if self._closing or incoming is None or incoming.deadline.expired:
             raise Aborted
         if any(_is_about(message, incoming, "abort") for message in self._inbox):
             raise Aborted

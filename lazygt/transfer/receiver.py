@@ -52,9 +52,9 @@ class Receiver(ReceiverHooks, Listening, ABC):
         holding: Holding | None = None,
     ) -> None:
         super().__init__(name or f"pid {os.getpid()}")
-        self._address, self._expect, self.holding = address, expect, holding
+        self._address, self._expect, self.holding = os.fspath(address), expect, holding
         self._waiting: Message | None = None
-        self._welcome = self._closing = False
+        self._welcome = False
         self._crew = Crew()
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
         self._thread.start()
@@ -106,31 +106,33 @@ class Receiver(ReceiverHooks, Listening, ABC):
     # -- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended = "it is closed"
+        try:
+            ended = self._follow()
+        except (SenderGone, ProtocolError, TimeoutError) as error:
+            ended = str(error)
+        except Exception as error:  # noqa: BLE001 - readers that wait are told
+            ended = f"it failed with {type(error).__name__}: {error}"
+        if self._closing:
+            self._current = None
+        self._end(ended)
+
+    def _follow(self) -> str:
+        """Serve the sender until it has gone or this receiver is closed; says which."""
         while not self._closing:
-            # A sender that dropped us (we were stopped for too long) takes us back.
             try:
                 link = connect(self._address)
             except (OSError, PeerGone):
-                ended = f"the sender at {self._address} has gone"
-                break
+                gone = f"the sender at {self._address} has gone"
+                return gone if self._welcome else f"there is no sender at {self._address}"
             try:
                 self._serve(link)
             except PeerGone:
-                continue
-            except (SenderGone, ProtocolError, TimeoutError) as error:
-                ended = str(error)
-                break
-            except Exception as error:  # noqa: BLE001 - readers that wait are told
-                ended = f"it failed with {type(error).__name__}: {error}"
-                break
+                continue  # a sender that dropped us (we were stopped for too long) takes us back
             finally:
                 self._give_up()
                 link.close()
                 self._inbox.clear()
-        if self._closing:
-            self._current = None
-        self._end(ended)
+        return "it is closed"
 
     def _serve(self, link: Connection) -> None:
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -141,6 +143,26 @@ def test_a_receiver_leaves_a_frozen_sender(strategy: str) -> None:
         process.kill()
         process.join()
         ours.close()
+
+
+def test_a_receiver_closes_while_others_are_waited_for(stage: MakeStage) -> None:
+    """It need not wait for a group that a frozen receiver does not join."""
+    here = stage("broadcast")
+    sender = here.sender()
+    (freezes,) = here.readers(sender)
+    with RECEIVERS["broadcast"](sender.address, name="mine") as receiver:
+        sender.wait_for_receivers(2, 20.0)
+        freezes.signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as other:
+            sending = other.submit(sender.send, ModuleExtractor(weights(1)), timeout=10.0)
+            while receiver._group is None:
+                os.sched_yield()
+            begin = time.monotonic()
+            receiver.close()
+            assert time.monotonic() - begin < NAMED_SECONDS
+            with pytest.raises(ReceiverDied, match="'mine'"):
+                sending.result()
+        freezes.signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
