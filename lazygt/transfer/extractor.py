@@ -56,7 +56,8 @@ class ModuleExtractor:
         rename: name -> the name that receivers know it by.
 
     Raises:
-        TypeError: a parameter is sparse, sharded or without memory; when it is read.
+        TypeError: a cast is to no dtype that travels; or a parameter is sparse, sharded or without
+            memory, when it is read.
         ValueError: tied parameters would get different dtypes; when it is read.
     """
 
@@ -70,6 +71,9 @@ class ModuleExtractor:
     ) -> None:
         self._module = module
         self._cast = dict(cast or {})
+        for pattern, dtype in self._cast.items():
+            if dtype not in DTYPE_NAMES:
+                raise TypeError(f"cast {pattern!r} to {dtype!r}: that is no dtype that travels")
         self._group = group
         self._rename = rename or (lambda name: name)
 

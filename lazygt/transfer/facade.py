@@ -31,6 +31,7 @@ def transfer(
         progress: draw a bar; None: where standard error is a terminal.
 
     Raises:
+        TypeError: the source is none of these, or has a parameter that can't travel.
         TransferError: it failed; receivers keep their version, and it may be tried again at
             once. Its subclasses say who and why: see `lazygt.transfer.errors`.
         ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
@@ -38,6 +39,11 @@ def transfer(
     """
     if isinstance(source, nn.Module | Mapping):
         source = ModuleExtractor(source)
+    elif not hasattr(source, "manifest"):
+        raise TypeError(
+            f"transfer() of a {type(source).__name__}: expected a module, a mapping of tensors, "
+            f"or an extractor"
+        )
     off = None if progress is None else not progress
     with tqdm(
         desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=off

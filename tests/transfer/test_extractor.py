@@ -114,6 +114,17 @@ def test_what_cannot_travel_is_named(tensor: object, says: str) -> None:
         ModuleExtractor({"w": tensor}).manifest()  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, "bfloat16"])
+def test_a_cast_is_to_a_dtype_that_travels(dtype: object) -> None:
+    with pytest.raises(TypeError, match=rf"cast '\*.weight' to {dtype!r}: that is no dtype"):
+        ModuleExtractor(Net(), cast={"*.weight": dtype})  # type: ignore[dict-item]
+
+
+def test_what_is_no_model_is_named() -> None:
+    with SENDERS["shared-memory"]() as sender, pytest.raises(TypeError, match="of a list: expect"):
+        lazygt.transfer([torch.ones(3)], sender)
+
+
 def test_each_transfer_reads_the_module_anew() -> None:
     net = Net()
     extractor = ModuleExtractor(net)
