@@ -74,6 +74,21 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
+class Interleaved:
+    """``dim`` is ``outer`` groups of equal size; rank i has the i-th block of every group.
+
+    What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. It lies so
+    between two ops alone: no input, output or annotation has this label.
+    """
+
+    dim: int
+    outer: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim}/{self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
 class Partial:
     """Every rank has a value of the full shape; reduced with ``op`` they give the value."""
 
@@ -103,7 +118,19 @@ class Anyhow:
 
 #: Values are held by one rank on the axis of pipeline stages alone, where no rule is asked.
 #: Anyhow stands in annotations alone.
-Label = Replicated | Sharded | Partial | Held | Anyhow
+Label = Replicated | Sharded | Interleaved | Partial | Held | Anyhow
+#: The labels that cut a dim.
+Cut = Sharded | Interleaved
+
+
+def cut(dim: int, outer: int) -> Cut:
+    """A dim of ``outer`` groups, each of them in blocks."""
+    return Sharded(dim) if outer == 1 else Interleaved(dim, outer)
+
+
+def groups(label: Cut) -> int:
+    """How many groups the cut dim is, of which each is in blocks."""
+    return label.outer if isinstance(label, Interleaved) else 1
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -125,9 +152,10 @@ def local_shape(shape: tuple[int, ...], label: Label, parts: int, index: int) ->
     """The shape of what rank ``index`` has of a value of ``shape``."""
     if isinstance(label, Held) and label.rank != index:
         return (0,)
-    if not isinstance(label, Sharded):
+    if not isinstance(label, Cut):
         return shape
-    block = block_size(shape[label.dim], parts, index)
+    outer = groups(label)
+    block = outer * block_size(shape[label.dim] // outer, parts, index)
     return (*shape[: label.dim], block, *shape[label.dim + 1 :])
 
 
@@ -135,7 +163,7 @@ def local_meta(meta: TensorMeta, label: Label, parts: int, index: int) -> Tensor
     """The meta of what rank ``index`` has of a value: row-major when it is a block."""
     if isinstance(label, Held) and label.rank != index:
         return intern((0,), (1,), meta.dtype)
-    if not isinstance(label, Sharded):
+    if not isinstance(label, Cut):
         return meta
     shape = local_shape(meta.shape, label, parts, index)
     return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)

@@ -18,17 +18,21 @@ from lazygt.graph.label import (
     FIRST,
     REDUCE_SCATTER,
     SHARD,
+    Cut,
+    Interleaved,
     Label,
     Partial,
     Replicated,
     Sharded,
     block_size,
+    groups,
     shard_bounds,
 )
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.metarun import Results, run_on_metas
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, writing_facts
+from lazygt.passes.apart import in_groups
 from lazygt.passes.arguments import changed, numbers, schema, tuples, with_operands, written_by
 
 #: A run-time number of each kind: metas depend on the kind alone.
@@ -103,9 +107,11 @@ class Builder:
 
     def local(self, shape: tuple[int, ...], label: Label) -> tuple[int, ...]:
         """The shape of what this rank has of a value of global ``shape``."""
-        if not isinstance(label, Sharded):
+        if not isinstance(label, Cut):
             return shape
-        return (*shape[: label.dim], self.block(shape[label.dim]), *shape[label.dim + 1 :])
+        outer = groups(label)
+        block = outer * self.block(shape[label.dim] // outer)
+        return (*shape[: label.dim], block, *shape[label.dim + 1 :])
 
     # aten ops
 
@@ -225,6 +231,11 @@ class Builder:
         if have == want:
             return value
         match have, want:
+            case (Interleaved(), Replicated()) | (Replicated() | Partial(), Interleaved()):
+                return in_groups(self, value, tuple(shape), have, want)
+            case Interleaved(), _:
+                return self.convert(self.convert(value, shape, have, Replicated()), shape,
+                                    Replicated(), want)  # fmt: skip
             case Replicated(), Sharded(dim):
                 return self.shard(value, dim)
             case Replicated(), Partial(op) if op in ("max", "min"):

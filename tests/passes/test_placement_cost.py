@@ -16,7 +16,7 @@ from lazygt.graph.label import Label, Partial, Replicated, Sharded
 from lazygt.passes.rules import rows_of
 from lazygt.passes.rules.base import Collective, Row
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.catalogue import Entry, catalogue
+from lazygt.passes.sharding.catalogue import Catalogue, Entry
 from lazygt.passes.sharding.cost import (
     Machine,
     collective_seconds,
@@ -186,8 +186,8 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
         machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2))
         question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
         metas = graph.values
-        every, numbers = catalogue(graph, metas, lambda n, m=metas: rows_of(n, m, 4), 4, machine)
-        entries = [every[number] for number in numbers]
+        found = Catalogue(graph, metas, lambda n, m=metas: rows_of(n, m, 4), 4, machine)
+        entries = [found.entries[number] for number in found.numbers]
         dropped += sum(len(entry.rows) for entry in entries)
         dropped -= sum(len(entry.rows) for entry in question.entries)
         least = brute_force(graph, entries, machine, {})

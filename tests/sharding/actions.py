@@ -200,6 +200,7 @@ PRODUCTS: dict[str, Any] = {
     "matmul": pair(lambda x, y, step: (x @ y).tanh()),
     "gram": real(lambda x, step: (x.mT @ x).tanh()),
     "linear": real(lambda x, step: F.linear(x, x.reshape(-1, x.shape[-1]).tanh())),
+    "rows": real(lambda x, step: (x.flatten(0, -2) @ x.new_ones(x.shape[-1], 2)).sigmoid()),
     "outer": pair(lambda x, y, step: torch.einsum("...i,...j->...ij", x, y)),
     "attention": real(attention), "convolution": real(convolution),
 }  # fmt: skip
@@ -230,7 +231,9 @@ VIEWS: dict[str, Any] = {
     "transpose": unary(lambda x, step: x.transpose(0, -1)),
     "flat": unary(lambda x, step: x.reshape(-1)),
     "merge": unary(lambda x, step: x.flatten(0, 1)),
+    "merge_last": unary(lambda x, step: x.flatten(-2)),
     "unmerge": unary(lambda x, step: x.unflatten(0, (2, -1))),
+    "swap_merged": unary(lambda x, step: x.flatten(0, 1).unflatten(0, (x.shape[1], x.shape[0]))),
     "unsqueeze": unary(lambda x, step: x.unsqueeze(step.b % (x.dim() + 1))),
     "squeeze": unary(lambda x, step: x.squeeze()),
     "expand": unary(lambda x, step: x.expand(2, *x.shape)),

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.label import Label, Replicated, Sharded
+from lazygt.graph.label import Interleaved, Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Stored
-from lazygt.passes.rules import rows_of
+from lazygt.passes.rules import Row, rows_of
+from lazygt.passes.rules.interleaved import interleaved_rows
 from lazygt.passes.sharding.localise import Choice, localise
 from lazygt.passes.sharding.places import without_places
 from tests.passes.rules.blocks import blocks, joined
@@ -85,13 +86,30 @@ def check(mesh: str, program: Sequence[Step], sizes: Sequence[int], seed: int) -
     assert_equal([made[place] for place in places.values()], [expected[n] for n in places])
 
 
+def any_rows(graph: Graph, parts: int, draw: random.Random) -> list[Row]:
+    """A row for each node, those that take what was made interleaved among them."""
+    metas, chosen = graph.values, []
+    made: dict[int, Label] = {}
+    for node, values in graph.numbered():
+        rows = rows_of(node, metas, parts)
+        have = [made.get(value) for value in node.refs()]
+        more = [
+            row
+            for place, label in enumerate(have)
+            if isinstance(label, Interleaved)
+            for row in interleaved_rows(node, metas, parts, rows, place, label)
+        ]
+        chosen.append(draw.choice(more if more and draw.random() < 0.7 else rows))
+        made.update(zip(values, chosen[-1].outputs, strict=True))
+    return chosen
+
+
 def check_rows(parts: int, program: Sequence[Step], sizes: Sequence[int], seed: int) -> None:
     """With any of its rows for every op, whatever it costs."""
     draw = random.Random(seed)
     graph, inputs, params, places = recorded(program, sizes, [AXIS])
     graph = without_places(graph)
-    metas = graph.values
-    rows = [draw.choice(rows_of(node, metas, parts)) for node in graph.nodes]
+    rows = any_rows(graph, parts, draw)
     labels = [stored_at_random(t, Mesh((AXIS,), (parts,)), draw).labels[0] for t in inputs]
     made = [localise(graph, Choice(rows, {}, labels), AXIS, parts, rank) for rank in range(parts)]
     cut = [blocks(t, label, parts) for t, label in zip(inputs, labels, strict=True)]

@@ -32,6 +32,21 @@ Lower = Callable[["Builder", Node, Sequence[Ref]], Values]
 
 
 @dataclass(frozen=True, slots=True)
+class Blockwise:
+    """A local program that is right for any blocks of the dims that its row cuts.
+
+    It never asks which elements of a dim a rank has, only how many; labels it takes from the row.
+    """
+
+    program: Callable[[Builder, Row, Node, Sequence[Ref]], Values]
+
+
+def anywhere(lower: Lower) -> Blockwise:
+    """A program that is the same whatever the labels are."""
+    return Blockwise(lambda build, row, node, operands: lower(build, node, operands))
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A collective inside a row, for its cost: kind without ``lazygt.``, payload bytes a rank."""
 
@@ -53,10 +68,10 @@ class Row:
 
     inputs: tuple[Label, ...]
     outputs: tuple[Label, ...]
-    lower: Lower | None = None
+    lower: Lower | Blockwise | None = None
     comm: tuple[Collective, ...] = ()
 
-    def by(self, lower: Lower | None, comm: Sequence[Collective] = ()) -> Row:
+    def by(self, lower: Lower | Blockwise | None, comm: Sequence[Collective] = ()) -> Row:
         """The same labels, with another local program and the collectives inside it."""
         return replace(self, lower=lower, comm=tuple(comm))
 

@@ -22,6 +22,7 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    anywhere,
     splittable,
     table,
 )
@@ -66,7 +67,7 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
             count = call.meta("input").numel // max(shape[1], 1)
             comm = [Collective("all_reduce", call.result(1).nbytes)] * 2
             row = call.row(_first(node, S(dim)), input=S(dim))
-            found.append(row.by(_synchronised(count), comm))
+            found.append(row.by(anywhere(_synchronised(count)), comm))
     return found
 
 
@@ -135,7 +136,7 @@ def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         elif _one_dtype(call):
             count = call.meta("input").numel // max(shape[1], 1)
             comm = [Collective("all_reduce", call.meta("save_mean").nbytes)] * 2
-            lower = _synchronised_backward(count)
+            lower = anywhere(_synchronised_backward(count))
             labels = {"grad_out": S(dim), "input": S(dim)}
             found.append(call.row((S(dim), R, R), **labels).by(lower, comm))
     return found

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lazygt.graph.label import Label
+from lazygt.graph.label import Cut, Label
 from lazygt.graph.node import Node, Ref
 from lazygt.passes.rules.base import (
+    Blockwise,
     Call,
-    Lower,
     Metas,
     P,
     R,
@@ -44,20 +44,20 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     found = []
     for dim in splittable(shape):
         row = call.row(S(dim) if reduction == _NONE else P, **_labels(call, shape, dim))
-        found.append(row.by(_share_of_mean(call, shape, dim) if reduction == _MEAN else None))
+        found.append(row.by(_share_of_mean(call) if reduction == _MEAN else None))
     return found
 
 
-def _share_of_mean(call: Call, shape: Shape, dim: int) -> Lower:
+def _share_of_mean(call: Call) -> Blockwise:
     result = call.result()
 
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        share = _share(build, shape, dim)
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        share = _share(build, row, call)
         if not share:
             return (zeros(build, result, R),)
         return (build.op("aten.mul.Scalar", *build.rerun(node, operands), share),)
 
-    return lower
+    return Blockwise(program)
 
 
 def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -69,28 +69,32 @@ def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         if reduction == _NONE:
             labels["grad_output"] = aligned(call.meta("grad_output"), shape, dim)
         row = call.row(S(dim), **labels)
-        found.append(row.by(_share_of_gradient(call, dim) if reduction == _MEAN else None))
+        found.append(row.by(_share_of_gradient(call) if reduction == _MEAN else None))
     return [*found, call.row(P, grad_output=P)]
 
 
-def _share_of_gradient(call: Call, dim: int) -> Lower:
+def _share_of_gradient(call: Call) -> Blockwise:
     """The kernel divides by the elements of the block, not of the whole."""
     result = call.result()
 
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        share = _share(build, result.shape, dim)
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        share = _share(build, row, call)
         if not share:
-            return (zeros(build, result, S(dim)),)
+            return (zeros(build, result, row.outputs[0]),)
         gradient, *rest = operands
         mine = build.op("aten.mul.Scalar", gradient, share)
         return build.rerun(node, [mine, *rest])
 
-    return lower
+    return Blockwise(program)
 
 
-def _share(build: Builder, shape: Shape, dim: int) -> float:
-    """The part of all elements that this rank has."""
-    return prod(build.local(shape, S(dim))) / prod(shape)
+def _share(build: Builder, row: Row, call: Call) -> float:
+    """The part of all elements that this rank has: as of any operand that is cut."""
+    operands = zip(call.node.refs(), row.inputs, strict=True)
+    number, label = next(each for each in operands if isinstance(each[1], Cut))
+    meta = call.metas[number]
+    assert meta is not None
+    return prod(build.local(meta.shape, label)) / prod(meta.shape)
 
 
 def _shape(call: Call) -> Shape:

@@ -14,8 +14,8 @@ from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.passes.rules.base import (
     PMAX,
     PMIN,
+    Blockwise,
     Call,
-    Lower,
     Metas,
     P,
     R,
@@ -23,6 +23,7 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    anywhere,
     splittable,
     table,
 )
@@ -39,14 +40,14 @@ def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """zeros, ones, full, empty."""
     call = Call(node, metas, parts)
     shape = call.result().shape
-    return [call.row(S(dim)).by(sized(S(dim), shape)) for dim in splittable(shape)]
+    return [call.row(S(dim)).by(sized(shape)) for dim in splittable(shape)]
 
 
 def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """Blocks are row-major, whatever the whole would be."""
     call = Call(node, metas, parts)
     made = call.result()
-    return [call.row(S(dim)).by(_anew(made, S(dim))) for dim in splittable(made.shape)]
+    return [call.row(S(dim)).by(_anew(made)) for dim in splittable(made.shape)]
 
 
 def _like(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -54,18 +55,19 @@ def _like(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     made = call.result()
     splits, shape = splittable(made.shape), call.shape("self")
     have: list[Label] = [*map(S, splittable(shape)), P, PMAX, PMIN]
-    found = [call.row(R, self=label).by(_anew(made, R)) for label in have]
+    found = [call.row(R, self=label).by(_anew(made)) for label in have]
     for dim in splits:
         found += [
-            call.row(S(dim), self=label).by(_anew(made, S(dim)))
+            call.row(S(dim), self=label).by(_anew(made))
             for label in (R, S(dim), P, PMAX, PMIN)
             if label != S(dim) or dim in splittable(shape)
         ]
     return found
 
 
-def _anew(made: TensorMeta, label: Label) -> Lower:
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _anew(made: TensorMeta) -> Blockwise:
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        (label,) = row.outputs
         shape = build.local(made.shape, label)
         stride = made.stride if label == R else contiguous_stride(shape)
         empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=made.dtype,
@@ -75,7 +77,7 @@ def _anew(made: TensorMeta, label: Label) -> Lower:
             return (empty,)
         return (build.op("aten.fill_.Scalar", empty, value),)
 
-    return lower
+    return Blockwise(program)
 
 
 def _fill(args: dict[str, Arg], op: str) -> Arg:
@@ -111,7 +113,7 @@ def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
                          device=DEVICE)  # fmt: skip
         return build.rerun(node, [whole])
 
-    return [call.row(R, self=label).by(lower) for label in have]
+    return [call.row(R, self=label).by(anywhere(lower)) for label in have]
 
 
 def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -119,15 +121,16 @@ def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     meta = call.meta("input")
 
-    def lowered(dim: int) -> Lower:
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            ones = build.op("aten.ones.default", meta.shape, dtype=meta.dtype, device=DEVICE)
-            scales, mask = (build.shard(one, dim) for one in build.rerun(node, [ones]) if one)
-            return build.op("aten.mul.Tensor", operands[0], scales), mask
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        ones = build.op("aten.ones.default", meta.shape, dtype=meta.dtype, device=DEVICE)
+        scales, mask = (
+            build.convert(one, meta.shape, R, row.inputs[0])
+            for one in build.rerun(node, [ones])
+            if one
+        )
+        return build.op("aten.mul.Tensor", operands[0], scales), mask
 
-        return lower
-
-    return [call.row(S(dim), input=S(dim)).by(lowered(dim)) for dim in splittable(meta.shape)]
+    return [call.row(S(dim), input=S(dim)).by(Blockwise(program)) for dim in splittable(meta.shape)]
 
 
 RULES: dict[str, Rule] = {

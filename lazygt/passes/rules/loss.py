@@ -18,6 +18,7 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    anywhere,
     splittable,
     table,
 )
@@ -49,8 +50,8 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     found = []
     for dim, own in _sample_dims(call):
         outputs: tuple[Label, Label] = (S(own) if reduction == _NONE else P, weights)
-        lower = _mean(None) if reduction == _MEAN else None
-        found.append(call.row(outputs, self=S(dim), target=S(own)).by(lower, comm))
+        row = call.row(outputs, self=S(dim), target=S(own))
+        found.append(row.by(anywhere(_mean(None)) if reduction == _MEAN else None, comm))
     dim = _class_dim(call)
     count = call.shape("self")[dim]
     if count > 1:

@@ -11,7 +11,7 @@ import torch
 from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node, Ref
-from lazygt.passes.rules.base import PMAX, Call, Collective, P, Row, S, Values
+from lazygt.passes.rules.base import PMAX, Blockwise, Call, Collective, P, Row, S, Values
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
@@ -24,6 +24,8 @@ def lower_row(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> 
         node: of the global graph.
         operands: local values with the row's input labels, in order of ``node.refs()``.
     """
+    if isinstance(row.lower, Blockwise):
+        return row.lower.program(build, row, node, operands)
     if row.lower is not None:
         return row.lower(build, node, operands)
     return build.rerun(node, operands)
@@ -34,18 +36,20 @@ def zeros_when_empty(call: Call, row: Row) -> Row:
 
     For rows whose results are S where the block is also empty, or P(sum).
     """
-    results, outputs = call.node.results, row.outputs
+    results, inner = call.node.results, row.lower
     split = [place for place, label in enumerate(row.inputs) if isinstance(label, Sharded)]
 
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
         if all(build.meta(operands[place]).numel for place in split):
-            return lower_row(build, row, node, operands)
+            return lower_row(build, row.by(inner), node, operands)
         return [
             None if meta is None else zeros(build, meta, label)
-            for meta, label in zip(results, outputs, strict=True)
+            for meta, label in zip(results, row.outputs, strict=True)
         ]
 
-    return replace(row, lower=lower)
+    if inner is None or isinstance(inner, Blockwise):
+        return replace(row, lower=Blockwise(program))
+    return replace(row, lower=lambda build, node, operands: program(build, row, node, operands))
 
 
 def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> list[Row]:

@@ -141,9 +141,7 @@ def _placed(gone: bool) -> Rule:
         shape = tuple(call["input_sizes"])
         dim = call.dim("dim", len(shape))
         found = [
-            call.row(S(d), grad_output=S(d - (gone and d > dim))).by(
-                sized(S(d), shape, "input_sizes")
-            )
+            call.row(S(d), grad_output=S(d - (gone and d > dim))).by(sized(shape, "input_sizes"))
             for d in splittable(shape)
             if d != dim
         ]

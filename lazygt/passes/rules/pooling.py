@@ -35,9 +35,7 @@ def _resized_back(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     made = call.result().shape
     found = [
-        zeros_when_empty(
-            call, call.row(S(dim), grad_output=S(dim)).by(sized(S(dim), made, "input_size"))
-        )
+        zeros_when_empty(call, call.row(S(dim), grad_output=S(dim)).by(sized(made, "input_size")))
         for dim in splittable(made)
         if dim < len(made) - _spatial(node.op)
     ]
@@ -87,7 +85,7 @@ def _affine_grid(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     size = tuple(call["size"])
     found = [call.row(P, theta=P)]
     if size[0] > 1:
-        row = call.row(S(0), theta=S(0)).by(sized(S(0), size))
+        row = call.row(S(0), theta=S(0)).by(sized(size))
         found.append(zeros_when_empty(call, row))
     return found
 

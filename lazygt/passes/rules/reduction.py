@@ -24,6 +24,7 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    anywhere,
     splittable,
     table,
 )
@@ -77,7 +78,7 @@ def _rule(
         lower = lowered(call) if lowered else None
         split = [dim for dim in splittable(call.shape("self")) if dim in dims]
         found = passing_rows(call, dims)
-        found += [call.row(partial, self=S(dim)).by(lower) for dim in split]
+        found += [call.row(partial, self=S(dim)).by(lower and anywhere(lower)) for dim in split]
         if linear and _keeps_partials(call, partial):
             found.append(call.row(partial, self=partial))
         return found

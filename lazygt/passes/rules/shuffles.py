@@ -43,7 +43,7 @@ def _windows_back(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     made = call.result().shape
     dim = call.dim("dim", len(made))
     found = [
-        call.row(S(d), grad_in=S(d)).by(sized(S(d), made, "input_sizes"))
+        call.row(S(d), grad_in=S(d)).by(sized(made, "input_sizes"))
         for d in splittable(made)
         if d != dim
     ]

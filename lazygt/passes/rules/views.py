@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from lazygt.graph.label import Label, shard_bounds
+from lazygt.graph.label import Cut, cut, groups, shard_bounds
 from lazygt.graph.node import Node, Ref
 from lazygt.passes.rules.base import (
     PMAX,
     PMIN,
+    Blockwise,
     Call,
-    Lower,
     Metas,
     P,
     R,
@@ -24,6 +24,7 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    anywhere,
     splittable,
     table,
 )
@@ -62,7 +63,7 @@ def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.conj_physical.default", operands[0]),)
 
-    return [row.by(lower) for row in _mapped(_same)(node, metas, parts)]
+    return [row.by(anywhere(lower)) for row in _mapped(_same)(node, metas, parts)]
 
 
 def _but_last(call: Call) -> Sequence[int | None]:
@@ -110,19 +111,19 @@ def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
         return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(gone))),)
 
     found = [
-        call.row(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(lower)
+        call.row(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(anywhere(lower))
         for dim in splittable(call.shape("self"))
     ]
     return found + [call.row(label, self=label) for label in PARTIALS]
 
 
-def sized(label: Label, shape: tuple[int, ...], name: str = "size") -> Lower:
+def sized(shape: tuple[int, ...], name: str = "size") -> Blockwise:
     """The same op with the block's sizes of a result of ``shape`` for its argument ``name``."""
 
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, operands, **{name: build.local(shape, label)})
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, **{name: build.local(shape, row.outputs[0])})
 
-    return lower
+    return Blockwise(program)
 
 
 def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -133,24 +134,30 @@ def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     for dim in splittable(made):
         own = dim - new
         label = S(own) if own >= 0 and have[own] == made[dim] else R
-        found.append(call.row(S(dim), self=label).by(sized(S(dim), made)))
+        found.append(call.row(S(dim), self=label).by(sized(made)))
     return found
 
 
 def _view(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
-    made = call.result().shape
-    pairs = aligned_dims(call.shape("self"), made, parts)
-    found = [call.row(S(b), self=S(a)).by(_reshaped(made, S(b))) for a, b in pairs]
-    anyhow = [call.row(label, self=label) for label in (R, *PARTIALS)]
-    return found + [row.by(_reshaped(made, R)) for row in anyhow]
+    cuts = (view_row(call, S(dim)) for dim in splittable(call.shape("self")))
+    anyhow = [call.row(label, self=label).by(_reshaped) for label in (R, *PARTIALS)]
+    return [*(row for row in cuts if row is not None), *anyhow]
 
 
-def _reshaped(shape: tuple[int, ...], label: Label) -> Lower:
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return (build.reshape(operands[0], build.local(shape, label)),)
+def view_row(call: Call, label: Cut) -> Row | None:
+    """The row of a reshape whose operand is cut so; None: a block is none of the result."""
+    made = viewed(label, call.shape("self"), call.result().shape, call.parts)
+    return None if made is None else call.row(made, self=label).by(_reshaped)
 
-    return lower
+
+def _reshape(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+    (made,) = node.results
+    assert made is not None
+    return (build.reshape(operands[0], build.local(made.shape, row.outputs[0])),)
+
+
+_reshaped = Blockwise(_reshape)
 
 
 def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
@@ -187,24 +194,38 @@ def _sees_items(call: Call) -> bool:
     return 1 < count == meta.shape[0] and step == meta.stride[0] > reach
 
 
-def _seen_items(shape: tuple[int, ...]) -> Lower:
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, [build.rows(operands[0])], size=build.local(shape, S(0)))
+def _seen_items(shape: tuple[int, ...]) -> Blockwise:
+    def program(build: Builder, row: Row, node: Node, operands: Sequence[Ref]) -> Values:
+        size = build.local(shape, row.outputs[0])
+        return build.rerun(node, [build.rows(operands[0])], size=size)
 
-    return lower
+    return Blockwise(program)
 
 
-def aligned_dims(have: tuple[int, ...], made: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
-    """The pairs of dims, before and after a reshape, whose blocks hold the same elements."""
-    pairs = []
-    for a in splittable(have):
-        before, inner = prod(have[:a]), prod(have[a + 1 :])
-        for b in splittable(made):
-            if prod(made[:b]) == before and _same_blocks(
-                have[a], inner, made[b], prod(made[b + 1 :]), parts
-            ):
-                pairs.append((a, b))
-    return pairs
+def viewed(label: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
+    """The label under which ranks have the same elements after a reshape; None: there is none.
+
+    A label cuts rows of elements ``[before, size, inside]`` along ``size``; another one that
+    does so with as many ``before``, and the same blocks, says the same.
+    """
+    outer = groups(label)
+    before, inside = prod(have[: label.dim]) * outer, prod(have[label.dim + 1 :])
+    for dim in splittable(made):
+        count = _groups_of(made[dim], before, prod(made[:dim]))
+        if count and _same_blocks(
+            have[label.dim] // outer, inside, made[dim] // count, prod(made[dim + 1 :]), parts
+        ):
+            return cut(dim, count)
+    return None
+
+
+def _groups_of(size: int, before: int, ahead: int) -> int:
+    """The groups that a dim of ``size`` is for ``before`` rows, ``ahead`` of them in the dims
+    ahead of it; 0: the rows end elsewhere."""
+    if before == ahead:
+        return 1
+    count = before // ahead if ahead and before % ahead == 0 else 0
+    return count if count and count < size and size % count == 0 else 0
 
 
 def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:
@@ -215,6 +236,9 @@ def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bo
     )
 
 
+RESHAPES: dict[str, Rule] = {
+    **table("view.default _unsafe_view.default reshape.default", _view),
+}
 RULES: dict[str, Rule] = {
     **table(
         "detach.default alias.default lift_fresh.default lift.default detach_copy.default "
@@ -231,5 +255,5 @@ RULES: dict[str, Rule] = {
     **table("squeeze.default squeeze.dim squeeze.dims", _squeeze),
     **table("expand.default", _expand),
     **table("as_strided.default as_strided_copy.default view.dtype", _as_strided),
-    **table("view.default _unsafe_view.default reshape.default", _view),
+    **RESHAPES,
 }

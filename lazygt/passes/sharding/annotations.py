@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import COLLECTIVE_OPS, Label
+from lazygt.graph.label import COLLECTIVE_OPS, Interleaved, Label
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.base import view_source
 from lazygt.passes.rules import pointwise
@@ -70,7 +70,9 @@ def _made(
     first = known.get(node.refs()[0])
     if first is not None and first.kind == "pinned" and moves_elements(node):
         rows = {row.outputs for row in entry.rows if row.inputs == (first.label,) and not row.comm}
-        return [Annotation(label, "pinned") for label in rows.pop()] if len(rows) == 1 else ()
+        labels = rows.pop() if len(rows) == 1 else ()
+        interleaved = any(isinstance(label, Interleaved) for label in labels)
+        return () if interleaved else [Annotation(label, "pinned") for label in labels]
     if is_elementwise(node, metas):
         each = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
         found = each.pop() if len(each) == 1 else None

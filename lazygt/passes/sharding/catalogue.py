@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lazygt.graph.cost import Cost, family, graph_costs
-from lazygt.graph.label import Replicated
+from lazygt.graph.cost import family, graph_costs
+from lazygt.graph.label import Interleaved, Replicated
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.passes.base import renumbered
 from lazygt.passes.rules.base import Metas, Row
+from lazygt.passes.rules.interleaved import interleaved_rows
 from lazygt.passes.sharding.cost import Machine, row_seconds, ticks, work_share
 from lazygt.passes.sharding.places import MARKS, PLACE
 
 #: The rows of a node, with or without the one that is R everywhere.
 RowsOf = Callable[[Node], Sequence[Row]]
+#: For each operand of a node the interleaved labels that it may have.
+Reached = tuple[tuple[Interleaved, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,32 +54,80 @@ class Entry:
         )
 
 
-def catalogue(
-    graph: Graph, metas: Metas, rows_of: RowsOf, parts: int, machine: Machine
-) -> tuple[list[Entry], list[int]]:
-    """The entries of a graph, and the number of each node's own among them.
+class Catalogue:
+    """The entries of a graph.
 
     Nodes of one op with equal metas and arguments have one entry; ``rows_of`` is asked about the
     first of them.
 
     Args:
         metas: ``graph.values``.
+
+    Attributes:
+        entries: one a kind of node, then those that were asked for later.
+        numbers: of each node, which entry is its own.
     """
-    kinds: dict[tuple[Any, ...], int] = {}
-    numbers: list[int] = []
-    firsts: list[Node] = []
-    for node in graph.nodes:
-        kind = _signature(node, metas)
-        number = kinds.setdefault(kind, len(kinds))
-        if number == len(firsts):
-            firsts.append(node)
-        numbers.append(number)
-    costs = graph_costs(_apart(firsts, metas, graph.params))
-    made = [
-        _entry(node, rows_of(node), cost, metas, parts, machine)
-        for node, cost in zip(firsts, costs, strict=True)
-    ]
-    return made, numbers
+
+    def __init__(
+        self, graph: Graph, metas: Metas, rows_of: RowsOf, parts: int, machine: Machine
+    ) -> None:
+        self._metas, self._parts, self._machine = metas, parts, machine
+        kinds: dict[tuple[Any, ...], int] = {}
+        self.numbers: list[int] = []
+        self._firsts: list[Node] = []
+        for node in graph.nodes:
+            kind = _signature(node, metas)
+            number = kinds.setdefault(kind, len(kinds))
+            if number == len(self._firsts):
+                self._firsts.append(node)
+            self.numbers.append(number)
+        self._costs = graph_costs(_apart(self._firsts, metas, graph.params))
+        self.entries = [
+            self._entry(number, _every(node, rows_of(node)))
+            for number, node in enumerate(self._firsts)
+        ]
+        self._wider: dict[tuple[int, Reached], int] = {}
+
+    def interleaved(self, number: int, reached: Reached) -> int:
+        """The entry of a kind of node with the rows that take operands interleaved besides.
+
+        Args:
+            number: of the entry without such rows.
+            reached: for each operand the labels that it may have.
+        """
+        key = number, reached
+        found = self._wider.get(key)
+        if found is None:
+            node, rows = self._firsts[number], self.entries[number].rows
+            more = {
+                (row.inputs, row.outputs): row
+                for place, labels in enumerate(reached)
+                for label in labels
+                for row in interleaved_rows(node, self._metas, self._parts, rows, place, label)
+            }
+            found = self._wider[key] = len(self.entries) if more else number
+            if more:
+                self.entries.append(self._entry(number, (*rows, *more.values())))
+        return found
+
+    def _entry(self, number: int, rows: tuple[Row, ...]) -> Entry:
+        node, cost, parts = self._firsts[number], self._costs[number], self._parts
+        operands = [self._metas[value] for value in node.refs()]
+        seconds = [
+            0.0 if node.op in MARKS
+            else row_seconds(self._machine, cost, row, operands, node.results, parts)
+            for row in rows
+        ]  # fmt: skip
+        shares = [work_share(row, operands, node.results, parts) for row in rows]
+        return Entry(rows, np.array(list(map(ticks, seconds))), tuple(shares), _is_heavy(node))
+
+
+def _every(node: Node, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """All rows; the one that is R everywhere as its rule has it, if it says how to do that."""
+    if node.op == PLACE:
+        return tuple(rows)
+    whole = next((row for row in rows if not _is_cut(row)), replicated(node))
+    return (whole, *filter(_is_cut, rows))
 
 
 def _signature(node: Node, metas: Metas) -> tuple[Any, ...]:
@@ -118,24 +169,6 @@ def _apart(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Grap
         moved.append(places)
     alone = tuple([renumbered(node, places) for node, places in zip(nodes, moved, strict=True)])
     return Graph(tuple(inputs), params, alone, ())
-
-
-def _entry(
-    node: Node,
-    rows: Sequence[Row],
-    cost: Cost,
-    metas: Metas,
-    parts: int,
-    machine: Machine,
-) -> Entry:
-    operands = [metas[value] for value in node.refs()]
-    every = tuple(rows) if node.op == PLACE else (replicated(node), *filter(_is_cut, rows))
-    seconds = [
-        0.0 if node.op in MARKS else row_seconds(machine, cost, row, operands, node.results, parts)
-        for row in every
-    ]
-    shares = [work_share(row, operands, node.results, parts) for row in every]
-    return Entry(every, np.array(list(map(ticks, seconds))), tuple(shares), _is_heavy(node))
 
 
 def replicated(node: Node) -> Row:

@@ -5,6 +5,8 @@
     P -> S       reduce-scatter       S -> S'   all-to-all
     R -> S, R -> P    nothing is sent
 
+What is interleaved is gathered and scattered as S is; from there to another cut goes through R.
+
 A collective takes a latency and the bytes of a ring over the link's bandwidth. Seconds are
 rounded to whole picoseconds (``ticks``), so that sums are exact in any order and every rank
 comes to the same decision.
@@ -17,7 +19,15 @@ from dataclasses import dataclass
 
 from lazygt.graph.communication import ring_bytes
 from lazygt.graph.cost import Cost
-from lazygt.graph.label import Label, Partial, Replicated, Sharded, block_size
+from lazygt.graph.label import (
+    Cut,
+    Label,
+    Partial,
+    Replicated,
+    Sharded,
+    block_size,
+    groups,
+)
 from lazygt.graph.meta import TensorMeta
 from lazygt.passes.rules.base import Metas, Row
 
@@ -80,7 +90,9 @@ def reshard_kind(source: Label, target: Label) -> str | None:
         return None
     if isinstance(source, Partial):
         return "all_reduce" if isinstance(target, Replicated) else "reduce_scatter"
-    return "all_gather" if isinstance(target, Replicated) else "all_to_all"
+    if isinstance(target, Replicated):
+        return "all_gather"
+    return "all_to_all" if isinstance(source, Sharded) and isinstance(target, Sharded) else None
 
 
 def _is_free(target: Label) -> bool:
@@ -106,9 +118,9 @@ def reshard_seconds(
 
 def share(meta: TensorMeta | None, label: Label, parts: int) -> float:
     """The part of a value, from 0 to 1, that the rank with the largest block has."""
-    if meta is None or not isinstance(label, Sharded):
+    if meta is None or not isinstance(label, Cut):
         return 1.0
-    size = meta.shape[label.dim]
+    size = meta.shape[label.dim] // groups(label)
     return block_size(size, parts, 0) / size if size else 1.0
 
 

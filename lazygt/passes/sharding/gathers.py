@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lazygt.graph.amounts import amount
-from lazygt.graph.label import Replicated, Sharded
+from lazygt.graph.label import Cut, Replicated
 from lazygt.graph.node import Node
 from lazygt.passes import rules
 from lazygt.passes.rules import Metas
@@ -48,7 +48,7 @@ def gathers(decided: Iterable[AxisStep]) -> list[Gather]:
 def _on_axis(step: AxisStep) -> Iterator[Gather]:
     metas, values = step.graph.values, step.local.values
     parts = step.axis.parts
-    cut = [bool(have) and isinstance(next(iter(have)), Sharded) for have in values]
+    cut = [bool(have) and isinstance(next(iter(have)), Cut) for have in values]
     for number, node in enumerate(step.graph.nodes):
         taken = [v for v in dict.fromkeys(node.refs()) if cut[v] and R in values[v]]
         if not taken or not _has_no_rule(node, metas, parts):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lazygt.graph.label import Label, Partial, Replicated, local_meta
+from lazygt.graph.label import Interleaved, Label, Partial, Replicated, local_meta
 from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
 from lazygt.passes.build import Builder
 from lazygt.passes.rules.base import Row
@@ -163,12 +163,13 @@ class _Walk:
         if next(iter(self.have[value])) == R:
             return R  # it is whole at no cost: blocks would lead where nobody asked for them
         base = self._base(value)
-        if not isinstance(base, Partial):
+        if not isinstance(base, Partial | Interleaved):
             return base
-        made = (label for label in self.have[value] if not isinstance(label, Partial))
+        made = (la for la in self.have[value] if not isinstance(la, Partial | Interleaved))
         meta = self.values[value]
         assert meta is not None
-        return next(made, self.choice.gradients.get(meta.shape, R))
+        home = R if isinstance(base, Interleaved) else self.choice.gradients.get(meta.shape, R)
+        return next(made, home)
 
     def _from(self, number: int) -> None:
         """What was added since comes from node ``number``."""

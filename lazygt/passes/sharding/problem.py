@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazygt.graph.label import Label, Partial, Replicated, Sharded
+from lazygt.graph.label import Cut, Interleaved, Label, Partial, Replicated
 from lazygt.graph.node import Graph
 from lazygt.passes.rules.base import Metas, Row
 from lazygt.passes.sharding.annotations import Annotation, follow
-from lazygt.passes.sharding.catalogue import Entry, RowsOf, catalogue
+from lazygt.passes.sharding.catalogue import Catalogue, Entry, RowsOf
 from lazygt.passes.sharding.cost import Machine, reshard_kind
 from lazygt.passes.sharding.prices import Labels, Options, Prices
 from lazygt.passes.sharding.reach import open_entries
@@ -82,9 +82,9 @@ def build_problem(
     annotations = annotations or {}
     metas = graph.values
     _check(graph, len(metas), annotations, outputs)
-    entries, numbers = catalogue(graph, metas, rows_of, parts, machine)
-    annotations = follow(graph, metas, entries, numbers, annotations)
-    opened = open_entries(graph, metas, entries, numbers, annotations, explore, whole)
+    found = Catalogue(graph, metas, rows_of, parts, machine)
+    annotations = follow(graph, metas, found.entries, found.numbers, annotations)
+    opened = open_entries(graph, metas, found, annotations, explore, whole)
     build = _Build(graph, metas, opened, Prices(machine, parts))
     allowed = _allowed(graph, outputs)
     for value, users in enumerate(_users(graph, len(metas))):
@@ -201,7 +201,7 @@ class _Build:
         labels = {annotation.label}
         if annotation.kind == "free":
             every = {label for want in wants for option in want for label in option}
-            labels |= {label for label in every if not isinstance(label, Partial)}
+            labels |= {label for label in every if not isinstance(label, Partial | Interleaved)}
         return self._same(tuple([(label,) for label in sorted(labels, key=str)]))
 
     def _charge(self, variable: int | None, costs: Table | None) -> None:
@@ -268,7 +268,7 @@ def _kept_labels(made: Options, wants: Sequence[Options]) -> Options:
     blocks = [
         label
         for label in sorted(takers, key=str)
-        if isinstance(label, Sharded) and takers[label] > (label not in given)
+        if isinstance(label, Cut) and takers[label] > (label not in given)
     ]
     shared = [label for label in blocks if takers[label] > 1]
     sums = [

@@ -9,7 +9,9 @@ Partial values spread forwards only. A row that takes only whole and partial ope
 where none of them may come partial: the row that is R everywhere does the same then, and its
 result can be made partial for nothing.
 
-What is reached is a bit mask a value, with one bit for each P(op) and each S(dim).
+Rows that take a value interleaved are looked for, and open, only where it was reached so.
+
+What is reached is a bit mask a value, with one bit a label.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 
-from lazygt.graph.label import REDUCE_OPS, Label, Partial, Replicated, Sharded
+from lazygt.graph.label import Interleaved, Label, Partial, Replicated
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.rules.base import Metas, Row
 from lazygt.passes.sharding.annotations import Annotation, moves_elements, takes_whole
-from lazygt.passes.sharding.catalogue import Entry
+from lazygt.passes.sharding.bits import Bits, partial_bit
+from lazygt.passes.sharding.catalogue import Catalogue, Entry
 from lazygt.passes.sharding.places import PLACE
 
 Masks = tuple[int, ...]
@@ -32,8 +35,7 @@ Pins = tuple[Label | None, ...]
 def open_entries(
     graph: Graph,
     metas: Metas,
-    entries: Sequence[Entry],
-    numbers: Sequence[int],
+    catalogue: Catalogue,
     annotations: Mapping[int, Annotation],
     explore: bool,
     whole: Collection[int] = (),
@@ -42,20 +44,22 @@ def open_entries(
 
     A row that breaks a pin is left out where another keeps it. So is one that has every rank do
     all of an op, where a row that was reached divides it: always of a matmul; of other ops unless
-    the solver may ``explore``, or dividing them takes a collective in their middle.
+    the solver may ``explore``, or dividing them takes a collective in their middle, or operands
+    that are interleaved: these were in blocks before a view, and may be wanted whole behind it.
 
     Args:
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
     """
-    reach = _Reach(graph, metas, entries, numbers, annotations, explore)
+    reach = _Reach(graph, metas, catalogue, annotations, explore)
     reach.spread()
+    entries = catalogue.entries
     found: dict[tuple[int, Masks, Masks, Pins], Entry] = {}
     made = []
-    for at, (node, number) in enumerate(zip(graph.nodes, numbers, strict=True)):
+    for at, (node, number) in enumerate(zip(graph.nodes, reach.numbers, strict=True)):
         key = number, reach.masks(node), reach.wishes(node), reach.pins(node)
         entry = found.get(key)
         if entry is None:
-            entry = found[key] = _opened(entries[number], *key[1:], explore)
+            entry = found[key] = reach.opened(entries[number], *key[1:])
         is_free = at in whole and _keeps(entries[number].rows[0], reach.pins(node))
         made.append(_with_whole(entry, entries[number]) if is_free else entry)
     return made
@@ -67,36 +71,6 @@ def _with_whole(opened: Entry, entry: Entry) -> Entry:
     return entry.keep(lambda number, row: number == 0 or id(row) in rows)
 
 
-def _opened(entry: Entry, masks: Masks, wishes: Masks, pins: Pins, explore: bool) -> Entry:
-    kept = entry.keep(lambda _, row: _keeps(row, pins) and is_possible(row, masks))
-    # a factory shares no work that anybody brought: whole is as good as in blocks
-    divides = bool(masks) and any(
-        share < 1 and is_asked(row, masks) and (entry.heavy or not row.comm)
-        for row, share in zip(kept.rows, kept.shares, strict=True)
-    )
-    if not explore:
-        asked = tuple(map(or_, masks, wishes)) if wishes else masks
-        kept = kept.keep(lambda _, row: is_asked(row, asked))
-    if divides and (entry.heavy or not explore):
-        shares = kept.shares
-        kept = kept.keep(lambda number, _: shares[number] < 1)
-    return kept
-
-
-def is_possible(row: Row, masks: Masks) -> bool:
-    """Whether the row takes nothing partial, or shards as well, or an operand may come partial."""
-    wanted = [_partial(label) for label in row.inputs]
-    return not any(wanted) or any(map(and_, wanted, masks)) or any(map(_block, row.inputs))
-
-
-def is_asked(row: Row, masks: Masks) -> bool:
-    """Whether a row shards nothing, or what reached its operands leads to it."""
-    if not masks:
-        return True  # nothing leads to a factory: it makes what others ask for
-    wanted = [_block(label) for label in row.inputs]
-    return any(map(and_, wanted, masks)) or not (any(wanted) or any(map(_block, row.outputs)))
-
-
 def _keeps(row: Row, pins: Pins) -> bool:
     """Whether a row takes what is pinned as it is; what is whole may count as a partial sum."""
     return all(
@@ -105,12 +79,8 @@ def _keeps(row: Row, pins: Pins) -> bool:
     )
 
 
-def _partial(label: Label) -> int:
-    return 1 << REDUCE_OPS.index(label.op) if isinstance(label, Partial) else 0
-
-
-def _block(label: Label) -> int:
-    return 1 << len(REDUCE_OPS) + label.dim if isinstance(label, Sharded) else 0
+def _is_interleaved(row: Row) -> bool:
+    return any(isinstance(label, Interleaved) for label in (*row.inputs, *row.outputs))
 
 
 def _union(rows: Sequence[Sequence[Label]], places: int, bit: Callable[[Label], int]) -> list[int]:
@@ -124,25 +94,29 @@ def _looks_through(node: Node) -> bool:
 
 
 class _Reach:
-    """What reaches each value."""
+    """What reaches each value.
+
+    Attributes:
+        numbers: of each node, which entry of the catalogue is its own.
+    """
 
     def __init__(
         self,
         graph: Graph,
         metas: Metas,
-        entries: Sequence[Entry],
-        numbers: Sequence[int],
+        catalogue: Catalogue,
         annotations: Mapping[int, Annotation],
         explore: bool,
     ) -> None:
         self._explore = explore
         self._metas = metas
-        self._graph, self._entries, self._numbers = graph, entries, numbers
+        self._graph, self._catalogue, self._bits = graph, catalogue, Bits()
+        self.numbers = list(catalogue.numbers)
         self._pinned = {v: a.label for v, a in annotations.items() if a.kind == "pinned"}
         self._stored = {v: a.label for v, a in annotations.items() if a.kind == "stored"}
         self._reached = [0] * len(metas)
         for value, annotation in annotations.items():
-            self._reached[value] = _partial(annotation.label) | _block(annotation.label)
+            self._reached[value] = self._bit(annotation.label)
         self._spreads: dict[tuple[int, Masks], Masks] = {}
         #: operand of a view -> the blocks that those who take the view would like to find there
         self._wishes: dict[int, int] = {}
@@ -158,21 +132,30 @@ class _Reach:
                 masks = self.masks(node)
                 if masks != seen[at] and (self._explore or any(masks)):
                     seen[at] = masks
-                    passed = self._passed(self._numbers[at], masks)
+                    self._widen(at, masks)
+                    passed = self._passed(self.numbers[at], masks)
                     more |= self._merge((*node.refs(), *results), passed)
 
         self._look_back()
 
+    def _widen(self, at: int, masks: Masks) -> None:
+        """Look for rows of a node that take operands interleaved, as they were reached."""
+        bits = self._bits
+        if bits.interleaved and any(mask & bits.interleaved for mask in masks):
+            labels = tuple(map(bits.found, masks))
+            self.numbers[at] = self._catalogue.interleaved(self._catalogue.numbers[at], labels)
+
     def _look_back(self) -> None:
         """Follow views and placements from their results to their operands."""
-        places = zip(self._graph.numbered(), self._numbers, strict=True)
+        places = zip(self._graph.numbered(), self.numbers, strict=True)
         for (node, results), number in reversed(list(places)):
             if len(results) != 1 or not _looks_through(node):
                 continue
             (value,), (result,) = node.refs(), results
             wish = self._reached[result] | self._wishes.get(result, 0)
-            blocks = [row for row in self._entries[number].rows if _block(row.outputs[0]) & wish]
-            (found,) = _union([row.inputs for row in blocks], 1, _block)
+            rows, cut = self._catalogue.entries[number].rows, self._bits.cut
+            blocks = [row for row in rows if cut(row.outputs[0]) & wish]
+            (found,) = _union([row.inputs for row in blocks], 1, cut)
             if found and value not in self._stored:
                 self._wishes[value] = self._wishes.get(value, 0) | found
 
@@ -189,16 +172,54 @@ class _Reach:
         """What a node passes on of what reached it: to each operand, then to each result."""
         found = self._spreads.get((number, masks))
         if found is None:
-            rows = [row for row in self._entries[number].rows if is_possible(row, masks)]
+            every, cut = self._catalogue.entries[number].rows, self._bits.cut
+            rows = [row for row in every if self._is_possible(row, masks)]
             # a factory can make any block, but is no reason to want one
-            asked = [row for row in rows if is_asked(row, masks)] if masks else []
+            asked = [row for row in rows if self._is_asked(row, masks)] if masks else []
             first = rows[0]
-            wants = _union([row.inputs for row in asked], len(first.inputs), _block)
-            blocks = _union([row.outputs for row in asked], len(first.outputs), _block)
+            wants = _union([row.inputs for row in asked], len(first.inputs), cut)
+            blocks = _union([row.outputs for row in asked], len(first.outputs), cut)
             makers = [row.outputs for row in (rows if self._explore else asked)]
-            sums = _union(makers, len(first.outputs), _partial)
+            sums = _union(makers, len(first.outputs), partial_bit)
             found = self._spreads[number, masks] = (*wants, *map(or_, blocks, sums))
         return found
+
+    def opened(self, entry: Entry, masks: Masks, wishes: Masks, pins: Pins) -> Entry:
+        """The rows of an entry that may be chosen for a node that was reached so."""
+        kept = entry.keep(lambda _, row: _keeps(row, pins) and self._is_possible(row, masks))
+        # a factory shares no work that anybody brought: whole is as good as in blocks
+        divides = bool(masks) and any(
+            share < 1
+            and self._is_asked(row, masks)
+            and (entry.heavy or not (row.comm or _is_interleaved(row)))
+            for row, share in zip(kept.rows, kept.shares, strict=True)
+        )
+        asked = tuple(map(or_, masks, wishes)) if wishes else masks
+        if self._explore:
+            kept = kept.keep(lambda _, row: not _is_interleaved(row) or self._is_asked(row, asked))
+        else:
+            kept = kept.keep(lambda _, row: self._is_asked(row, asked))
+        if divides and (entry.heavy or not self._explore):
+            shares = kept.shares
+            kept = kept.keep(lambda number, _: shares[number] < 1)
+        return kept
+
+    def _bit(self, label: Label) -> int:
+        return partial_bit(label) | self._bits.cut(label)
+
+    def _is_possible(self, row: Row, masks: Masks) -> bool:
+        """Whether it takes nothing partial, or cuts as well, or an operand may come partial."""
+        wanted = [partial_bit(label) for label in row.inputs]
+        cuts = map(self._bits.cut, row.inputs)
+        return not any(wanted) or any(map(and_, wanted, masks)) or any(cuts)
+
+    def _is_asked(self, row: Row, masks: Masks) -> bool:
+        """Whether a row cuts nothing, or what reached its operands leads to it."""
+        if not masks:
+            return True  # nothing leads to a factory: it makes what others ask for
+        cut = self._bits.cut
+        wanted = [cut(label) for label in row.inputs]
+        return any(map(and_, wanted, masks)) or not (any(wanted) or any(map(cut, row.outputs)))
 
     def masks(self, node: Node) -> Masks:
         """What reached each operand; what is gathered for the node reaches it with nothing."""

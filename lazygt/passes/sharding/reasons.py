@@ -13,6 +13,7 @@ from lazygt.graph.communication import Communication, communications
 from lazygt.graph.label import MEETINGS, Anyhow, Replicated
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
+from lazygt.passes.rules.views import RESHAPES
 from lazygt.passes.sharding.cost import collective_seconds
 from lazygt.passes.sharding.places import PLACE, stored_by
 from lazygt.passes.sharding.shard import AxisStep
@@ -103,6 +104,9 @@ def _met(step: AxisStep) -> Iterator[_Met]:
     values = step.local.values
     moved = {at: value for value, have in enumerate(values) for at in list(have.values())[1:]}
     ends = _ends(step)
+    # what is interleaved is moved in another shape
+    shown = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
+             if node.op in RESHAPES}  # fmt: skip
     meetings = [
         (node, results[0])
         for node, results in step.local.graph.numbered()
@@ -112,7 +116,7 @@ def _met(step: AxisStep) -> Iterator[_Met]:
         if node.args[-1] != step.name:
             continue  # of an earlier axis
         inside = next((number for end, number in ends if end > result), None)
-        value = moved.get(result)
+        value = moved.get(result, moved.get(shown.get(result, result)))
         yield _Met(record, value, inside if value is None else None)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from lazygt.graph.amounts import amount
 from lazygt.graph.communication import Communication, communications
 from lazygt.graph.cost import family
-from lazygt.graph.label import Label, Partial, Replicated
+from lazygt.graph.label import Interleaved, Label, Partial, Replicated
 from lazygt.graph.node import Graph
 from lazygt.passes.sharding.cost import reshard_kind, seconds
 from lazygt.passes.sharding.places import PLACE
@@ -173,7 +173,12 @@ def _moves(have: Labels, want: Labels) -> bool:
 
 
 def _blocks(have: Options) -> list[tuple[Label, ...]]:
-    return [labels for labels in have if reshard_kind(R, labels[0]) == ""]
+    """The labels that an output may have without being moved."""
+    return [
+        labels
+        for labels in have
+        if reshard_kind(R, labels[0]) == "" and not isinstance(labels[0], Interleaved)
+    ]
 
 
 def _difference(step: AxisStep, other: Graph) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.label import Label, Partial, Sharded, shard_bounds
+from lazygt.graph.label import Interleaved, Label, Partial, Sharded, local_shape, shard_bounds
 
 Tensor = torch.Tensor
 
@@ -19,9 +19,18 @@ def blocks(whole: Tensor, label: Label, parts: int) -> list[Tensor]:
             whole.narrow(label.dim, a, b - a).clone(memory_format=torch.contiguous_format)
             for a, b in bounds
         ]
+    if isinstance(label, Interleaved):
+        apart = _in_groups(whole, label)
+        shapes = [local_shape(tuple(whole.shape), label, parts, rank) for rank in range(parts)]
+        pieces = blocks(apart, Sharded(label.dim + 1), parts)
+        return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     if isinstance(label, Partial):
         return summands(whole, label.op, parts)
     return [whole.clone() for _ in range(parts)]
+
+
+def _in_groups(value: Tensor, label: Interleaved) -> Tensor:
+    return value.unflatten(label.dim, (label.outer, value.shape[label.dim] // label.outer))
 
 
 def summands(whole: Tensor, op: str, parts: int) -> list[Tensor]:
@@ -55,6 +64,11 @@ def joined(pieces: list[Tensor], label: Label, shape: tuple[int, ...], parts: in
             block = (*shape[: label.dim], stop - start, *shape[label.dim + 1 :])
             assert tuple(piece.shape) == block, f"rank {rank}: {list(piece.shape)} of {list(shape)}"
         return torch.cat(pieces, label.dim)
+    if isinstance(label, Interleaved):
+        for rank, piece in enumerate(pieces):
+            assert tuple(piece.shape) == local_shape(shape, label, parts, rank), f"rank {rank}"
+        apart = [_in_groups(piece, label) for piece in pieces]
+        return torch.cat(apart, label.dim + 1).reshape(shape)
     for piece in pieces:
         assert tuple(piece.shape) == shape, f"{label}: {list(piece.shape)} of {list(shape)}"
     if isinstance(label, Partial):

@@ -12,13 +12,21 @@ from typing import Any
 import torch
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import ALL_GATHER, ALL_REDUCE, MEETINGS, REDUCE_SCATTER
+from lazygt.graph.label import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MEETINGS,
+    REDUCE_SCATTER,
+    Interleaved,
+    Sharded,
+)
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.verify import verify
 from lazygt.passes.build import Builder
 from lazygt.passes.rules import Collective, Row, rows_of
+from lazygt.passes.rules.interleaved import interleaved_rows
 from lazygt.passes.rules.lower import lower_row
 from tests.passes.rules.blocks import Tensor, blocks, joined
 from tests.passes.rules.lockstep import AXIS, lockstep, run_node
@@ -84,6 +92,22 @@ class Case:
     def rows(self, parts: int) -> tuple[Row, ...]:
         """All rows of the op."""
         return rows_of(self.node, self.metas, parts)
+
+    def interleaved(self, parts: int) -> list[Row]:
+        """The rows that take operands interleaved, each cut dim in two, three or four groups."""
+        rows, refs = self.rows(parts), self.node.refs()
+        found = {}
+        for row in rows:
+            for place, label in enumerate(row.inputs):
+                if not isinstance(label, Sharded):
+                    continue
+                size = self.metas[refs[place]].shape[label.dim]
+                for outer in (2, 3, 4):
+                    if size % outer == 0 and size > outer:
+                        wanted = Interleaved(label.dim, outer)
+                        made = interleaved_rows(self.node, self.metas, parts, rows, place, wanted)
+                        found.update({(one.inputs, one.outputs): one for one in made})
+        return list(found.values())
 
     def check(self, parts: int, row: Row) -> None:
         """Assert that one row is right."""
@@ -158,5 +182,5 @@ def _told(what: str, message: str) -> str:
 
 def check(case: Case, parts: int) -> None:
     """Assert that all rows of a call are right."""
-    for row in case.rows(parts):
+    for row in (*case.rows(parts), *case.interleaved(parts)):
         case.check(parts, row)

@@ -19,16 +19,11 @@ from lazygt.passes import rules
 from tests.passes.rules.modules import EXAMPLES, SAMPLES
 
 #: Those for which something of the batch is put together, and why.
-_LENGTH_FIRST = "rows of [length, samples] that became one dim are not in blocks of samples"
 GATHERED = {
     "RReLU": "draws only where a number is negative, so what is drawn depends on all before it",
     "Embedding of a norm": "writes into the table the rows that any sample asks for",
     "Embedding by frequency": "counts how often a row stands in the whole batch",
     "EmbeddingBag": "where bags begin is data; the indices are put together, not the rows",
-    "GRU": _LENGTH_FIRST,
-    "LSTM projected": _LENGTH_FIRST,
-    "MultiheadAttention": _LENGTH_FIRST,
-    "TransformerEncoderLayer": _LENGTH_FIRST,
 }
 _DYNAMIC = "torch has no shape function for its kernels, so a step can't be planned as a whole"
 LEFT_OUT = {
