@@ -21,7 +21,9 @@ def deep_copy(recorder: Recorder, t: LazyTensor, memo: dict[int, Any]) -> LazyTe
     if twin is None:
         base = wrapper(cell.meta, cell, None)
         with torch.no_grad():
-            twin = cast(LazyTensor, base.clone())._cell
+            copied = cast(LazyTensor, base.clone())
+        recorder.keep_place(copied, cell)
+        twin = copied._cell
         memo[id(cell)] = twin
     view = t._view
     shown = None if view is None else View(view.steps, 0, 0, 0)

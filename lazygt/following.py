@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lazygt.graph.label import Held, Replicated
-from lazygt.graph.mesh import Stored
 from lazygt.opened import current_session
-from lazygt.pipeline import move
-from lazygt.sharding import mesh_of, store, stored_now
+from lazygt.placing import keep, stored_now
 from lazygt.tensor import LazyTensor
 
 
@@ -32,15 +29,13 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         (value, parameter)
         for parameter, state in optimizer.state.items()
         if isinstance(parameter, LazyTensor)
-        and parameter._cell.placed
+        and parameter._cell.placed is not None
         and parameter._cell.recorder is session.recorder
         for value in state.values()
         if _is_loaded(value, parameter)
     ]
-    if pairs:
-        stored = stored_now(parameter for _, parameter in pairs)
-        for (value, _), each in zip(pairs, stored, strict=True):
-            _lay(value, each)
+    for value, parameter in pairs:
+        keep(value, stored_now(parameter)._replace(pinned=False, unit=None))
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
@@ -53,13 +48,4 @@ def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
     if value._view is not None:
         return False
     cell = value._cell
-    return not cell.placed and cell.remote is not None and cell.remote.stored is None
-
-
-def _lay(value: LazyTensor, stored: Stored) -> None:
-    for axis, label in zip(mesh_of(value).names, stored.labels, strict=True):
-        if isinstance(label, Held):
-            move(value, label.rank, axis)
-    if any(not isinstance(label, Held | Replicated) for label in stored.labels):
-        store(value, stored._replace(pinned=False, unit=None))
-    value._cell.placed = True
+    return cell.placed is None and cell.remote is not None and cell.remote.stored is None

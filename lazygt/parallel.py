@@ -22,8 +22,9 @@ from torch import nn
 
 from lazygt.graph.label import Anyhow, Replicated, placement_of
 from lazygt.graph.mesh import Mesh, Placement, Stored
+from lazygt.placing import store, stored_now
 from lazygt.session import current
-from lazygt.sharding import Placements, own_parameter, placement_for, store, stored_now, unsaid
+from lazygt.sharding import Placements, own_parameter, placement_for, unsaid
 from lazygt.styles import Style, hold, torch_placements
 from lazygt.tensor import Cell, LazyTensor, meta_of
 
@@ -219,7 +220,8 @@ def _filled(first: _Said, other: _Said) -> _Said:
 
 
 def _store(found: Collection[_Said], mesh: Mesh) -> None:
-    for said, before in zip(found, stored_now(one.parameter for one in found), strict=True):
+    for said in found:
+        before = stored_now(said.parameter)
         labels = tuple([
             had if isinstance(label, Anyhow) else label
             for label, had in zip(said.labels, before.labels, strict=True)

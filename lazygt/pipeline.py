@@ -23,12 +23,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node, Ref
 from lazygt.passes.sharding.places import ENTER, LEAVE
+from lazygt.placing import mesh_of, move, record_mark
 from lazygt.recorder import Recorder
 from lazygt.session import current
-from lazygt.sharding import drop_hooks, fresh_meta, mesh_of, own_parameter
+from lazygt.sharding import drop_hooks, fresh_meta, own_parameter
 from lazygt.tensor import LazyTensor, meta_of
 
 
@@ -131,12 +130,6 @@ def _own(module: nn.Module) -> list[LazyTensor]:
     ]  # fmt: skip
 
 
-def _is_everywhere(t: LazyTensor) -> bool:
-    """Whether a tensor was given values from outside, a checkpoint's: those go to all ranks."""
-    remote = t._cell.remote
-    return remote is not None and remote.stored is None
-
-
 def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
     """Mark what a module is called with. A slice of layers is never called, but its layers are."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
@@ -155,7 +148,7 @@ class _Entry:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         for t in _own(module):
-            if _is_everywhere(t) and self._has(t):
+            if t._cell.placed is None and self._has(t):
                 move(t, self.index, self.mesh_dim)
         return tree_map_only(LazyTensor, self._enter, (args, kwargs))
 
@@ -178,14 +171,6 @@ def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
     return _Enter.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
 
 
-def move(t: LazyTensor, index: int, mesh_dim: str) -> None:
-    """From here on the stage has the tensor, and nobody else."""
-    recorder = t._cell.recorder
-    with recorder.lock:
-        recorder.own(t._cell, _record(recorder, ENTER, (t,), index, mesh_dim, meta_of(t)))
-        t._cell.placed = True
-
-
 class _Enter(torch.autograd.Function):
     """The mark as autograd sees it: the identity. Its gradient leaves the stage again."""
 
@@ -193,7 +178,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(t)
         ctx.mesh_dim = mesh_dim
-        return _shown(ENTER, (t,), index, mesh_dim)
+        return _shown(ENTER, (t,), (index, mesh_dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -213,7 +198,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, gradient: LazyTensor, t: LazyTensor, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(gradient)
         ctx.mesh_dim = mesh_dim
-        return _shown(LEAVE, (gradient, t), None, mesh_dim)
+        return _shown(LEAVE, (gradient, t), (mesh_dim,))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -221,22 +206,7 @@ class _Leave(torch.autograd.Function):
         return _leave(grads[0], gradient, ctx.mesh_dim), None, None
 
 
-def _shown(op: str, operands: tuple[LazyTensor, ...], index: int | None, axis: str) -> LazyTensor:
+def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
     recorder, meta = operands[0]._cell.recorder, fresh_meta(meta_of(operands[0]))
     with recorder.lock:
-        return recorder.show(_record(recorder, op, operands, index, axis, meta), meta)
-
-
-def _record(
-    recorder: Recorder,
-    op: str,
-    operands: tuple[LazyTensor, ...],
-    index: int | None,
-    axis: str,
-    meta: TensorMeta,
-) -> int:
-    """Record a mark; returns the number of the marked value."""
-    numbers = [recorder.index_of(t) for t in operands]
-    rest = (axis,) if index is None else (index, axis)
-    node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))
-    return recorder.internal((op, *numbers, *rest), node)
+        return recorder.show(record_mark(op, operands, rest, meta), meta)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lazygt import copies, dynamic, hostnumbers, views
+from lazygt import copies, dynamic, hostnumbers, placing, views
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
@@ -72,21 +72,25 @@ class Recorder:
             Exception: torch's own, when the op can't take such arguments.
         """
         try:
-            known = self._known.get(id(func))
-            f, special = known if known is not None else self._learn(func)
-            if self.closed:
-                raise closed_error()
-            if special is not None:
-                result = special(self, func, args, kwargs or {})
-                if result is not NotImplemented:
-                    return result
-                if f.name in UNDECLARED_WRITES and args[UNDECLARED_WRITES[f.name][1]]:
-                    f = writing_facts(func)
-            if f.random and not self.generator.started:
-                self.generator.start()
-            return self._record(f, func, args, kwargs)
+            try:
+                known = self._known.get(id(func))
+                f, special = known if known is not None else self._learn(func)
+                if self.closed:
+                    raise closed_error()
+                if special is not None:
+                    result = special(self, func, args, kwargs or {})
+                    if result is not NotImplemented:
+                        return result
+                    if f.name in UNDECLARED_WRITES and args[UNDECLARED_WRITES[f.name][1]]:
+                        f = writing_facts(func)
+                if f.random and not self.generator.started:
+                    self.generator.start()
+                return self._record(f, func, args, kwargs)
+            except BaseException:
+                self.stretch.settle()
+                raise
         except BaseException:
-            self.stretch.settle()
+            self.stretch.settle()  # again: Ctrl-C may have ended that
             raise
 
     def _record(
@@ -472,6 +476,15 @@ class Recorder:
     def deep_copy(self, t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
         """See ``copies.deep_copy``."""
         return copies.deep_copy(self, t, memo)
+
+    def keep_place(self, t: LazyTensor, before: Cell) -> None:
+        """Lay a handle's values as the user has laid another cell's of that shape, unless something
+        else was said of them."""
+        cell = t._cell
+        alike = t._view is None and cell.meta.shape == before.meta.shape
+        here = before.recorder is self and not self.closed
+        if before.placed is not None and cell.placed is None and alike and here:
+            placing.keep(t, before.placed)
 
     def host_copy(self, t: LazyTensor) -> torch.Tensor:
         """See ``copies.host_copy``."""

@@ -10,17 +10,16 @@ follows; the numbers never change. Tables for whole modules are in ``lazygt.para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lazygt.graph.label import Anyhow, Held, Label, Partial, Replicated, label_of
+from lazygt.graph.label import Anyhow, Label, Partial, Replicated, label_of
 from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.passes.sharding.places import ENTER, PLACE, place_node, stored_by
-from lazygt.recorder import Recorder
+from lazygt.placing import record_place
 from lazygt.session import current
 from lazygt.tensor import LazyTensor, meta_of
 
@@ -141,11 +140,6 @@ def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
     return parameter
 
 
-def mesh_of(t: LazyTensor) -> Mesh:
-    """The mesh of the session that a tensor belongs to."""
-    return t._cell.recorder.shipper.mesh
-
-
 def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> None:
     """Forget what is done whenever a module is called: hooks of a kind, along one axis or any."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -153,45 +147,6 @@ def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> No
             if isinstance(hook, kind) and mesh_dim in (None, hook.mesh_dim):  # type: ignore[attr-defined]
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def store(t: LazyTensor, stored: Stored) -> None:
-    """Keep a tensor's values as ``stored`` says from here on; it stays the object that it is."""
-    recorder = t._cell.recorder
-    with recorder.lock:
-        recorder.own(t._cell, _record(recorder, t, meta_of(t), stored))
-        t._cell.placed = True
-
-
-def stored_now(tensors: Iterable[LazyTensor]) -> list[Stored]:
-    """How tensors are to be kept, as far as it has been said."""
-    session = current()
-    whole = Stored((Replicated(),) * len(session.mesh.names))
-    stretch = session.recorder.stretch
-    said: dict[int, Stored] = {}
-    for number, (_, remote) in enumerate(stretch.inputs):
-        said[~number] = remote.stored or whole
-    for step in stretch.step.path():
-        if step.node is not None and step.node.op == PLACE:
-            said[step.first] = stored_by(step.node)
-        elif step.node is not None and step.node.op == ENTER:
-            value, index, axis = step.node.args
-            labels = list(said.get(value.index, whole).labels)
-            labels[session.mesh.names.index(axis)] = Held(index)
-            said[step.first] = said.get(value.index, whole)._replace(labels=tuple(labels))
-        elif step.node is not None:
-            versions = range(step.first + len(step.node.fresh), step.values)
-            for target, version in zip(step.node.writes, versions, strict=False):
-                said[version] = said.get(target, whole)
-    return [_said(t, stretch.serial, said) or whole for t in tensors]
-
-
-def _said(t: LazyTensor, serial: int, said: Mapping[int, Stored]) -> Stored | None:
-    cell = t._cell
-    if cell.serial == serial:
-        return said.get(cell.index)
-    stored: Stored | None = None if cell.remote is None else cell.remote.stored
-    return stored
 
 
 class _Place(torch.autograd.Function):
@@ -202,8 +157,8 @@ class _Place(torch.autograd.Function):
         ctx.stored = stored
         recorder, meta = t._cell.recorder, fresh_meta(meta_of(t))
         with recorder.lock:
-            made = recorder.show(_record(recorder, t, meta, stored), meta)
-        made._cell.placed = True
+            made = recorder.show(record_place(t, meta, stored), meta)
+        made._cell.placed = stored
         return made
 
     @staticmethod
@@ -220,9 +175,3 @@ def fresh_meta(meta: TensorMeta) -> TensorMeta:
 def unsaid(mesh: Mesh) -> Placement:
     """Labels that say nothing of any axis."""
     return (Anyhow(),) * len(mesh.names)
-
-
-def _record(recorder: Recorder, t: LazyTensor, meta: TensorMeta, stored: Stored) -> int:
-    """Record the annotation of a tensor's value; returns the number of the new value."""
-    index = recorder.index_of(t)
-    return recorder.internal((PLACE, index, stored), place_node(index, meta, stored))

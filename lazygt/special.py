@@ -96,7 +96,7 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _is_placed(cell: Cell) -> bool:
     """Whether a cell is stored in another way than whole on every worker."""
     remote = cell.remote
-    return cell.placed or (remote is not None and remote.stored is not None)
+    return cell.placed is not None or (remote is not None and remote.stored is not None)
 
 
 # -- handles -------------------------------------------------------------------------------

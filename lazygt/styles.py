@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from lazygt.graph.mesh import Stored
-from lazygt.sharding import drop_hooks, mesh_of, placed, placement_for, unsaid
+from lazygt.placing import mesh_of
+from lazygt.sharding import drop_hooks, placed, placement_for, unsaid
 from lazygt.tensor import LazyTensor, meta_of
 
 

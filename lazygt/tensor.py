@@ -15,6 +15,7 @@ from lazygt.graph.node import Arg
 from lazygt.graph.ops import OpFacts, undispatched
 
 if TYPE_CHECKING:
+    from lazygt.graph.mesh import Stored
     from lazygt.recorder import Recorder
     from lazygt.runtime.remote import RemoteValue
 
@@ -28,7 +29,8 @@ class Cell:
     written). A cell that is none of these lost its value when a flush was interrupted.
 
     Attributes:
-        placed: the user has said how it is stored; values that the client gives it lie so too.
+        placed: how the user has said that it is stored, or None; other values that it is given
+            lie so too.
     """
 
     __slots__ = ("__weakref__", "blank", "host", "index", "meta", "placed", "recorder", "remote",
@@ -43,7 +45,8 @@ class Cell:
         self.meta = meta
         self.remote: RemoteValue | None = None
         self.host: torch.Tensor | None = None
-        self.blank = self.placed = False
+        self.placed: Stored | None = None
+        self.blank = False
 
 
 class ViewStep:
@@ -156,7 +159,11 @@ class LazyTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values without autograd history; what is pending of them is shipped."""
+        """The same values without autograd history; what is pending of them is shipped.
+
+        Values that it is set to lie where those before lay, if they have its shape and no place
+        of their own.
+        """
         self._cell.recorder.ship_pending(self, "data")
         return self._cell.recorder.alias(self)
 
@@ -167,8 +174,11 @@ class LazyTensor(torch.Tensor):
                 f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
                 f"{new.device}; use .data = value.to('lazygt')"
             )
+        before = self._cell
         _set_data(self, new)
         self._cell, self._view = new._cell, new._view
+        if before.placed is not None:
+            self._cell.recorder.keep_place(self, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) in memo:

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.label import Label, Replicated, Sharded
 from lazygt.graph.mesh import Placement, Stored, Unit
+from lazygt.placing import store, stored_now
 from lazygt.session import current
-from lazygt.sharding import own_parameter, store, stored_now
+from lazygt.sharding import own_parameter
 from lazygt.tensor import LazyTensor
 
 #: Whether a module, of this name, is the root of a unit.
@@ -69,7 +69,8 @@ def fully_shard(
     names = unit_names(module, wrap)
     call = f"{type(module).__name__}#{next(_calls)}"
     cap = round(bucket_cap_mb * (1 << 20))
-    for (name, t), before in zip(named, stored_now(t for _, t in named), strict=True):
+    for name, t in named:
+        before = stored_now(t)
         if before.unit is not None:
             continue
         unit = Unit(f"{call}.{names[name]}", mesh_dim, cap, reshard_after_forward,
@@ -99,25 +100,22 @@ def shard_optimizer_state(
     mesh = current().mesh
     parts = mesh.size(mesh_dim)
     at = mesh.names.index(mesh_dim)
-    placed = WeakIdKeyDictionary()
 
     def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        new = [
-            (value, parameter)
-            for parameter, state in optimizer.state.items()
-            for value in state.values()
-            if isinstance(value, LazyTensor)
-            and isinstance(parameter, LazyTensor)
-            and value.shape == parameter.shape
-            and value not in placed
-        ]
-        homes = stored_now(parameter for _, parameter in new) if new else []
-        for (t, _), home in zip(new, homes, strict=True):
-            placed[t] = True
-            dim = _dim(tuple(t.shape), home.labels, at, parts)
-            if dim is not None:
-                labels = (*home.labels[:at], Sharded(dim), *home.labels[at + 1 :])
-                store(t, Stored(labels, True))
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, LazyTensor):
+                continue
+            for t in state.values():
+                if isinstance(t, LazyTensor) and t.shape == parameter.shape:
+                    placed = t._cell.placed
+                    if placed is None or not isinstance(placed.labels[at], Sharded):
+                        cut(t, stored_now(parameter))
+
+    def cut(t: LazyTensor, home: Stored) -> None:
+        dim = _dim(tuple(t.shape), home.labels, at, parts)
+        if dim is not None:
+            labels = (*home.labels[:at], Sharded(dim), *home.labels[at + 1 :])
+            store(t, Stored(labels, True))
 
     optimizer.register_step_post_hook(place)
     return optimizer

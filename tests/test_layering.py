@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "misses",
                 "recorder",
                 "notebook",
+                "placing",
                 "timeline",
                 "why",
                 "special",
