@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -223,7 +224,14 @@ OPERATIONS: dict[str, Operation] = {
     "out": lambda x, y: torch.add(x, y, out=torch.empty(0)),
     "blank": lambda x, y: torch.empty(4).copy_(y[:4]),
     "detach": lambda x, y: y.detach(),
+    "wrong sizes": lambda x, y: wrong_sizes(x),
 }
+
+
+def wrong_sizes(x: torch.Tensor) -> torch.Tensor:
+    with suppress(RuntimeError):  # so that Ctrl-C also comes while that is dealt with
+        torch.add(x, x[1:], alpha=3)
+    return x
 
 
 def host_values(result: Any) -> list[list[Any]]:
