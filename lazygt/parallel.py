@@ -13,7 +13,7 @@ such a style wants its collectives. Styles change where values lie, never the nu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -84,8 +84,10 @@ def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Modul
         ValueError: a pattern that counts for nothing, a style for parameters that its module
             does not have, a placement that a parameter can't have, or several for one parameter;
             nothing has been placed then.
+        TypeError: a pattern of neither placements nor a style.
     """
     mesh = current().mesh
+    _check_kinds(plan)
     styles = _styles(module, plan, mesh)
     _check_counted(module, plan, styles)
     found: dict[Cell, _Said] = {}
@@ -104,6 +106,16 @@ def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Modul
 
 
 # -- what counts ---------------------------------------------------------------------------------
+
+
+def _check_kinds(plan: Plan) -> None:
+    given: Mapping[str, object] = plan
+    for pattern, one in given.items():
+        if not isinstance(one, Style | Mapping | Sequence) or isinstance(one, str):
+            raise TypeError(
+                f"{pattern!r}: {one!r} is neither placements, as a list or a dict by axis, nor a "
+                f"style of lazygt's, such as lazygt.column_parallel()"
+            )
 
 
 def _styles(module: nn.Module, plan: Plan, mesh: Mesh) -> _Styles:

@@ -97,7 +97,7 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
 
 def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
     size = mesh.size(mesh_dim)
-    if not 0 <= index < size:
+    if type(index) is not int or not 0 <= index < size:
         raise ValueError(
             f"stage {index!r}: axis {mesh_dim!r} of the mesh {mesh} has stages 0 to {size - 1}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import lazygt
 from lazygt.config import Config
@@ -51,6 +52,17 @@ def test_a_pattern_that_fits_nothing_places_nothing() -> None:
         outside = torch.nn.Linear(2, 2, device="cpu")
         with pytest.raises(ValueError, match="make the module inside the session"):
             lazygt.parallelize(outside, {"*": [R]})
+
+
+@pytest.mark.parametrize(
+    "other", [ColwiseParallel(), S0, "S(0)", None], ids=lambda one: type(one).__name__
+)
+def test_what_is_neither_a_style_nor_placements_is_refused(other: object) -> None:
+    told = pytest.raises(
+        TypeError, match=r"'': .* is neither .* such as lazygt\.column_parallel\(\)"
+    )
+    with lazygt.session(executor="inline"), told:
+        lazygt.parallelize(torch.nn.Linear(4, 4), {"": other})  # type: ignore[dict-item]
 
 
 def test_workers_follow_from_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ def test_a_stage_that_cannot_be() -> None:
         s.mesh = Mesh.parse("pipe=2,data=2")
         with pytest.raises(ValueError, match=r"stage 2: axis 'pipe' of .* has stages 0 to 1"):
             lazygt.stage(layer, 2)
-        with pytest.raises(ValueError, match="stage -1"):
-            lazygt.stage(layer, -1)
+        for index in (-1, 0.5, "0"):
+            with pytest.raises(ValueError, match=f"stage {index!r}"):
+                lazygt.stage(layer, index)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="takes modules"):
             lazygt.stage([3], 0)
         with pytest.raises(TypeError, match=r"move it with \.to\('lazygt'\)"):
