@@ -114,6 +114,29 @@ class Reader:
         self._pipe.close()
 
 
+class Clock:
+    """Seconds since it was made.
+
+    Attributes:
+        late: of them, those in which this thread was ready to run and the machine had no core free.
+    """
+
+    def __init__(self) -> None:
+        self._begin, self._late = time.monotonic(), _seconds_without_a_core()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def late(self) -> float:
+        return _seconds_without_a_core() - self._late
+
+
+def _seconds_without_a_core() -> float:
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal; return when a stop has taken hold of all threads."""
     os.kill(pid, number)
@@ -235,7 +258,7 @@ def weights(version: int) -> dict[str, Tensor]:
 CHUNKS = 5  # of `weights`: embed, layer.0, layer.1, layer.2, head
 
 
-SENDER_SECONDS = 0.5
+SENDER_SECONDS = 1.0
 
 
 class Accident:
@@ -265,10 +288,15 @@ def send_with_accident(pipe: Connection, strategy: str, at: int, number: int) ->
     pipe.send(sender.address)
     sender.wait_for_receivers(1, 10.0)
     sender.send(ModuleExtractor(weights(1)), timeout=10.0)
-    pipe.send(time.monotonic())
-    accident = Accident(2, at, lambda: os.kill(os.getpid(), number))
+
+    def happen() -> None:
+        pipe.send(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    # a stopped sender is to be too late; a killed one must not be too late before
+    seconds = SENDER_SECONDS if number == signal.SIGSTOP else 20.0
     try:
-        sender.send(accident, timeout=SENDER_SECONDS)
+        sender.send(Accident(2, at, happen), timeout=seconds)
         pipe.send("sent")
     except TransferError as error:
         pipe.send(f"failed: {error}")
