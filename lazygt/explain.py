@@ -7,9 +7,8 @@ All numbers are counted from graphs; nothing is run. ``plan.explain()``, ``graph
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazygt.exchanges import dearer, exchanges
 from lazygt.graph.amounts import count, duration
 from lazygt.graph.communication import Communication, communications
 from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
@@ -18,10 +17,12 @@ from lazygt.graph.members import REDUCTIONS, is_member, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
-from lazygt.passes.sharding.shard import AxisStep
-from lazygt.report import Exchange, Fused, LineCost, PlanCost, Report, Unfused
+from lazygt.report import Dearer, Exchange, Fused, LineCost, PlanCost, Report, Unfused
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.shard import AxisStep
 
 #: Settings of a session that records and plans, and computes nothing: its values are zeros.
 DRY = {"executor": "dry", "compile": "off", "keep_stages": True}
@@ -113,12 +114,24 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
         _merged(row for each in runs for row in _fused(each)),
         _merged(row for each in runs for row in _unfused(each)),
         _merged(row for each in runs for row in _exchanges(each)),
-        _merged(row for each in runs if alternatives for row in dearer(each.decided, each.times)),
+        _merged(row for each in runs if alternatives for row in _dearer(each)),
     )
 
 
 def _exchanges(runs: Runs) -> list[Exchange]:
+    if not runs.collectives:
+        return []
+    from lazygt.exchanges import exchanges  # why: the rules of every op take a while to load
+
     return exchanges(runs.collectives, runs.times, runs.device_type)
+
+
+def _dearer(runs: Runs) -> list[Dearer]:
+    if not runs.decided:
+        return []
+    from lazygt.exchanges import dearer  # why: the rules of every op take a while to load
+
+    return dearer(runs.decided, runs.times)
 
 
 def _name(plan: Plan) -> str:

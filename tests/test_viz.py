@@ -119,6 +119,11 @@ def test_wrong_input(
     assert sorted(path.name for path in script.parent.iterdir()) == ["script.py"]
 
 
+def test_help_names_every_ending() -> None:
+    shown = _viz("--help").stdout
+    assert all(suffix in shown for suffix in picture.SUFFIXES)
+
+
 def test_a_missing_script_and_one_that_records_nothing(tmp_path: Path) -> None:
     result = _viz(tmp_path / "nowhere.py")
     assert result.exit_code == 2
@@ -167,7 +172,8 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
     [
         ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
                     "lazygt.passes.rules", "lazygt.runtime.compiling.service"]),
-        ("lazygt.explain", ["networkx", "graphviz"]),
+        ("lazygt.explain", ["networkx", "graphviz", "lazygt.passes.rules"]),
+        ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.rules"]),
     ],
 )  # fmt: skip
 def test_what_is_needed_later_is_loaded_later(module: str, not_loaded: list[str]) -> None:

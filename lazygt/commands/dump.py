@@ -15,7 +15,6 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
-from lazygt.passes.sharding.chosen import chosen_text, programs_of
 from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
@@ -97,6 +96,9 @@ def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, st
     if stage == "plan":
         yield plan.graph, plan_text(plan)
     elif stage == "placements":
+        # why: the rules of every op take a while to load
+        from lazygt.passes.sharding.chosen import chosen_text, programs_of
+
         for steps in programs_of(session.decided(plan)):
             graph, labels = chosen_text(steps)
             yield graph, print_graph(graph, name, _byte_notes(graph), labels)

@@ -13,18 +13,17 @@ from lazygt.commands.dump import GRAPHS
 from lazygt.errors import LazyGTError
 from lazygt.graph.amounts import count
 from lazygt.graph.node import Graph
-from lazygt.graph.picture import SUFFIXES, Collapse, render
 from lazygt.runtime.plan import Plan
 from lazygt.session import Session
 
-_COLLAPSE: dict[str, Collapse] = {"auto": "auto", "always": True, "never": False}
+_COLLAPSE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
 
 
 def viz(
     context: typer.Context,
     script: Script,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help=f"the file to write: {', '.join(SUFFIXES)}")
+        Path, typer.Option("--output", "-o", help="the file to write: .html, .svg, .png or .dot")
     ] = Path("graph.html"),
     plan: Annotated[
         int | None,
@@ -55,7 +54,7 @@ def viz(
         if graph is None:
             fail(context, f"plan {number} went through no stage {stage!r}")
         try:
-            render(graph, output, _COLLAPSE[collapse], plans[number][1].mesh)
+            graph.render(output, _COLLAPSE[collapse], plans[number][1].mesh)
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
         typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")
@@ -66,6 +65,8 @@ def viz(
 
 def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
     """End the command before the script runs when the picture could not be written after it."""
+    from lazygt.graph.picture import SUFFIXES  # why: networkx takes a tenth of a second to load
+
     if stage not in GRAPHS:
         fail(context, f"there is no stage {stage!r}, only {', '.join(GRAPHS)}")
     if collapse not in _COLLAPSE:
