@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lazygt.graph.mesh import Stored
 from lazygt.placing import mesh_of
@@ -22,7 +24,7 @@ class Style:
     Attributes:
         mesh_dim: the axis.
         parameters: placements of the module's own parameters, by name; others are whole.
-        inputs: placements of the positional arguments, in order; None: as it comes.
+        inputs: placements of the arguments of ``forward``, in order; None: as it comes.
         output: the placement of what it returns, or of the first tensor of that; None: as it is.
     """
 
@@ -79,7 +81,7 @@ def vocab_parallel(mesh_dim: str = "model", output_layouts: Any = None) -> Style
 
 
 def prepare_module_input(*input_layouts: Any, mesh_dim: str = "model") -> Style:
-    """How the positional arguments of any module lie, for layers that share one input."""
+    """How the arguments of any module lie, in order, for layers that share one input."""
     return Style(mesh_dim, {}, input_layouts)
 
 
@@ -87,7 +89,9 @@ def hold(module: nn.Module, style: Style) -> None:
     """Place what goes into a module, and what comes out, whenever it is called."""
     drop_hooks(module, _Laying, style.mesh_dim)
     if style.inputs:
-        module.register_forward_pre_hook(_Before(style.mesh_dim, style.inputs))
+        names = tuple(signature(module.forward).parameters)[: len(style.inputs)]
+        before = _Before(style.mesh_dim, style.inputs, names)
+        module.register_forward_pre_hook(before, with_kwargs=True)
     if style.output is not None:
         module.register_forward_hook(_After(style.mesh_dim, style.output))
 
@@ -100,21 +104,37 @@ class _Laying:
     layout: Any
 
 
+@dataclass(frozen=True)
 class _Before(_Laying):
-    """Lays what goes in."""
+    """Lays what goes in.
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    Attributes:
+        names: of the arguments that have a layout.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         here = [_laid(arg, self.mesh_dim, one) for arg, one in zip(args, self.layout, strict=False)]
-        return (*here, *args[len(here) :])
+        named = {
+            name: _laid(kwargs[name], self.mesh_dim, one)
+            for name, one in zip(self.names, self.layout, strict=False)
+            if name in kwargs
+        }
+        return (*here, *args[len(here) :]), kwargs | named
 
 
 class _After(_Laying):
     """Lays what comes out."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (_laid(output[0], self.mesh_dim, self.layout), *output[1:])
-        return _laid(output, self.mesh_dim, self.layout)
+        leaves, spec = tree_flatten(output)
+        at = next((n for n, leaf in enumerate(leaves) if isinstance(leaf, LazyTensor)), None)
+        if at is not None:
+            leaves[at] = _laid(leaves[at], self.mesh_dim, self.layout)
+        return tree_unflatten(leaves, spec)
 
 
 def _laid(value: Any, mesh_dim: str, layout: Any) -> Any:
