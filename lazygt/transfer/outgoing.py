@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
 from torch import Tensor
 
@@ -124,6 +125,24 @@ class Outgoing:
             lost=lost,
             written=dict(sorted(self.written.items())),
         )
+
+
+@contextmanager
+def alone(busy: Lock) -> Iterator[None]:
+    """One transfer of a sender at a time.
+
+    Raises:
+        TransferError: there is one.
+    """
+    if not busy.acquire(blocking=False):
+        raise TransferError(
+            "this sender is in the middle of a transfer; wait for it, or make a sender for each "
+            "thread"
+        )
+    try:
+        yield
+    finally:
+        busy.release()
 
 
 def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:

@@ -12,17 +12,18 @@ said *prepared*: all bytes are there and have the right checksums.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 from lazygt.transfer.batches import Batcher, Request
 from lazygt.transfer.bytework import Crew, checksum_named
-from lazygt.transfer.control import Deadline, Message
+from lazygt.transfer.control import Deadline
 from lazygt.transfer.errors import ReceiverDied, ReceiverFrozen, ReceiverRefused, TransferError
 from lazygt.transfer.extractor import Extractor
 from lazygt.transfer.hooks import SenderHooks
-from lazygt.transfer.outgoing import Outgoing
+from lazygt.transfer.outgoing import Outgoing, alone
 from lazygt.transfer.parts import remote
 from lazygt.transfer.peer import Peer
 from lazygt.transfer.peers import Peers
@@ -35,7 +36,7 @@ _COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be t
 
 
 class Sender(SenderHooks, ABC):
-    """Sends models to the receivers that are connected; used by one thread.
+    """Sends models to the receivers that are connected; used by one thread at a time.
 
     A strategy is a subclass in a file of its own, with its receiver beside it.
 
@@ -58,6 +59,7 @@ class Sender(SenderHooks, ABC):
         self._skip = skip_unchanged
         self._peers = Peers(self.strategy)
         self._crew = Crew()
+        self._busy = threading.Lock()
         self._transfers = 0
         self._digests: dict[int, bytes] = {}
         self._sent: Manifest | None = None
@@ -116,30 +118,31 @@ class Sender(SenderHooks, ABC):
             TransferError: see `lazygt.transfer.errors`. Receivers have their old version, and the
                 next transfer may be tried at once.
         """
-        version = self.version + 1 if version is None else version
-        self._transfers += 1
-        manifest = extractor.manifest()
-        if manifest == self._sent:
-            manifest = self._sent  # what is known of it need not be found out again
-        out = Outgoing(self._transfers, version, manifest, Deadline(timeout), self.verify)
-        out.remote = remote(extractor)
-        peers = self._open()
-        committed = False
-        try:
-            self._stage(out, extractor, peers, progress)
-            committed = True
-            self.version, self._sent, self._digests = version, out.manifest, out.digests
-            lost = self._commit(out)
-        except BaseException:
-            if committed:
-                self._drop_undecided()
-            else:
-                self._abort(out)
-            raise
-        finally:
-            self._peers.active = []
-            self.ended(out, committed=committed)
-        return out.report(peers, lost)
+        with alone(self._busy):
+            version = self.version + 1 if version is None else version
+            self._transfers += 1
+            manifest = extractor.manifest()
+            if manifest == self._sent:
+                manifest = self._sent  # what is known of it need not be found out again
+            out = Outgoing(self._transfers, version, manifest, Deadline(timeout), self.verify)
+            out.remote = remote(extractor)
+            peers = self._open()
+            committed = False
+            try:
+                self._stage(out, extractor, peers, progress)
+                committed = True
+                self.version, self._sent, self._digests = version, out.manifest, out.digests
+                lost = self._commit(out)
+            except BaseException:
+                if committed:
+                    self._drop_undecided()
+                else:
+                    self._abort(out)
+                raise
+            finally:
+                self._peers.active = []
+                self.ended(out, committed=committed)
+            return out.report(peers, lost)
 
     def close(self) -> None:
         """Hang up on the receivers, which keep what they have. Idempotent."""
@@ -162,7 +165,8 @@ class Sender(SenderHooks, ABC):
         self.wait_staged(out, out.requests - _UNREAD)
         out.requests += 1
         out.done += sum(piece.nbytes for piece in request)
-        self._tell_all(out, {"kind": "data", "pieces": request, "checks": checks, **more})
+        message = {"kind": "data", "pieces": request, "checks": checks, **more}
+        self._peers.tell_all({**message, "transfer": out.number}, out.deadline)
 
     def wait_staged(self, out: Outgoing, requests: int) -> None:
         """Wait until every receiver has taken in so many requests."""
@@ -207,7 +211,8 @@ class Sender(SenderHooks, ABC):
         self._peers.during = "prepare"
         with out.phase("prepare"):
             self.keep(out, out.unchanged)
-            self._tell_all(out, {"kind": "prepare", "unchanged": out.unchanged})
+            message = {"kind": "prepare", "transfer": out.number, "unchanged": out.unchanged}
+            self._peers.tell_all(message, out.deadline)
             self._peers.wait(lambda peer: "prepared" in peer.said, out.deadline)
             out.check_time()  # this process itself may have been stopped
         if progress is not None:
@@ -291,6 +296,3 @@ class Sender(SenderHooks, ABC):
                 self._peers.tell(peer, message, Deadline(_ABORT_SECONDS), ())
             except TransferError:
                 continue  # the first failure is what the caller hears of; this one is dropped too
-
-    def _tell_all(self, out: Outgoing, message: Message) -> None:
-        self._peers.tell_all({**message, "transfer": out.number}, out.deadline)

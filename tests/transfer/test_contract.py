@@ -16,6 +16,7 @@ from lazygt.transfer import (
     ReceiverRefused,
     Sender,
     SharedMemoryTransferSender,
+    TransferError,
 )
 from lazygt.transfer.batches import Request
 from lazygt.transfer.control import Connection
@@ -158,6 +159,22 @@ def test_an_extractor_may_fail(stage: MakeStage, strategy: str) -> None:
     lazygt.transfer(weights(2), sender, timeout=20.0)
     for reader in readers:
         assert reader.ask("checksums") == (2, checksums(weights(2)))
+
+
+def test_a_transfer_within_a_transfer_is_refused(stage: MakeStage, strategy: str) -> None:
+    here = stage(strategy)
+    sender = here.sender()
+    (reader,) = here.readers(sender)
+    refused = []
+
+    def again() -> None:
+        with pytest.raises(TransferError, match="in the middle of a transfer") as caught:
+            lazygt.transfer(weights(9), sender, timeout=20.0)
+        refused.append(caught.value)
+
+    sender.send(Accident(1, 2, again), timeout=20.0)
+    assert len(refused) == 1
+    assert reader.ask("checksums") == (1, checksums(weights(1)))
 
 
 def interrupt(*_: object) -> None:
