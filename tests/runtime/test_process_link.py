@@ -103,14 +103,14 @@ def test_polls_return_at_once_and_find_what_is_there(opened):
     link = opened()
     ask(link, "echo", "up")
     assert link.receive(0) is None
-    order(link, "sleep", "0.2")
-    begun = time.monotonic()
+    os.kill(link.pids[0], signal.SIGSTOP)  # who waits for its answer waits for ever
+    order(link, "echo", "late")
     assert link.receive(0) is None
-    assert time.monotonic() - begun < 0.2  # it did not wait for the answer
+    os.kill(link.pids[0], signal.SIGCONT)
     found = None
     while found is None:
         found = link.receive(0)
-    assert bytes(found[1][0]) == b"slept"
+    assert bytes(found[1][0]) == b"late"
 
 
 def test_a_timeout_is_kept(opened):
@@ -118,7 +118,7 @@ def test_a_timeout_is_kept(opened):
     ask(link, "echo", "up")
     begun = time.monotonic()
     assert link.receive(0.3) is None
-    assert 0.3 <= time.monotonic() - begun < 2
+    assert time.monotonic() - begun >= 0.3
 
 
 def test_several_workers_each_know_their_rank(opened):
@@ -331,14 +331,15 @@ def test_a_worker_that_cannot_start_is_a_death_with_a_reason(opened):
         link.receive(None)
 
 
-def test_a_refused_message_raises_and_says_why(opened):
+def test_a_refused_message_raises_and_says_why(opened, monkeypatch):
     link = opened()
     order(link, "refuse")
     with pytest.raises(ProtocolError, match="worker 0 dropped this session: no such order"):
         link.receive(PATIENCE)
-    begun = time.monotonic()
+    asked = []
+    monkeypatch.setattr(link._crew.workers[0].data, "send", lambda *given: asked.append(given))
     link.close()
-    assert time.monotonic() - begun < 1  # it no longer listens, so it is not asked first
+    assert not asked  # it no longer listens: nobody waits for it to shut down in good order
 
 
 def test_a_stopped_worker_is_frozen_at_the_deadline_and_not_before(opened):
