@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.errors import GraphError
-from lazygt.graph.alias import draws
 from lazygt.graph.label import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -35,13 +34,11 @@ from lazygt.passes.base import renumbered
 from lazygt.passes.build import Builder
 from lazygt.passes.sharding import trees
 from lazygt.passes.sharding.blanks import is_blank
+from lazygt.passes.sharding.stages import is_draw
 from lazygt.passes.sharding.taking import LogicalRank, operands_of
 from lazygt.passes.sharding.trees import Line
 
 Placements = Sequence[Placement]
-
-#: Torch counts it among the ops that draw, for a dropout that its kernels refuse.
-_QUIET = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 
 
 def merged(
@@ -144,7 +141,7 @@ class _Merge:
             work = work, self.mesh.ranks.index(rank.rank, node.args[-1])
         rank.seen[work] += 1
         key = work, rank.seen[work]
-        if draws(node) and node.op not in _QUIET:
+        if is_draw(node):
             self._check_draw(rank, key)
         if key not in self.made:
             numbers = {value: self._number(rank, value) for value in operands_of(node)}
