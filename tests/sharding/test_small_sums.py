@@ -40,13 +40,14 @@ CLIP = f"{__file__}:{clip.__code__.co_firstlineno + 1}"
 
 
 def train(
-    make: Lay, place: Callable[[torch.Tensor], torch.Tensor], foreach: bool
+    make: Lay, place: Callable[[torch.Tensor], torch.Tensor], foreach: bool, microbatches: int = 1
 ) -> list[torch.Tensor]:
     """The norm of each step, and all weights at the end.
 
     Args:
         make: lays a model out.
         place: a batch.
+        microbatches: how many gradients are added up for a step.
     """
     torch.manual_seed(3)
     model = make(GPT(WORDS, DIM, 2).double())
@@ -55,8 +56,9 @@ def train(
     generator = torch.Generator().manual_seed(1)
     norms = []
     for _ in range(STEPS):
-        x, y = torch.randint(WORDS, (2, 8, 6), generator=generator, device="cpu")
-        F.cross_entropy(model(place(x)).flatten(0, 1), place(y).flatten()).backward()
+        for _ in range(microbatches):
+            x, y = torch.randint(WORDS, (2, 8, 6), generator=generator, device="cpu")
+            F.cross_entropy(model(place(x)).flatten(0, 1), place(y).flatten()).backward()
         norms.append(clip(model, foreach))
         opt.step()
         opt.zero_grad()
@@ -98,6 +100,17 @@ def test_norms_are_those_of_one_device(layout: str, foreach: bool) -> None:
         found = train(lay, placed(mesh), foreach)
         assert met_for_norms(s) == [("all_reduce", axis) for axis in mesh]
     expected = train(lambda m: m, lambda t: t, foreach)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp of three", "megatron and fsdp"])
+def test_sums_of_several_microbatches_are_those_of_one_device(layout: str) -> None:
+    mesh, lay = LAYOUTS[layout]
+    with lazygt.session(mesh=mesh, threads=1):
+        found = train(lay, placed(mesh), True, microbatches=3)
+    expected = train(lambda m: m, lambda t: t, True, microbatches=3)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
 

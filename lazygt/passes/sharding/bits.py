@@ -5,6 +5,8 @@ from __future__ import annotations
 from lazygt.graph.label import REDUCE_OPS, Interleaved, Label, Partial, Sharded
 
 _FIRST = len(REDUCE_OPS)
+#: The bits of all partial labels.
+SUMS = (1 << _FIRST) - 1
 
 
 def partial_bit(label: Label) -> int:

@@ -24,9 +24,12 @@ from lazygt.graph.label import Interleaved, Label, Partial, Replicated
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.rules.base import Metas, Row
 from lazygt.passes.sharding.annotations import Annotation, moves_elements, takes_whole
-from lazygt.passes.sharding.bits import Bits, partial_bit
+from lazygt.passes.sharding.bits import SUMS, Bits, partial_bit
 from lazygt.passes.sharding.catalogue import Catalogue, Entry
 from lazygt.passes.sharding.places import PLACE
+
+#: How autograd adds one microbatch's gradient to another's.
+_ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 
 Masks = tuple[int, ...]
 Pins = tuple[Label | None, ...]
@@ -46,6 +49,8 @@ def open_entries(
     all of an op, where a row that was reached divides it: always of a matmul; of other ops unless
     the solver may ``explore``, or dividing them takes a collective in their middle, or operands
     that are interleaved: these were in blocks before a view, and may be wanted whole behind it.
+    Partial values that are added to others, and views of such, may stay partial: then their sum is
+    reduced, not each of them.
 
     Args:
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
@@ -83,6 +88,12 @@ def _is_interleaved(row: Row) -> bool:
     return any(isinstance(label, Interleaved) for label in (*row.inputs, *row.outputs))
 
 
+def _is_summed(row: Row, wishes: Masks) -> bool:
+    """Whether a row takes partial values where they are wanted so."""
+    wanted = map(partial_bit, row.inputs)
+    return bool(wishes) and all(map(and_, wanted, wishes))
+
+
 def _union(rows: Sequence[Sequence[Label]], places: int, bit: Callable[[Label], int]) -> list[int]:
     """What the labels at each place are, over all rows."""
     return [reduce(or_, [bit(labels[place]) for labels in rows], 0) for place in range(places)]
@@ -118,7 +129,8 @@ class _Reach:
         for value, annotation in annotations.items():
             self._reached[value] = self._bit(annotation.label)
         self._spreads: dict[tuple[int, Masks], Masks] = {}
-        #: operand of a view -> the blocks that those who take the view would like to find there
+        #: value -> the blocks that those who take a view of it would like to find there, and the
+        #: partial sums that are added to others
         self._wishes: dict[int, int] = {}
 
     def spread(self) -> None:
@@ -146,18 +158,28 @@ class _Reach:
             self.numbers[at] = self._catalogue.interleaved(self._catalogue.numbers[at], labels)
 
     def _look_back(self) -> None:
-        """Follow views and placements from their results to their operands."""
+        """Follow views and placements from their results, and additions, to their operands."""
         places = zip(self._graph.numbered(), self.numbers, strict=True)
         for (node, results), number in reversed(list(places)):
-            if len(results) != 1 or not _looks_through(node):
-                continue
-            (value,), (result,) = node.refs(), results
-            wish = self._reached[result] | self._wishes.get(result, 0)
-            rows, cut = self._catalogue.entries[number].rows, self._bits.cut
-            blocks = [row for row in rows if cut(row.outputs[0]) & wish]
-            (found,) = _union([row.inputs for row in blocks], 1, cut)
-            if found and value not in self._stored:
-                self._wishes[value] = self._wishes.get(value, 0) | found
+            if node.op in _ADDITIONS:
+                for value, wish in zip(node.refs(), self._summed(node), strict=True):
+                    self._wish(value, wish)
+            elif len(results) == 1 and _looks_through(node):
+                (value,), (result,) = node.refs(), results
+                wish = self._reached[result] & ~SUMS | self._wishes.get(result, 0)
+                rows = self._catalogue.entries[number].rows
+                found = [row.inputs for row in rows if self._bit(row.outputs[0]) & wish]
+                self._wish(value, _union(found, 1, self._bit)[0])
+
+    def _wish(self, value: int, wish: int) -> None:
+        if wish and value not in self._stored:
+            self._wishes[value] = self._wishes.get(value, 0) | wish
+
+    def _summed(self, node: Node) -> Masks:
+        """For each operand of an addition the partial sums that all of them may come as."""
+        masks = self.masks(node)
+        common = reduce(and_, masks, SUMS) if len(masks) > 1 else 0
+        return (common,) * len(masks)
 
     def _merge(self, values: Sequence[int], masks: Masks) -> bool:
         """Whether a mask reaches a value that it did not reach before."""
@@ -201,7 +223,7 @@ class _Reach:
             kept = kept.keep(lambda _, row: self._is_asked(row, asked))
         if divides and (entry.heavy or not self._explore):
             shares = kept.shares
-            kept = kept.keep(lambda number, _: shares[number] < 1)
+            kept = kept.keep(lambda number, row: shares[number] < 1 or _is_summed(row, wishes))
         return kept
 
     def _bit(self, label: Label) -> int:
@@ -229,8 +251,11 @@ class _Reach:
         return tuple([0 if self._is_gathered(node, value) else reached[value] for value in refs])
 
     def wishes(self, node: Node) -> Masks:
-        """The blocks of its operand that a view's result is wanted for; nothing where none is."""
+        """What a view's operand, or those of an addition, are wanted as; nothing where nothing."""
         refs = node.refs()
+        if node.op in _ADDITIONS:
+            summed = self._summed(node)
+            return summed if any(summed) else ()
         if len(refs) != 1 or refs[0] not in self._wishes or not _looks_through(node):
             return ()
         return (self._wishes[refs[0]],)
