@@ -140,7 +140,7 @@ class Report:
             parts += [Text(f"\n{title}", style="bold"), table if table.row_count else Text("none")]
         for title, table in (
             ("collectives, one run of each (times are estimates)", self._exchanges()),
-            ("and without them, as each axis was decided (estimates)", self._dearer()),
+            ("and without them, axis by axis, before buckets (estimates)", self._dearer()),
         ):
             if table.row_count:
                 parts += [Text(f"\n{title}", style="bold"), table]

@@ -226,6 +226,8 @@ def test_wrong_input(here: Path) -> None:
     result = _explained(here, "import torch\ntorch.rand(3) + 1\nraise KeyError('mine')\n")
     assert result.exit_code == 1
     assert result.stderr.endswith("KeyError: 'mine'\n")
+    result = _explained(here, "import torch\nx = (\n")
+    assert (result.exit_code, result.stdout) == (1, "")
 
 
 def test_an_interrupted_script_is_explained_up_to_there(here: Path) -> None:

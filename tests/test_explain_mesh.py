@@ -122,6 +122,9 @@ def test_a_mesh_without_the_axes_that_a_script_names(here: Path) -> None:
     result = _run("explain", "--mesh", "eight", _script(here))
     assert result.exit_code == 2
     assert "--mesh: 'eight' is not a mesh such as 'data=2,model=4'" in result.output
+    result = _run("explain", "--mesh", "", _script(here))
+    assert result.exit_code == 2
+    assert "--mesh: '' names no axis; write for example data=8,model=4" in result.output
 
 
 def test_settings_of_a_script_that_are_not_its_own_to_say() -> None:

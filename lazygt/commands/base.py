@@ -78,9 +78,11 @@ def on_mesh(
     if mesh is None:
         return settings
     try:
-        Mesh.parse(mesh)
+        parsed = Mesh.parse(mesh)
     except ValueError as error:
         fail(context, f"--mesh: {error}")
+    if not parsed.names:
+        fail(context, f"--mesh: {mesh!r} names no axis; write for example data=8,model=4")
     return {**settings, "mesh": mesh, "executor": "dry", "compile": "off"}
 
 

@@ -42,7 +42,7 @@ def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None
     report = report_of(runs, alternatives=True)
     if report.plans:
         _show(report, _DRY + (_FAILED if ran.failed else ""))
-    else:
+    elif not ran.failed:
         typer.echo("no plan was built: the script recorded nothing on device lazygt")
     finish(ran)
 
