@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lazygt.opened import current_session
-from lazygt.placing import keep, stored_now
+from lazygt.placing import is_everywhere, keep, stored_now
 from lazygt.tensor import LazyTensor
 
 
@@ -39,13 +39,5 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
-    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for.
-
-    A view of a larger tensor lies as that does.
-    """
-    if not isinstance(value, LazyTensor) or value.shape != parameter.shape:
-        return False
-    if value._view is not None:
-        return False
-    cell = value._cell
-    return cell.placed is None and cell.remote is not None and cell.remote.stored is None
+    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
+    return isinstance(value, LazyTensor) and value.shape == parameter.shape and is_everywhere(value)

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Mesh
 from lazygt.passes.sharding.places import ENTER, LEAVE
-from lazygt.placing import mesh_of, move, record_mark
+from lazygt.placing import is_everywhere, mesh_of, move, record_mark
 from lazygt.recorder import Recorder
 from lazygt.session import current
 from lazygt.sharding import drop_hooks, fresh_meta, own_parameter
@@ -148,7 +148,7 @@ class _Entry:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         for t in _own(module):
-            if t._cell.placed is None and self._has(t):
+            if is_everywhere(t) and self._has(t):
                 move(t, self.index, self.mesh_dim)
         return tree_map_only(LazyTensor, self._enter, (args, kwargs))
 

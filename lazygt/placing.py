@@ -18,6 +18,20 @@ def mesh_of(t: LazyTensor) -> Mesh:
     return t._cell.recorder.shipper.mesh
 
 
+def is_placed(t: LazyTensor) -> bool:
+    """Whether a tensor is stored in another way than whole on every worker, or is to be."""
+    cell = t._cell
+    return cell.placed is not None or (cell.remote is not None and cell.remote.stored is not None)
+
+
+def is_everywhere(t: LazyTensor) -> bool:
+    """Whether every worker has the whole tensor and nobody asked for that, as after a loading.
+
+    A view of a larger tensor lies as that does.
+    """
+    return t._view is None and t._cell.remote is not None and not is_placed(t)
+
+
 def stored_now(t: LazyTensor) -> Stored:
     """How a tensor is to be kept, as far as it has been said; else how it lies."""
     cell = t._cell

@@ -13,6 +13,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts
+from lazygt.placing import is_placed
 from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
 
 if TYPE_CHECKING:
@@ -86,17 +87,11 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.shape, target.shape)
     own = is_whole(target) and tuple(target.shape) == target._cell.meta.shape
-    if own and not _is_placed(target._cell):
+    if own and not is_placed(target):
         recorder.fill(target, source.cpu())
         return target
     lazy = recorder.to_lazy(source.cpu().to(target.dtype))
     return recorder.record(aten.copy_.default, (target, lazy), {})
-
-
-def _is_placed(cell: Cell) -> bool:
-    """Whether a cell is stored in another way than whole on every worker."""
-    remote = cell.remote
-    return cell.placed is not None or (remote is not None and remote.stored is not None)
 
 
 # -- handles -------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def shard_optimizer_state(
             if not isinstance(parameter, LazyTensor):
                 continue
             for t in state.values():
-                if isinstance(t, LazyTensor) and t.shape == parameter.shape:
+                if isinstance(t, LazyTensor) and t._view is None and t.shape == parameter.shape:
                     placed = t._cell.placed
                     if placed is None or not isinstance(placed.labels[at], Sharded):
                         cut(t, stored_now(parameter))
