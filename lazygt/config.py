@@ -150,9 +150,16 @@ class Config:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
 
 
-def _ranks(mesh: Mapping[str, int] | str, workers: int | None) -> tuple[dict[str, int], int]:
+def _ranks(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:
     """The axes of a mesh, and the number of workers that follows from it."""
+    if not isinstance(mesh, str | Mapping):
+        raise TypeError(
+            f"lazygt.session(mesh={mesh!r}): expected ranks by axis, such as "
+            f"{{'data': 2, 'model': 4}} or 'data=2,model=4'"
+        )
     axes = mesh_axes(mesh) if isinstance(mesh, str) else dict(mesh)
+    if not all(isinstance(name, str) and name.isidentifier() for name in axes):
+        raise ValueError(f"lazygt.session(mesh={axes!r}): expected names such as 'data' as axes")
     if any(type(size) is not int or size < 1 for size in axes.values()):
         raise ValueError(f"lazygt.session(mesh={axes!r}): expected integers >= 1 as sizes")
     total = math.prod(axes.values())

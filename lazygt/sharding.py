@@ -86,7 +86,7 @@ def placement_for(
         TypeError: it is neither a list nor a dict.
     """
     rest = others or (Replicated(),) * len(mesh.names)
-    if not isinstance(placements, Mapping | Sequence):
+    if isinstance(placements, str) or not isinstance(placements, Mapping | Sequence):
         raise TypeError(
             f"{what}: {placements!r} is neither a list with one placement for each axis of the "
             f"mesh {mesh}, nor a dict by axis"

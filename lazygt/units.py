@@ -59,9 +59,17 @@ def fully_shard(
         The module.
 
     Raises:
-        ValueError: the mesh has no such axis, the module no repeated blocks, or a parameter is no
-            lazygt tensor of its own; no parameter has been placed then.
+        ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, or
+            a parameter is no lazygt tensor of its own; no parameter has been placed then.
+        TypeError: ``module`` is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard() takes a module, not a {type(module).__name__}; "
+            f"lazygt.distribute(t, placements) stores a tensor in blocks"
+        )
+    if not bucket_cap_mb >= 0:
+        raise ValueError(f"fully_shard(bucket_cap_mb={bucket_cap_mb!r}): expected at least 0")
     mesh = current().mesh
     parts = mesh.size(mesh_dim)
     at = mesh.names.index(mesh_dim)

@@ -137,6 +137,9 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
     [
         ({"worker": 1}, TypeError, r"unexpected keyword 'worker'; it takes: workers"),
         ({"workers": 0}, ValueError, r"workers=0\): expected an integer >= 1"),
+        ({"mesh": (2, 2)}, TypeError, r"mesh=\(2, 2\)\): expected ranks by axis, such as \{'data'"),
+        ({"mesh": {1: 2}}, ValueError, r"mesh=\{1: 2\}\): expected names such as 'data'"),
+        ({"mesh": {"a b": 2}}, ValueError, "expected names such as 'data' as axes"),
         ({"workers": 1.5}, ValueError, r"workers=1.5"),
         ({"executor": "magic"}, ValueError, r"expected 'process', 'inline' or 'dry'"),
         ({"executor": "inline", "workers": 2}, ValueError, r"one worker"),

@@ -38,6 +38,8 @@ def test_only_lazygt_tensors_are_placed() -> None:
             lazygt.distribute(torch.ones(3, device="cpu"), [R])
         with pytest.raises(ValueError, match=r"f32\[3\].*2 placements"):
             lazygt.distribute(torch.ones(3), [R, R])
+        with pytest.raises(TypeError, match="'data' is neither a list with one placement"):
+            lazygt.distribute(torch.ones(3), "data")  # type: ignore[arg-type]
     with pytest.raises(lazygt.NoSession):
         lazygt.distribute(torch.ones(3), [R])
 

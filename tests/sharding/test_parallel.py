@@ -59,6 +59,18 @@ def test_without_blocks_units_are_children() -> None:
             unit_names(mlp, "blocks")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("cap", [-1, float("nan")])
+def test_only_modules_with_a_cap_that_can_be_are_sharded(
+    session: lazygt.Session, cap: float
+) -> None:
+    layer = nn.Linear(8, 4)
+    with pytest.raises(TypeError, match="takes a module, not a LazyTensor"):
+        lazygt.fully_shard(layer.weight)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"bucket_cap_mb={cap}.*: expected at least 0"):
+        lazygt.fully_shard(layer, bucket_cap_mb=cap)
+    assert all(not isinstance(p, Shard) for p in layer.weight.placements)
+
+
 # -- what is stored -----------------------------------------------------------------------------
 
 
