@@ -10,8 +10,15 @@ import math
 from contextlib import ExitStack
 
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
-from benchmarks.sharded_processes import DATA, FULL, LAZYGT, PEERS, TENSOR, Crew, crew
-from benchmarks.sharded_workloads import COMPUTE, GPT_EXAMPLE, SMALL_GPT, WIDE_MLP
+from benchmarks.sharded_processes import DATA, FULL, INVARIANT, LAZYGT, PEERS, TENSOR, Crew, crew
+from benchmarks.sharded_workloads import (
+    COMPUTE,
+    GPT_EXAMPLE,
+    MIDDLE_MLP,
+    SMALL_GPT,
+    SMALL_MLP,
+    WIDE_MLP,
+)
 from benchmarks.transfer import verdict
 
 #: What is trained in which way, and how many times as fast as the peer it has to be.
@@ -25,7 +32,7 @@ RACES: dict[tuple[str, str], float | None] = {
     (SMALL_GPT, TENSOR): 3.0,
 }
 SUM_AIM = 1.3
-PARTS = ("training", "sum", "scaling")
+PARTS = ("training", "sum", "scaling", "invariant")
 
 
 def ms(found: Measured) -> str:
@@ -144,6 +151,26 @@ def scaling(args: argparse.Namespace) -> Report:
     return report
 
 
+def invariant(args: argparse.Namespace) -> Report:
+    """What the same bits on any number of workers cost."""
+    report = Report(
+        "sharded invariant",
+        "One step of training, data parallel, with invariant=True and without",
+        ["model", "workers", "invariant ms", "plain ms", "invariant takes"],
+    )
+    for model in (SMALL_MLP, MIDDLE_MLP):
+        for workers in sorted({1, *args.workers}):
+            with ExitStack() as stack:
+                crews = {
+                    kind: stack.enter_context(crew(kind, "train", workers, DATA, model, args.quick))
+                    for kind in (INVARIANT, LAZYGT)
+                }
+                found = race(crews, args.rounds)
+            here, plain = found[INVARIANT], found[LAZYGT]
+            report.add(model, str(workers), ms(here), ms(plain), f"{ratio(here, plain):.2f}x")
+    return report
+
+
 def main() -> None:
     options = parser(__doc__, rounds=9)
     options.add_argument("--workers", type=int, nargs="+", default=[2, 4])
@@ -154,7 +181,7 @@ def main() -> None:
     args = options.parse_args()
     if args.pin:
         options.error("--pin is for one worker; the scheduler places these")
-    parts = {"training": training, "sum": summing, "scaling": scaling}
+    parts = {"training": training, "sum": summing, "scaling": scaling, "invariant": invariant}
     for part in args.parts:
         parts[part](args).finish(save=args.save)
 

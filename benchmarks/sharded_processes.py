@@ -29,6 +29,8 @@ from benchmarks.sharded_workloads import QUICK, WORKLOADS, Workload, train_step
 from benchmarks.transfer_processes import Other, free_port, requests
 
 LAZYGT = "lazygt"
+#: The same session with ``invariant=True``.
+INVARIANT = "lazygt, invariant"
 DATA, FULL, TENSOR = "data parallel", "fully sharded", "tensor parallel"
 #: What plain torch has for each.
 PEERS = {DATA: "DDP", FULL: "FSDP2", TENSOR: "DTensor"}
@@ -124,9 +126,9 @@ class Crew:
 
 
 def crew(kind: str, main: str, workers: int, *args: Any) -> Crew:
-    """lazygt (``kind`` is LAZYGT), or torch, with so many workers."""
-    if kind == LAZYGT:
-        return Crew(_lazygt, [(main, workers, *args)])
+    """lazygt (``kind`` is LAZYGT or INVARIANT), or torch, with so many workers."""
+    if kind in (LAZYGT, INVARIANT):
+        return Crew(_lazygt, [(main, workers, kind == INVARIANT, *args)])
     port = free_port()
     return Crew(_torch, [(main, rank, workers, port, *args) for rank in range(workers)])
 
@@ -134,9 +136,9 @@ def crew(kind: str, main: str, workers: int, *args: Any) -> Crew:
 # -- lazygt --------------------------------------------------------------------------------
 
 
-def _lazygt(pipe: Connection, main: str, workers: int, *args: Any) -> None:
+def _lazygt(pipe: Connection, main: str, workers: int, invariant: bool, *args: Any) -> None:
     axis = "model" if args[0] == TENSOR else "data"
-    with lazygt.session(mesh={axis: workers}, threads=1) as session:
+    with lazygt.session(mesh={axis: workers}, threads=1, invariant=invariant) as session:
         {"train": _train_lazygt, "sum": _sum_lazygt}[main](session, *args).serve(pipe)
 
 

@@ -75,12 +75,15 @@ def mlp(width: int = 2048, layers: int = 4, batch: int = 256, steps: int = 3) ->
 
 GPT_EXAMPLE, SMALL_GPT = "GPT example", "GPT example, small step"
 WIDE_MLP, COMPUTE = "MLP 4 x 2048", "MLP 4 x 1024, batch 2048"
+MIDDLE_MLP, SMALL_MLP = "MLP 4 x 512, batch 512", "MLP 4 x 64, batch 64"
 
 WORKLOADS = {
     GPT_EXAMPLE: gpt(),
     SMALL_GPT: gpt(64, length=32, batch=4, steps=20),
     WIDE_MLP: mlp(),
     COMPUTE: mlp(1024, batch=2048, steps=1),
+    MIDDLE_MLP: mlp(512, batch=512, steps=5),
+    SMALL_MLP: mlp(64, batch=64, steps=50),
 }
 #: The same, so small that a test can run them.
 QUICK = {
@@ -88,6 +91,8 @@ QUICK = {
     SMALL_GPT: gpt(8, 1, length=4, batch=2, steps=2),
     WIDE_MLP: mlp(16, batch=8, steps=2),
     COMPUTE: mlp(16, batch=8, steps=2),
+    MIDDLE_MLP: mlp(16, batch=8, steps=2),
+    SMALL_MLP: mlp(8, batch=8, steps=2),
 }
 
 

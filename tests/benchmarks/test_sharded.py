@@ -86,6 +86,7 @@ def test_training_against_peers(only: str, peer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_sum_passes_no_tensor_through_the_client() -> None:
-    output = run("--parts sum scaling --workers 2 --megabytes 1")
+    output = run("--parts sum scaling invariant --workers 2 --megabytes 1")
     assert "through the client: 0 bytes of tensors up, 4 down (the sum itself)" in output
     assert f"One step of {COMPUTE}" in output
+    assert "with invariant=True and without" in output
