@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
+from tests.descriptors import descriptors_before, open_descriptors
 from tests.versions import TORCH
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,7 +192,7 @@ WAITS: dict[str, Callable[[lazygt.Session, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_killed_worker(name: str) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors_before()
     with lazygt.session(workers=2) as s:
         x = torch.ones(3) + 1
         s.synchronize()
@@ -208,7 +209,7 @@ def test_a_killed_worker(name: str) -> None:
             s.synchronize()
         s.close()
     assert not any(psutil.pid_exists(pid) for pid in s.worker_pids)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_worker_killed_while_the_client_waits() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lazygt
+from tests.descriptors import descriptors_before, open_descriptors
 
 ROOT = Path(__file__).parents[2]
 DEATH_SECONDS = 1.0
@@ -142,10 +143,6 @@ def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
         s.synchronize()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_sessions_leave_nothing_behind() -> None:
     def use() -> None:
         with lazygt.session(workers=1, threads=1):
@@ -153,10 +150,10 @@ def test_sessions_leave_nothing_behind() -> None:
             assert torch.equal(big.to("lazygt").cpu(), big)
 
     use()
-    before, children = descriptors(), len(psutil.Process().children())
+    before, children = len(descriptors_before()), len(psutil.Process().children())
     for _ in range(5):
         use()
-    assert descriptors() <= before + 2
+    assert len(open_descriptors()) <= before + 2
     assert len(psutil.Process().children()) == children
 
 

@@ -19,6 +19,7 @@ from lazygt.runtime.launchers.local import TAIL_BYTES
 from lazygt.runtime.process_link import ProcessLink
 from lazygt.runtime.shm import tensor_over
 from lazygt.runtime.start import LinkSpec
+from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 LOCAL, TCP = "ipc", "tcp://127.0.0.1"
@@ -449,23 +450,23 @@ def test_a_link_that_is_forgotten_ends_its_worker(opened, monkeypatch):
 def test_a_start_that_fails_leaves_nothing_behind(fields, error, text):
     if fields.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors_before())
     with pytest.raises(error, match=text):
         ProcessLink(LinkSpec(**fields))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before
 
 
 def test_no_descriptor_stays_after_close(opened):
     opened().close()  # what Python and ZMQ open once and keep
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors_before())
     for _ in range(3):
         opened(world_size=2, arena_bytes=1 << 16).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before
 
 
 def test_a_missing_interpreter_is_an_error_of_the_start(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors_before())
     with pytest.raises(OSError):
         ProcessLink(LinkSpec(loads_torch=False))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_descriptors()) == before

@@ -1,0 +1,21 @@
+"""The descriptors of this process, for tests that leave none behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+
+def open_descriptors() -> set[str]:
+    """The numbers of the descriptors that are open, the listing's own among them."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def descriptors_before() -> set[str]:
+    """The same at the begin of a test.
+
+    Garbage is collected first: what earlier tests left in cycles may hold some, and would give
+    them back in the middle of the test that counts.
+    """
+    gc.collect()
+    return open_descriptors()
