@@ -52,6 +52,7 @@ def test_commands_print_what_is_said(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "LAZYGT_THREADS": "1",
         "LAZYGT_COMPILE": "off",
     }
     for command, output in commands():
