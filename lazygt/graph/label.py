@@ -75,17 +75,20 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """``dim`` is ``outer`` groups of equal size; rank i has the i-th block of every group.
+    """``dim`` is ``outer`` x size x ``inner``; of each size rank i has the i-th block.
 
-    What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. It lies so
-    between two ops alone: no input, output or annotation has this label.
+    What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. Seen as
+    ``[L, N * E]`` it is S(1) where ranks have as many of N; else ``inner`` is E, with one
+    ``outer``. It lies so between two ops alone: no input, output or annotation has this label.
     """
 
     dim: int
     outer: int
+    inner: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim}/{self.outer})"
+        within = f"*{self.inner}" if self.inner > 1 else ""
+        return f"S({self.dim}/{self.outer}{within})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +126,15 @@ Label = Replicated | Sharded | Interleaved | Partial | Held | Anyhow
 Cut = Sharded | Interleaved
 
 
-def cut(dim: int, outer: int) -> Cut:
-    """A dim of ``outer`` groups, each of them in blocks."""
-    return Sharded(dim) if outer == 1 else Interleaved(dim, outer)
+def around(label: Cut) -> tuple[int, int]:
+    """How often what is in blocks is there in the cut dim, and how many elements each of it is."""
+    return (label.outer, label.inner) if isinstance(label, Interleaved) else (1, 1)
 
 
 def groups(label: Cut) -> int:
-    """How many groups the cut dim is, of which each is in blocks."""
-    return label.outer if isinstance(label, Interleaved) else 1
+    """By how much the cut dim is larger than what is in blocks."""
+    outer, inner = around(label)
+    return outer * inner
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:

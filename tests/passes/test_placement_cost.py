@@ -12,7 +12,7 @@ import pytest
 
 from lazygt.graph import Graph
 from lazygt.graph.cost import Cost
-from lazygt.graph.label import Label, Partial, Replicated, Sharded
+from lazygt.graph.label import Interleaved, Label, Partial, Replicated, Sharded
 from lazygt.passes.rules import rows_of
 from lazygt.passes.rules.base import Collective, Row
 from lazygt.passes.sharding.annotations import Annotation
@@ -52,6 +52,11 @@ R, S, P = Replicated(), Sharded, Partial("sum")
         (R, Partial("prod"), None),
         (S(0), P, None),
         (P, Partial("max"), None),
+        (Interleaved(0, 4), R, "all_gather"),
+        (P, Interleaved(0, 4), "reduce_scatter"),
+        (R, Interleaved(0, 4), ""),
+        (Interleaved(0, 4), S(1), None),
+        (S(0), Interleaved(0, 4), None),
     ],
 )
 def test_what_moves_a_label(source: Label, target: Label, kind: str | None) -> None:

@@ -198,7 +198,7 @@ POINTWISE: dict[str, Any] = {
 }  # fmt: skip
 PRODUCTS: dict[str, Any] = {
     "matmul": pair(lambda x, y, step: (x @ y).tanh()),
-    "gram": real(lambda x, step: (x.mT @ x).tanh()),
+    "gram": real(lambda x, step: (x.transpose(-2, -1) @ x).tanh()),
     "linear": real(lambda x, step: F.linear(x, x.reshape(-1, x.shape[-1]).tanh())),
     "rows": real(lambda x, step: (x.flatten(0, -2) @ x.new_ones(x.shape[-1], 2)).sigmoid()),
     "outer": pair(lambda x, y, step: torch.einsum("...i,...j->...ij", x, y)),

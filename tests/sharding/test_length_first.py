@@ -142,10 +142,11 @@ def test_a_step_on_blocks_of_samples_is_the_step(name: str, samples: int, ranks:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("samples", [8, 3])
 @pytest.mark.parametrize("name", MODULES)
-def test_only_sums_are_exchanged(name: str, ranks: int) -> None:
+def test_only_sums_are_exchanged(name: str, samples: int, ranks: int) -> None:
     """The gradients and the loss."""
-    program = recorded(name, 8)
+    program = recorded(name, samples)
     graphs = worker_graphs(program.graph, in_samples(name, program), f"data={ranks}", None)
     weights = sum(p.numel() for p in Net(MODULES[name]).parameters())
     for graph in graphs:

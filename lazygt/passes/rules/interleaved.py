@@ -29,13 +29,13 @@ def interleaved_rows(
         return [] if row is None else [row]
     tensors = [metas[number] for number in node.refs()]
     wanted = (row for row in rows if row.inputs[place] == Sharded(label.dim))
-    made = (_instead(row, tensors, node.results, place, label.outer) for row in wanted)
+    made = (_instead(row, tensors, node.results, label) for row in wanted)
     return [row for row in made if row is not None]
 
 
-def _instead(row: Row, operands: Metas, results: Metas, place: int, outer: int) -> Row | None:
-    """The row with every cut dim in so many groups; None where the row needs neighbours, or cuts
-    dims of several sizes."""
+def _instead(row: Row, operands: Metas, results: Metas, wanted: Interleaved) -> Row | None:
+    """The row with every cut dim cut so; None where the row needs neighbours, or cuts dims of
+    several sizes."""
     if not (row.lower is None or isinstance(row.lower, Blockwise)):
         return None
     every = list(zip((*row.inputs, *row.outputs), (*operands, *results), strict=True))
@@ -46,10 +46,10 @@ def _instead(row: Row, operands: Metas, results: Metas, place: int, outer: int) 
     }
     if len(sizes) > 1:
         return None
-    made = [_grouped(label, outer) for label, _ in every]
+    made = [_as(wanted, label) for label, _ in every]
     count = len(row.inputs)
     return replace(row, inputs=tuple(made[:count]), outputs=tuple(made[count:]))
 
 
-def _grouped(label: Label, outer: int) -> Label:
-    return Interleaved(label.dim, outer) if isinstance(label, Sharded) else label
+def _as(wanted: Interleaved, label: Label) -> Label:
+    return replace(wanted, dim=label.dim) if isinstance(label, Sharded) else label

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from lazygt.graph.label import Cut, cut, groups, shard_bounds
+from lazygt.graph.label import Cut, Interleaved, around, shard_bounds
 from lazygt.graph.node import Node, Ref
 from lazygt.passes.rules.base import (
     PMAX,
@@ -205,27 +205,31 @@ def _seen_items(shape: tuple[int, ...]) -> Blockwise:
 def viewed(label: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
     """The label under which ranks have the same elements after a reshape; None: there is none.
 
-    A label cuts rows of elements ``[before, size, inside]`` along ``size``; another one that
-    does so with as many ``before``, and the same blocks, says the same.
+    A label cuts ``[before, size, inside]`` elements along ``size``. So does another one with the
+    same three, and with other ones where the blocks hold the same.
     """
-    outer = groups(label)
-    before, inside = prod(have[: label.dim]) * outer, prod(have[label.dim + 1 :])
-    for dim in splittable(made):
-        count = _groups_of(made[dim], before, prod(made[:dim]))
-        if count and _same_blocks(
-            have[label.dim] // outer, inside, made[dim] // count, prod(made[dim + 1 :]), parts
-        ):
-            return cut(dim, count)
+    outer, inner = around(label)
+    before, inside = prod(have[: label.dim]) * outer, inner * prod(have[label.dim + 1 :])
+    size = have[label.dim] // (outer * inner)
+    dims = [
+        (dim, _times(before, prod(made[:dim])), prod(made[dim + 1 :])) for dim in splittable(made)
+    ]
+    for dim, outer, behind in dims:
+        rest = made[dim] // outer if outer and made[dim] % outer == 0 else 0
+        if rest > 1 and _same_blocks(size, inside, rest, behind, parts):
+            return S(dim) if outer == 1 else Interleaved(dim, outer)
+    for dim, outer, behind in dims:
+        inner = _times(inside, behind)
+        if outer * size * inner == made[dim]:
+            return Interleaved(dim, outer, inner)
     return None
 
 
-def _groups_of(size: int, before: int, ahead: int) -> int:
-    """The groups that a dim of ``size`` is for ``before`` rows, ``ahead`` of them in the dims
-    ahead of it; 0: the rows end elsewhere."""
-    if before == ahead:
+def _times(large: int, small: int) -> int:
+    """How many times the one is the other; 0: not a whole number."""
+    if large == small:
         return 1
-    count = before // ahead if ahead and before % ahead == 0 else 0
-    return count if count and count < size and size % count == 0 else 0
+    return large // small if small and large % small == 0 else 0
 
 
 def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:

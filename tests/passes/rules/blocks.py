@@ -30,7 +30,8 @@ def blocks(whole: Tensor, label: Label, parts: int) -> list[Tensor]:
 
 
 def _in_groups(value: Tensor, label: Interleaved) -> Tensor:
-    return value.unflatten(label.dim, (label.outer, value.shape[label.dim] // label.outer))
+    size = value.shape[label.dim] // (label.outer * label.inner)
+    return value.unflatten(label.dim, (label.outer, size, label.inner))
 
 
 def summands(whole: Tensor, op: str, parts: int) -> list[Tensor]:

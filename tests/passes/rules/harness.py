@@ -94,7 +94,7 @@ class Case:
         return rows_of(self.node, self.metas, parts)
 
     def interleaved(self, parts: int) -> list[Row]:
-        """The rows that take operands interleaved, each cut dim in two, three or four groups."""
+        """The rows that take operands interleaved, in several ways."""
         rows, refs = self.rows(parts), self.node.refs()
         found = {}
         for row in rows:
@@ -102,9 +102,9 @@ class Case:
                 if not isinstance(label, Sharded):
                     continue
                 size = self.metas[refs[place]].shape[label.dim]
-                for outer in (2, 3, 4):
-                    if size % outer == 0 and size > outer:
-                        wanted = Interleaved(label.dim, outer)
+                for outer, inner in ((2, 1), (3, 1), (4, 1), (1, 2), (2, 2)):
+                    if size % (outer * inner) == 0 and size > outer * inner:
+                        wanted = Interleaved(label.dim, outer, inner)
                         made = interleaved_rows(self.node, self.metas, parts, rows, place, wanted)
                         found.update({(one.inputs, one.outputs): one for one in made})
         return list(found.values())

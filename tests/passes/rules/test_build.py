@@ -7,7 +7,7 @@ import torch
 
 from lazygt.errors import GraphError
 from lazygt.graph import parse_graph
-from lazygt.graph.label import Label, Partial
+from lazygt.graph.label import Interleaved, Label, Partial
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Param, Ref
 from lazygt.passes.build import Builder
@@ -16,7 +16,7 @@ from tests.passes.rules.blocks import blocks, joined
 from tests.passes.rules.harness import PARTS
 from tests.passes.rules.lockstep import AXIS, lockstep
 
-LABELS = (R, S(0), S(1), P, PMAX, PMIN)
+LABELS = (R, S(0), S(1), Interleaved(0, 2), Interleaved(0, 1, 5), P, PMAX, PMIN)
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -24,14 +24,14 @@ LABELS = (R, S(0), S(1), P, PMAX, PMIN)
 @pytest.mark.parametrize("have", LABELS, ids=str)
 def test_ways_between_labels(have: Label, want: Label, parts: int) -> None:
     torch.manual_seed(0)
-    whole = torch.randn(5, 3, dtype=torch.float64)
+    whole = torch.randn(10, 3, dtype=torch.float64)
     mine = [[piece] for piece in blocks(whole, have, parts)]
     graphs = []
     for rank in range(parts):
         build = Builder([TensorMeta.of(mine[rank][0])], axis=AXIS, parts=parts, index=rank)
-        graphs.append(build.graph([build.convert(Ref(0), (5, 3), have, want)]))
+        graphs.append(build.graph([build.convert(Ref(0), (10, 3), have, want)]))
     pieces = [values[0] for values in lockstep(graphs, mine, ())]
-    torch.testing.assert_close(joined(pieces, want, (5, 3), parts), whole)
+    torch.testing.assert_close(joined(pieces, want, (10, 3), parts), whole)
 
 
 def test_no_way_to_a_partial_product() -> None:
