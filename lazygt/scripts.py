@@ -39,6 +39,8 @@ def run_script(
 ) -> Ran:
     """Run a script; one that opens no session is run inside one. Its errors are printed.
 
+    Ctrl-C ends the script as an error would.
+
     Args:
         inline: where the script opens no session, run its plans in this process.
         settings: of every session meanwhile, whatever the script says. A ``mesh`` takes the place
@@ -125,6 +127,9 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         return end.code not in (None, 0)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; what follows is what was seen until then\n")
+        return True
     except Exception as error:  # noqa: BLE001 - any error of the script is shown as its own
         traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
         return True

@@ -162,6 +162,22 @@ def test_a_script_that_exits(code: str, expected: int, tmp_path: Path) -> None:
     assert _run("why", path, "--inline").exit_code == expected
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [("dump", "# plan 0: "), ("why", "plan misses (1)"), ("profile", "1 runs written to ")],
+)
+def test_an_interrupted_script_is_shown_up_to_there(
+    command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "long.py"
+    path.write_text("import torch\nprint(torch.ones(2).sum().item())\nraise KeyboardInterrupt\n")
+    result = _run(command, path, "--inline")
+    assert result.exit_code == 1
+    assert result.stderr == "interrupted; what follows is what was seen until then\n"
+    assert shown in result.stdout
+
+
 # -- dump ----------------------------------------------------------------------------------------
 
 

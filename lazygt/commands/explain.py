@@ -10,8 +10,6 @@ from rich.console import Console
 from lazygt.commands.base import OnMesh, Script, finish, on_mesh, run
 from lazygt.explain import DRY, Runs, report_of, runs_of
 from lazygt.report import Report
-from lazygt.scripts import Ran
-from lazygt.session import Session
 
 _DRY = (
     "Nothing was computed. What the script read of computed values was 0 (or False), so a branch "
@@ -28,15 +26,10 @@ def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None
     and what would be dearer. A script that fails on the way is explained up to there, with exit
     code 1.
     """
-    sessions: list[Session] = []
-    try:
-        ran = run(context, script, True, on_mesh(context, DRY, mesh), sessions.append)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; explained is what was recorded until then", err=True)
-        ran = Ran(sessions, failed=True)
+    ran = run(context, script, True, on_mesh(context, DRY, mesh))
     runs: list[Runs] = []
     first = 0
-    for session in sessions:
+    for session in ran.sessions:
         runs += runs_of(session, first)
         first += len(session.entries())
     report = report_of(runs, alternatives=True)
