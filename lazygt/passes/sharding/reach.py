@@ -160,6 +160,7 @@ class _Reach:
     def _look_back(self) -> None:
         """Follow views and placements from their results, and additions, to their operands."""
         places = zip(self._graph.numbered(), self.numbers, strict=True)
+        sources: dict[tuple[int, int], int] = {}
         for (node, results), number in reversed(list(places)):
             if node.op in _ADDITIONS:
                 for value, wish in zip(node.refs(), self._summed(node), strict=True):
@@ -167,9 +168,15 @@ class _Reach:
             elif len(results) == 1 and _looks_through(node):
                 (value,), (result,) = node.refs(), results
                 wish = self._reached[result] & ~SUMS | self._wishes.get(result, 0)
-                rows = self._catalogue.entries[number].rows
-                found = [row.inputs for row in rows if self._bit(row.outputs[0]) & wish]
-                self._wish(value, _union(found, 1, self._bit)[0])
+                if (number, wish) not in sources:
+                    sources[number, wish] = self._sources(number, wish)
+                self._wish(value, sources[number, wish])
+
+    def _sources(self, number: int, wish: int) -> int:
+        """What the operand of a view has to be for its result to be any of a wish."""
+        rows = self._catalogue.entries[number].rows
+        found = [row.inputs for row in rows if self._bit(row.outputs[0]) & wish]
+        return _union(found, 1, self._bit)[0]
 
     def _wish(self, value: int, wish: int) -> None:
         if wish and value not in self._stored:
