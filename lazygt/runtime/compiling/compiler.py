@@ -161,7 +161,7 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
             sys.executable,
             "-P",
             "-m",
-            "lazygt.runtime.compiling.service",
+            "lazygt.runtime.compiling.process",
             str(os.getpid()),
             str(cache),
         ],

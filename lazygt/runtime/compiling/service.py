@@ -1,25 +1,13 @@
-"""The compile process: ``python -m lazygt.runtime.compiling.service CLIENT_PID CACHE``.
-
-Takes requests on its standard input, one msgpack map each, and answers each on its standard
-output. It runs on one thread, at the idle priority that its client gives it. It ends with its
-client: when the pipe is closed or the client is gone, it kills its own process group.
-"""
+"""The compile service: compiles one group, times it against its single ops, and keeps it."""
 
 from __future__ import annotations
 
-import os
-import queue
-import select
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import torch
 
 from lazygt.graph.meta import TensorMeta, intern
@@ -45,36 +33,15 @@ _OPTIONS = {
 }
 
 
-def main() -> None:
-    """Serve until the client goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what compilers print is no answer
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
+def begin(directory: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Make this process a compile process, on one thread; how it answers requests.
+
+    Args:
+        directory: the cache's.
+    """
     torch.set_num_threads(1)
-    cache = Cache(sys.argv[2])
-    while True:
-        answers.write(msgpack.packb(answer(requests.get(), cache)))
-
-
-def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
-    """Pass requests on; end everything when the client closes the pipe or is gone."""
-    unpacker = msgpack.Unpacker()
-    try:
-        watch = select.poll()
-        watch.register(0, select.POLLIN | select.POLLHUP)
-        watch.register(os.pidfd_open(client), select.POLLIN)
-        while True:
-            ready = {fd for fd, _ in watch.poll()}
-            data = os.read(0, 1 << 20) if ready == {0} else b""
-            if not data:
-                break
-            unpacker.feed(data)
-            for request in unpacker:
-                requests.put(request)
-    finally:
-        os.killpg(0, signal.SIGKILL)
+    cache = Cache(directory)
+    return lambda request: answer(request, cache)
 
 
 def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
@@ -219,7 +186,3 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
     return best
-
-
-if __name__ == "__main__":
-    main()

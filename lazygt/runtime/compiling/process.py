@@ -1,0 +1,56 @@
+"""The compile process: ``python -m lazygt.runtime.compiling.process CLIENT_PID CACHE``.
+
+Takes requests on its standard input, one msgpack map each, and answers each on its standard
+output. It runs on one thread, at the idle priority that its client gives it. It ends with its
+client: when the pipe is closed or the client is gone, it kills its own process group.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgpack
+
+
+def main() -> None:
+    """Serve until the client goes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what compilers print is no answer
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, int(sys.argv[1])), daemon=True).start()
+    # why: it loads torch, which takes long at this priority, and the client may end meanwhile
+    from lazygt.runtime.compiling import service
+
+    answer = service.begin(sys.argv[2])
+    while True:
+        answers.write(msgpack.packb(answer(requests.get())))
+
+
+def _listen(requests: queue.SimpleQueue[dict[str, Any]], client: int) -> None:
+    """Pass requests on; end everything when the client closes the pipe or is gone."""
+    unpacker = msgpack.Unpacker()
+    try:
+        watch = select.poll()
+        watch.register(0, select.POLLIN | select.POLLHUP)
+        watch.register(os.pidfd_open(client), select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in watch.poll()}
+            data = os.read(0, 1 << 20) if ready == {0} else b""
+            if not data:
+                break
+            unpacker.feed(data)
+            for request in unpacker:
+                requests.put(request)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
