@@ -371,6 +371,15 @@ def test_profile_into_a_folder_that_is_not_there(plain: Path) -> None:
     assert f"there is no folder {plain.parent}/no to write trace.json into" in result.stderr
 
 
+def test_a_trace_that_cannot_be_written(plain: Path) -> None:
+    result = _run("profile", plain, "-o", plain.parent, "--inline")
+    assert (result.exit_code, result.stdout) == (2, "")  # it is said before the script runs
+    assert result.stderr == f"lazygt profile: {plain.parent} is a folder; name a file in it\n"
+    result = _run("profile", plain, "-o", "/dev/full", "--inline")
+    assert result.exit_code == 2
+    assert "lazygt profile: [Errno 28] No space left on device" in result.stderr
+
+
 # -- doctor --------------------------------------------------------------------------------------
 
 

@@ -150,8 +150,13 @@ def test_a_picture_that_cannot_be_written(script: Path) -> None:
     folder = script.parent / "graph.html"
     folder.mkdir()
     result = _viz(script, "-o", folder)
+    assert (result.exit_code, result.stdout) == (2, "")  # it is said before the script runs
+    assert result.stderr == f"lazygt viz: {folder} is a folder; name a file in it\n"
+    full = script.parent / "full.html"
+    full.symlink_to("/dev/full")
+    result = _viz(script, "-o", full)
     assert result.exit_code == 2
-    assert "Is a directory" in result.stderr
+    assert "No space left on device" in result.stderr
 
 
 def test_a_graph_draws_itself(tmp_path: Path) -> None:

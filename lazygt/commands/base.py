@@ -104,6 +104,14 @@ def run(
     return run_script(script, context.args, inline, settings or {}, opened)
 
 
+def check_output(context: typer.Context, path: Path) -> None:
+    """End the command, before its script runs, when ``path`` can't become a file after it."""
+    if path.is_dir():
+        fail(context, f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        fail(context, f"there is no folder {path.parent} to write {path.name} into")
+
+
 def finish(ran: Ran) -> None:
     """End the command with exit code 1 when the script failed."""
     if ran.failed:

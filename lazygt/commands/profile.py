@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lazygt.commands.base import Inline, Script, fail, finish, run
+from lazygt.commands.base import Inline, Script, check_output, fail, finish, run
 from lazygt.timeline import Timeline
 
 _SLOWEST = 5
@@ -26,8 +26,7 @@ def profile(
 
     Workers run plans node by node for it, so it shows where time goes, not how fast it is.
     """
-    if not output.parent.is_dir():
-        fail(context, f"there is no folder {output.parent} to write {output.name} into")
+    check_output(context, output)
     timeline = Timeline()
     with ExitStack() as profiles:
         ran = run(
@@ -36,7 +35,10 @@ def profile(
             inline,
             opened=lambda session: profiles.enter_context(session.profile(timeline)),
         )
-    timeline.save(output)
+    try:
+        timeline.save(output)
+    except OSError as error:
+        fail(context, str(error))
     typer.echo(f"{timeline.runs} runs written to {output}; open it at https://ui.perfetto.dev")
     for line, steps, seconds in timeline.by_line()[:_SLOWEST]:
         typer.echo(f"  {seconds * 1e3:10.3f} ms  {steps:6} steps  {line}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lazygt.commands.base import Inline, OnMesh, Script, fail, finish, on_mesh, run
+from lazygt.commands.base import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
 from lazygt.commands.dump import GRAPHS
 from lazygt.errors import LazyGTError
 from lazygt.graph.amounts import count
@@ -73,8 +73,7 @@ def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> N
         fail(context, f"--collapse is one of {', '.join(_COLLAPSE)}, not {collapse!r}")
     if output.suffix not in SUFFIXES:
         fail(context, f"{output.name!r} must end in one of {', '.join(SUFFIXES)}")
-    if not output.parent.is_dir():
-        fail(context, f"there is no folder {output.parent} to write {output.name} into")
+    check_output(context, output)
     if output.suffix in (".svg", ".png") and shutil.which("dot") is None:
         fail(
             context,
