@@ -18,7 +18,8 @@ from lazygt.graph.communication import communications
 from lazygt.graph.label import Interleaved, Replicated, Sharded
 from lazygt.graph.mesh import Mesh, Stored
 from lazygt.graph.text import parse_graph
-from lazygt.passes.sharding.shard import shard
+from lazygt.passes.sharding.reasons import reasons
+from lazygt.passes.sharding.shard import AxisStep, shard
 from tests.sharding.merged import SEED, run_merged, worker_graphs
 from tests.sharding.test_programs import Program
 from tests.sharding.world import run_whole
@@ -232,3 +233,23 @@ def trained(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         model(x).square().mean().backward()
         opt.step()
     return list(model.parameters())
+
+
+PRODUCT = """graph {
+  %0: f32[5, 8, 4] = input
+  %1: f32[4, 4] = input
+  %2: f32[40, 4] = aten.view.default(%0, [40, 4])
+  %3: f32[40, 4] = aten.mm.default(%2, %1)
+  %4: f32[40, 4] = aten.cumsum.default(%3, 0)
+  return %4
+}"""
+
+
+def test_what_is_put_together_is_explained() -> None:
+    stored = [Stored((Sharded(1),)), Stored((Replicated(),))]
+    decided: list[AxisStep] = []
+    shard(parse_graph(PRODUCT), Mesh.parse("data=2"), stored, decided=decided)
+    (reason,) = reasons(decided)
+    assert (reason.kind, reason.cause) == ("all_gather", "input f32[5, 8, 4] stored S(1)")
+    # the product is moved; it is divided, so there is no program that does not move it
+    assert reason.extra is None
