@@ -218,7 +218,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint PATH")
-    if args.fsdp and "data=" not in (args.mesh or ""):
+    axes = [axis.partition("=")[0].strip() for axis in (args.mesh or "").split(",") if axis]
+    if not set(axes) <= {"data", "model"}:
+        parser.error(f"--mesh {args.mesh}: this program cuts along axes data and model alone")
+    if args.fsdp and "data" not in axes:
         parser.error("--fsdp needs workers to cut the weights over: --mesh data=2")
     return args
 

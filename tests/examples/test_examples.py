@@ -107,6 +107,11 @@ def test_gpt_refuses_fsdp_without_an_axis_for_it() -> None:
         run_example("train_gpt.py", "--fsdp --mesh model=2")
 
 
+def test_gpt_refuses_axes_that_it_does_not_cut_along() -> None:
+    with pytest.raises(AssertionError, match="--mesh foo=2: this program cuts along axes data and"):
+        run_example("train_gpt.py", "--mesh foo=2")
+
+
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2", "data=2 --fsdp"])
 def test_gpt_on_a_mesh_agrees_with_eager(mesh: str) -> None:
     lazy = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --mesh {mesh}")
