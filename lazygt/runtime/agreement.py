@@ -2,7 +2,7 @@
 
 They are, by construction; a mistake there would leave ranks waiting for each other for ever. So
 each rank tells the ranks of every axis what it is about to run there, and reads what those tell
-that it will meet. Once a plan, and never in the way of a collective.
+that it will meet. Once a plan and process group, and never in the way of a collective.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import NamedTuple
 
+from lazygt.errors import LazyGTError
 from lazygt.graph.label import LAUNCH, LAUNCH_, MEETINGS
 from lazygt.graph.node import Graph, Node
 from lazygt.runtime.carriers import Told
@@ -65,18 +66,15 @@ def mismatch(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
     Args:
         run: number of the run, equal on all ranks.
         own: ranks have plans of their own, so that others may meet where this one does not.
-
-    Raises:
-        LazyGTError: this rank could not join the others.
     """
     if group.abandoned:
         return None  # its collectives say so
     mine = signature(graph)
     try:
-        found = _difference(group, run, mine, own)
-    except ConnectionError as error:  # another has left, so no collective will be complete
-        group.abandon(str(error))
-        return None
+        group.wait()
+    except LazyGTError:
+        return None  # this rank could not join; its collectives say so
+    found = _difference(group, run, mine, own)
     if found is not None:
         group.abandon(found.detail)
     return found
@@ -103,6 +101,8 @@ def _compared(group: Group, mine: list[Met], theirs: Told, run: int, axis: str) 
     node = mine[0].node if mine else 0
     try:
         theirs.wait()
+    except ConnectionError:
+        return None  # a rank has left before this run: the collectives of the axis say so
     except TimeoutError as error:
         return Failure(node, MISMATCH, f"it is not known what others are about to run: {error}")
     for rank, text in theirs.texts.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,7 @@ class Sockets:
     def __init__(self, peers: Sequence[Peer | None]) -> None:
         self.peers = tuple(peers)
         self._begun: deque[Incoming] = deque()
+        self._failure: OSError | None = None
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         parts = [buffer if peer is None else torch.empty_like(buffer) for peer in self.peers]
@@ -96,21 +98,36 @@ class Sockets:
         return self._begin([_bytes(piece) for piece in pieces], parts)
 
     def tell(self, text: str) -> Told:
-        """Send a text to every other rank, in turn with the collectives; what they send is next."""
+        """Send a text to every other rank, in turn with the collectives; what they send is next.
+
+        A rank that has left is not told: it may have told this one before.
+        """
         told = Told(self)
         self._begun.append(told)
         for peer in self.peers:
             if peer is not None:
-                peer.send_text(text)
+                with suppress(ConnectionError):
+                    peer.send_text(text)
         return told
 
     def receive(self, incoming: Incoming) -> None:
-        """Receive what was begun before ``incoming``, and that."""
+        """Receive what was begun before ``incoming``, and that.
+
+        Raises:
+            OSError: another rank has left, or did not come in time; from then on always the same,
+                since some ranks' parts have been read by then and others' have not.
+        """
         while not incoming.arrived:
+            if self._failure is not None:
+                raise self._failure
             first = self._begun[0]
-            for peer, part in zip(self.peers, first.parts, strict=True):
-                if peer is not None:
-                    first.read(peer, part)
+            try:
+                for peer, part in zip(self.peers, first.parts, strict=True):
+                    if peer is not None:
+                        first.read(peer, part)
+            except OSError as error:
+                self._failure = error
+                raise
             self._begun.popleft().arrived = True
 
     def _begin(

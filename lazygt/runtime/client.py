@@ -13,7 +13,7 @@ from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import wire
 from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
-from lazygt.runtime.failures import SHARED, Describe, Failures
+from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.fetches import Answer, Fetches, Regions, drained, wanted
 from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
@@ -26,7 +26,13 @@ from lazygt.runtime.wire import Buffer, Done, Failure, Run, Timings
 Timed = Callable[[int, int, PlanEntry | None, Describe | None, Timings], None]
 
 #: What the log calls the messages of workers.
-_KINDS = {wire.DONE: "done", wire.NEED: "need", wire.SWAPPED: "swapped", wire.WROTE: "wrote"}
+_KINDS = {
+    wire.DONE: "done",
+    wire.NEED: "need",
+    wire.SWAPPED: "swapped",
+    wire.WROTE: "wrote",
+    wire.LEFT: "left",
+}
 
 
 @dataclass(slots=True)
@@ -35,6 +41,8 @@ class _Flight:
 
     entry: PlanEntry | None
     describe: Describe | None
+    #: id of its first output
+    base: int
     waiting: set[int]
     #: ranks whose answers are looked at
     asked: frozenset[int]
@@ -87,6 +95,10 @@ class Client:
         self._dead: deque[int] = deque()
         self._flights: OrderedDict[int, _Flight] = OrderedDict()
         self._written: list[tuple[Any, ...]] = []
+        #: number of the workers' process group
+        self._group = 0
+        #: id of the first value for which ranks may not have met, once one has left the group
+        self._parted: int | None = None
 
     # -- values --------------------------------------------------------------------------
 
@@ -135,6 +147,8 @@ class Client:
             ranks: those that send what is fetched, and whose answers are looked at.
         """
         self.pump()
+        if self._parted is not None:
+            self._renew(self._parted)
         if entry is not None:
             self._send_plan(entry, why)
         outputs = len(entry.plan.graph.outputs) if entry is not None else 0
@@ -156,10 +170,23 @@ class Client:
         self.counts.last_run = len(messages[0][0])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         everyone = set(range(self.link.world_size))
-        self._flights[self._seq] = _Flight(entry, describe, everyone, frozenset(ranks))
+        self._flights[self._seq] = _Flight(entry, describe, base, everyone, frozenset(ranks))
         for rank, frames in enumerate(messages):
             self._send("run", rank, frames, why)
         return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
+
+    def _renew(self, since: int) -> None:
+        """Have the workers form a new process group, once all have answered what they were sent.
+
+        Until then some may still meet in the old one. Ranks whose plans differ are not to meet.
+        """
+        if self._flights or self._failures.mismatched:
+            return
+        self._parted, self._group = None, self._group + 1
+        self._failures.mended()
+        for rank in range(self.link.world_size):
+            frames = wire.encode_renew(self._group, since)
+            self._send("renew", rank, frames, "a rank has left the process group")
 
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanEntry | None, ranks: Collection[int]
@@ -336,12 +363,19 @@ class Client:
             self._resend(rank, header[1])
         elif header[0] == wire.DONE:
             self._done(rank, wire.decode_done(header), frames[1:])
+        elif header[0] == wire.LEFT:
+            self._left()
         elif header[0] == wire.WROTE:
             self._written.append((rank, *header[1:]))
         elif header[0] == wire.SWAPPED:
             self._swapped(rank, header[1], header[2])
         else:
             raise ProtocolError(f"worker {rank} sent a message of unknown kind {header[0]!r}")
+
+    def _left(self) -> None:
+        """A rank has left the group in a run; those before it may be under way on other ranks."""
+        if self._parted is None:
+            self._parted = next(flight.base for flight in self._flights.values())
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
         self.entries.swapped(rank, digest)
@@ -378,8 +412,10 @@ class Client:
 
     def _raise(self, error: ExecutionError) -> NoReturn:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""
-        if error.kind in SHARED:
-            self.synchronize()  # the rank that is the cause may not have answered yet
+        if self.link.world_size > 1:
+            # The rank that is the cause may not have answered yet. And when all have, they can
+            # form a new group: what the user does next does not come too late for that.
+            self.synchronize()
         raise self._failures.take(error).with_traceback(None)  # it may have been raised before
 
     def drop_failure(self, rank: int, failure: Failure) -> None:

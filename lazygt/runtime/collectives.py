@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lazygt.graph.label import shard_bounds
 from lazygt.runtime import group
 from lazygt.runtime.flights import at_once
-from lazygt.runtime.outbox import OUTBOX
 
 
 def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
@@ -60,7 +59,7 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
         data = data.cpu()
     if data.numel():
         data = data.view(-1).view(torch.uint8)  # backends know few dtypes, all of them bytes
-        OUTBOX.keep(dist.isend(data, group=line.group, group_dst=peer), data)
+        group.outbox().keep(dist.isend(data, group=line.group, group_dst=peer), data)
 
 
 def recv(

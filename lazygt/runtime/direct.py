@@ -45,6 +45,7 @@ class Peer:
         self._queued = self._sent = 0
         self._thread: threading.Thread | None = None
         self._failure: OSError | None = None
+        self._closing = False
 
     def send(self, data: memoryview) -> None:
         """Send bytes. Does not wait; they may be overwritten as soon as this returns.
@@ -99,10 +100,18 @@ class Peer:
         return data.decode()
 
     def close(self) -> None:
-        """Leave: the other reads what was sent, and then that this rank has left."""
+        """Leave: the other reads what was sent, and then that this rank has left.
+
+        Does not wait: what is still to be sent is sent by the thread, which then hangs up.
+        """
+        self._closing = True
+        self._late.put(None)
+        if self._thread is None or not self._thread.is_alive() or self._queued == self._sent:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         with suppress(OSError):  # the other has left before
             self._end.shutdown(socket.SHUT_RDWR)
-        self._late.put(None)
         self._end.close()
 
     def _left(self) -> ConnectionError:
@@ -122,8 +131,10 @@ class Peer:
                 self._end.sendall(data)
             except OSError as error:
                 self._failure = error
-                return
+                break
             self._sent += 1
+        if self._closing:
+            self._hang_up()
 
 
 class Door:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from lazygt.errors import CollectiveMismatch, ExecutionError
 from lazygt.runtime import wire
@@ -20,8 +20,9 @@ _KEPT = 1_000
 _UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
 
 
-class _Break(NamedTuple):
-    """The first run in which ranks did not meet; they never will again.
+@dataclass(slots=True)
+class _Break:
+    """The first run in which the ranks of a process group did not meet; they never will again.
 
     Attributes:
         errors: of the run; more come while ranks still answer.
@@ -42,7 +43,12 @@ class Failures:
         self._unraised: deque[ExecutionError] = deque()
         #: by run, rank and node
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
+        #: of the group that there is now
         self._break: _Break | None = None
+        #: id of an error -> why the ranks had parted
+        self._breaks: dict[int, _Break] = {}
+        #: whether ranks were found to hold different plans
+        self.mismatched = False
 
     @property
     def first(self) -> ExecutionError | None:
@@ -76,8 +82,23 @@ class Failures:
         error = known or _made(rank, failure, _UNKNOWN)
         if not any(e is error for e in errors):
             errors.append(error)
-        if error.kind in SHARED and (self._break is None or seq < self._break.seq):
+        if error.kind in SHARED:
+            self.mismatched = self.mismatched or error.kind == wire.MISMATCH
+            parted = self._parted(seq, errors)
+            if known is not None:
+                self._breaks.setdefault(id(known), parted)
+
+    def _parted(self, seq: int, errors: list[ExecutionError]) -> _Break:
+        """Note that ranks did not meet in a run; it may be an earlier one than was noted first."""
+        if self._break is None:
             self._break = _Break(seq, errors)
+        elif seq < self._break.seq:
+            self._break.seq, self._break.errors = seq, errors
+        return self._break
+
+    def mended(self) -> None:
+        """The ranks have a new process group: what fails from now on has another cause."""
+        self._break = None
 
     def _new(
         self,
@@ -97,21 +118,28 @@ class Failures:
             self._unraised.append(error)
         self._errors[key] = error = next((e for e in same if e.rank != rank), error)
         if len(self._errors) > _KEPT:
-            self._errors.popitem(last=False)
+            _, forgotten = self._errors.popitem(last=False)
+            self._breaks.pop(id(forgotten), None)
         return error
 
     def take(self, error: ExecutionError) -> ExecutionError:
         """The failure to raise for this one: itself, its cause on another rank, or one that names
         what parted the ranks in an earlier run. None of them is to be raised again.
         """
-        parted, raised = self._break, error
+        parted, raised = self._breaks.get(id(error)), error
         if parted is not None and error.kind == wire.COLLECTIVE_ERROR:
             same_run = any(e is error for e in parted.errors)
-            raised = parted.cause if same_run else _consequence(error, parted.cause)
-        if error.kind in SHARED or (parted is not None and error is parted.cause):
+            cause = self._cause(parted)
+            raised = cause if same_run else _consequence(error, cause)
+        if error.kind in SHARED or (self._break is not None and raised is self._cause(self._break)):
             self._unraised = deque(e for e in self._unraised if e.kind not in SHARED)
         self.drop(raised)
         return raised
+
+    def _cause(self, parted: _Break) -> ExecutionError:
+        """What parted the ranks; the reason of an earlier break, if a value of then was used."""
+        earlier = self._breaks.get(id(parted.cause), parted)
+        return parted.cause if earlier is parted else self._cause(earlier)
 
     def drop(self, error: ExecutionError) -> None:
         """Do not raise this one: the caller reports it in another way."""
@@ -124,11 +152,13 @@ def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
-    """A collective could not run, since ranks have parted for a cause in an earlier run."""
+    """A collective could not run, since ranks had parted for a cause in an earlier run."""
+    after = "This was on its way already. The workers form a new group for what comes next"
+    if cause.kind == wire.MISMATCH:
+        after = "Open a new session to run collectives again"
     detail = (
-        f"rank {error.rank} has left its process group, since {cause.op} failed on worker "
-        f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. Open a new "
-        f"session to run collectives again"
+        f"rank {error.rank} had left its process group, since {cause.op} failed on worker "
+        f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. {after}"
     )
     made = ExecutionError(error.op, error.inputs, error.where, error.kind, detail, error.rank)
     made.__cause__ = cause

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.carriers import SMALL, Carrier, Sockets, Torch
 from lazygt.runtime.direct import Door, Peer
+from lazygt.runtime.outbox import Outbox
 
 if TYPE_CHECKING:
     from lazygt.runtime.launchers.base import GroupSpec
@@ -62,11 +64,15 @@ class Group:
 
     Args:
         spec: the backend, where the ranks meet, and how many seconds they wait.
+        number: how many groups the session had before: none of them is of any use any more.
     """
 
-    def __init__(self, spec: GroupSpec, rank: int, world_size: int) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, world_size: int, number: int = 0) -> None:
         self._spec, self._rank, self._world_size = spec, rank, world_size
-        self.mesh, self.rank = Mesh.parse(spec.mesh), rank
+        self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
+        #: what is being sent to single ranks, of any axis
+        self.outbox = Outbox()
+        self._left = False
         self._lines: dict[str, Line] = {}
         self._peers: dict[int, Peer] = {}
         self._failure: BaseException | None = None
@@ -95,36 +101,55 @@ class Group:
             reason: why; what later collectives of this rank say.
 
         Returns:
-            Whether it left now; it can't twice, nor before all have joined.
+            Whether others are told by it; not when it had left, nor before all have joined.
         """
-        if self._failure is not None or self._thread.is_alive():
+        if self._left or self._thread.is_alive():
             return False
-        self._failure = LazyGTError(
-            f"rank {self._rank} left its process group; open a new session. The reason: {reason}"
-        )
-        self._leave()
-        return True
+        self._left, joined = True, self._failure is None
+        if joined:
+            self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
+        # NCCL would wait for what other ranks never come to
+        self._leave(_abort_process_group if self.nccl else dist.destroy_process_group)
+        return joined
 
     @property
     def abandoned(self) -> bool:
         """Whether this rank has left, or never came."""
         return self._failure is not None
 
+    @property
+    def left(self) -> bool:
+        """Whether a collective of this group could not run here: none ever will again."""
+        return self._left
+
+    @property
+    def nccl(self) -> bool:
+        """Whether tensors on a GPU travel from there."""
+        return "nccl" in self._spec.backend
+
+    def successor(self, number: int) -> Group:
+        """Leave this group and begin to join the session's next one, as all ranks do."""
+        self._thread.join()  # each wait in it ends with the group's timeout
+        self.abandon("the ranks form a new one")
+        return Group(self._spec, self._rank, self._world_size, number)
+
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
-        if not self._thread.is_alive() and self._failure is None and dist.is_initialized():
-            self._leave()
+        if not self._thread.is_alive() and self._failure is None:
+            self._leave(dist.destroy_process_group)
 
-    def _leave(self) -> None:
+    def _leave(self, end: Callable[[], object]) -> None:
         self._lines.clear()
+        self.outbox.close()
         for peer in self._peers.values():
             peer.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            end()
 
     def _join(self) -> None:
         try:
             timeout = timedelta(seconds=self._spec.timeout)
-            meet = rendezvous(self._spec.init_method, self._rank, self._world_size)
+            meet = rendezvous(self._place(), self._rank, self._world_size)
             store, _, _ = next(iter(meet))
             store.set_timeout(timeout)
             door = Door(self.rank, self._spec.timeout)
@@ -142,6 +167,11 @@ class Group:
                 self._lines[axis] = self._line(self.mesh, axis)
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
+
+    def _place(self) -> str:
+        """Where the ranks meet: each group has a store of its own."""
+        first = self._spec.init_method
+        return f"{first}.{self.number}" if self.number else first
 
     def _others(self) -> list[int]:
         """The ranks that this one shares an axis with: two share one at most."""
@@ -163,8 +193,7 @@ class Group:
             groups = {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}
             group = groups[mine]
         sockets = Sockets([None if rank == self.rank else self._peers[rank] for rank in mine])
-        nccl = "nccl" in self._spec.backend
-        return Line(group, len(mine), mine.index(self.rank), sockets, Torch(group), nccl)
+        return Line(group, len(mine), mine.index(self.rank), sockets, Torch(group), self.nccl)
 
     def line(self, axis: str) -> Line:
         """This rank's place on an axis, once all ranks have joined.
@@ -202,15 +231,19 @@ def join(spec: GroupSpec, rank: int, world_size: int) -> None:
     _current = Group(spec, rank, world_size)
 
 
+def _own() -> Group:
+    if _current is None:
+        raise LazyGTError("this worker is alone: there is no process group")
+    return _current
+
+
 def wait() -> None:
     """Return when this worker's group is joined; call it before the first collective.
 
     Raises:
         LazyGTError: this worker has no group (it is alone), or could not join it.
     """
-    if _current is None:
-        raise LazyGTError("this worker is alone: there is no process group")
-    _current.wait()
+    _own().wait()
 
 
 def line(axis: str) -> Line:
@@ -219,9 +252,16 @@ def line(axis: str) -> Line:
     Raises:
         LazyGTError: this worker has no group, or the mesh no such axis.
     """
-    if _current is None:
-        raise LazyGTError("this worker is alone: there is no process group")
-    return _current.line(axis)
+    return _own().line(axis)
+
+
+def outbox() -> Outbox:
+    """What this worker is sending to single others.
+
+    Raises:
+        LazyGTError: this worker has no group.
+    """
+    return _own().outbox
 
 
 def current() -> Group | None:
@@ -233,9 +273,19 @@ def abandon(reason: str) -> bool:
     """Leave the group for good, so that no other rank waits in a collective for this one.
 
     Returns:
-        Whether it left now.
+        Whether others are told by it; see ``Group.abandon``.
     """
     return _current is not None and _current.abandon(reason)
+
+
+def renew(number: int) -> None:
+    """Leave this worker's group, and begin to join the one of a later number.
+
+    All workers do, between the same two runs. Does not wait for the others.
+    """
+    global _current
+    if _current is not None:
+        _current = _current.successor(number)
 
 
 def leave() -> None:

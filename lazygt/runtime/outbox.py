@@ -18,7 +18,8 @@ class Outbox:
     """Sends on their way, with the memory that they are read from."""
 
     def __init__(self) -> None:
-        self._sent: queue.SimpleQueue[tuple[Any, torch.Tensor]] = queue.SimpleQueue()
+        #: None: nothing more will come
+        self._sent: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
         self._flying: list[tuple[Any, torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -40,14 +41,16 @@ class Outbox:
             self._thread.start()
         self._sent.put((work, data))
 
+    def close(self) -> None:
+        """Keep nothing any more: this rank leaves, and what has not arrived will not."""
+        self._flying.clear()
+        self._sent.put(None)
+
     def _wait(self) -> None:
-        while self._failure is None:
-            work, data = self._sent.get()
+        while self._failure is None and (sent := self._sent.get()) is not None:
+            work, _ = sent
             try:
                 work.wait()
             except Exception as error:  # noqa: BLE001 - raised again by the next `keep`
                 self._failure = error
-            del work, data
-
-
-OUTBOX = Outbox()
+            del work, sent

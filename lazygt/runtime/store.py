@@ -45,6 +45,10 @@ class Store:
             return Failed(Failure(-1, "KeyError", f"the worker holds no value {key}"))
         return found
 
+    def made_since(self, first: int) -> list[int]:
+        """The ids from ``first`` on."""
+        return [key for key in self._values if key >= first]
+
     def is_borrowed(self, key: int) -> bool:
         """Whether the value's memory belongs to the client."""
         return key in self._borrowed

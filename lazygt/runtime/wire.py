@@ -26,6 +26,7 @@ VERSION = 3
 
 PLAN, RUN, DONE, NEED, SWAP, SWAPPED = 1, 2, 3, 4, 5, 6
 WRITE, WROTE = 7, 8
+LEFT, RENEW = 9, 10
 
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
@@ -338,6 +339,20 @@ def encode_wrote(
         handles: by which receivers find the blocks; see ``transfer.orders``.
     """
     return [pack((WROTE, number, tuple(checks), error, tuple(handles)))]
+
+
+def encode_left(number: int) -> list[Buffer]:
+    """A LEFT message: the worker has left the session's process group of this number, for good."""
+    return [pack((LEFT, number))]
+
+
+def encode_renew(number: int, since: int) -> list[Buffer]:
+    """A RENEW message: leave the group there is, and join the one of this number.
+
+    Args:
+        since: id of the first value of which it is not certain that ranks have met for it.
+    """
+    return [pack((RENEW, number, since))]
 
 
 def encode_run(run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:

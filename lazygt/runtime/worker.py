@@ -38,7 +38,8 @@ class _Known:
         self.own = own
         self.inputs, self.frees = Prediction(), Prediction()
         self.params: tuple[Any, ...] = ()
-        self.checked = False
+        #: number of the process group in which all ranks have said what they are about to run
+        self.checked = -1
         self.mismatch: Failure | None = None
 
 
@@ -81,6 +82,8 @@ class Worker:
         self._waiting: list[list[Buffer]] = []
         self._writer: Writer | None = None
         self._next_dynamic = DYNAMIC_IDS
+        #: number of the process group, and the one that the client knows to be broken
+        self._group, self._left = 0, -1
         self._generator_state = torch.default_generator.get_state() if inline else None
 
     # -- messages ------------------------------------------------------------------------
@@ -105,11 +108,15 @@ class Worker:
             if run.digest is not None and run.digest not in self._executors:
                 self._waiting.append([bytes(frame) for frame in frames])
                 return [wire.encode_need(run.seq, run.digest)]
-            return [self._run(run, frames[1:])]
+            done = self._run(run, frames[1:])
+            return [*self._departure(), done]
         if kind == wire.SWAP:
             return [self._swap(header)]
         if kind == wire.WRITE:
             return [self._write(header)]
+        if kind == wire.RENEW:
+            self._renew(header)
+            return []
         raise ProtocolError(f"unknown message kind {kind!r}")
 
     def close(self) -> None:
@@ -161,6 +168,33 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
         return wire.encode_swapped(digest, "")
+
+    def _departure(self) -> list[list[Buffer]]:
+        """What tells the client, once and before the answer to a run, that this rank has left its
+        process group."""
+        joined = group.current() if self.world_size > 1 else None
+        if joined is None or not joined.left or self._left == self._group:
+            return []
+        self._left = self._group
+        return [wire.encode_left(self._group)]
+
+    def _renew(self, header: Any) -> None:
+        """Join a new process group. All ranks are told so, when all have answered all runs."""
+        try:
+            _, number, since = header
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"not a RENEW message: {error}") from error
+        joined = group.current()
+        if joined is not None and joined.nccl:
+            self._doubt(since)
+        group.renew(number)
+        self._group = number
+
+    def _doubt(self, since: int) -> None:
+        """Mark values as failed: NCCL does not say which of them ranks have met for."""
+        why = Failure(-1, wire.COLLECTIVE_ERROR, "the ranks parted while it was being computed")
+        for key in self.store.made_since(since):
+            self.store.put(key, Failed(why))
 
     def _write(self, header: Any) -> list[Buffer]:
         """Copy blocks of values to where a transfer needs them."""
@@ -249,8 +283,8 @@ class Worker:
         self._release(frees, done)
         if run.timed:
             executor = TimedExecutor(executor)
-        if not known.checked:
-            known.checked = True
+        if known.checked != self._group:
+            known.checked = self._group
             known.mismatch = self._mismatch(executor.plan, run.seq, known.own)
         if known.mismatch is None:
             outcome = self._isolated(executor, inputs, known.params)

@@ -36,9 +36,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Sockets]]:
     made = axis(request.param)
     yield made
     for line in made:
-        for peer in line.peers:
-            if peer is not None:
-                peer.close()
+        leave(line)
+
+
+def leave(line: Sockets) -> None:
+    for peer in line.peers:
+        if peer is not None:
+            peer.close()
 
 
 def together(ranks: list[Sockets], step: Step) -> list[Any]:
@@ -64,6 +68,26 @@ def test_an_all_reduce_adds_in_the_order_of_the_ranks(
 
     for made in together(ranks, step):
         assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_what_a_rank_told_before_it_left_is_read(ranks: list[Sockets]) -> None:
+    ranks[2].tell("last words")
+    leave(ranks[2])
+    told = [line.tell(f"of {rank}") for rank, line in enumerate(ranks[:2])]
+    for rank, each in enumerate(told):
+        each.wait()
+        assert each.texts == {1 - rank: f"of {1 - rank}", 2: "last words"}
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_after_a_rank_has_left_every_wait_says_so(ranks: list[Sockets]) -> None:
+    """Nobody reads on where the parts of one rank have been read and those of another not."""
+    begun = [line.all_gather(torch.empty(3), torch.ones(1)) for line in ranks[:2] for _ in range(2)]
+    leave(ranks[2])
+    for work in begun:
+        with pytest.raises(ConnectionError, match="rank 2 has left"):
+            work.wait()
 
 
 def test_what_is_begun_first_may_be_waited_for_last(ranks: list[Sockets]) -> None:

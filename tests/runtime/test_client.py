@@ -207,6 +207,38 @@ def test_a_failure_that_parts_ranks_in_a_later_run_is_still_their_cause() -> Non
     assert failures.first is None
 
 
+def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
+    failures = Failures()
+
+    def parted(seq: int, why: str) -> list[ExecutionError]:
+        errors: list[ExecutionError] = []
+        failures.note(seq, 0, Failure(5, wire.COLLECTIVE_ERROR, "it left", seq), describe, errors)
+        failures.note(seq, 1, Failure(2, why, "bad", seq), describe, errors)
+        return errors
+
+    stuck, cause = parted(3, "KeyError")
+    failures.mended()
+    late, other = parted(6, "IndexError")
+    assert failures.take(late) is other
+    assert failures.take(stuck) is cause
+    failures.mended()
+    told: list[ExecutionError] = []
+    failures.note(9, 0, Failure(5, wire.COLLECTIVE_ERROR, "it left", 3), describe, told)
+    failures.note(9, 1, Failure(7, wire.COLLECTIVE_ERROR, "it left", 9), describe, told)
+    assert failures.take(told[1]) is cause, "a value of the first break was used in the third"
+    assert not failures.mismatched
+
+
+def test_after_a_mismatch_a_collective_says_that_the_session_is_over() -> None:
+    failures = Failures()
+    failures.note(1, 0, Failure(3, wire.MISMATCH, "other shapes", seq=1), describe, [])
+    late = Failure(5, wire.COLLECTIVE_ERROR, "it left", seq=2)
+    failures.note(2, 0, late, describe, [])
+    assert failures.mismatched
+    with pytest.raises(ExecutionError, match="Open a new session to run collectives again"):
+        raise failures.take(failures.error(0, late))
+
+
 def test_a_failure_can_be_reported_in_another_way() -> None:
     failures = Failures()
     failure = Failure(3, wire.MISMATCH, "other shapes", seq=1)

@@ -69,6 +69,26 @@ def test_who_has_left_is_named_after_what_it_sent(pair: tuple[Peer, Peer]) -> No
         there.send(memoryview(b"too late"))
 
 
+def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    data = os.urandom(LARGE)
+    here.send(memoryview(data))
+    here.close()  # does not wait for the reader
+    assert received(there, LARGE) == data
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        received(there, 1)
+
+
+def test_who_leaves_does_not_wait_for_one_who_never_reads(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    here.send(memoryview(bytes(LARGE)))
+    here.close()
+    there.close()
+    assert here._thread is not None
+    here._thread.join(SECONDS)
+    assert not here._thread.is_alive()
+
+
 def test_who_sends_nothing_is_not_waited_for_without_end() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     here, there = Peer(ends[0], 1, 0.05), Peer(ends[1], 0, SECONDS)

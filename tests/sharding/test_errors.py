@@ -107,11 +107,8 @@ def test_an_op_that_fails_on_one_rank_ends_no_rank_in_a_collective(
             total(rows).item()
         assert caught.value.where.startswith(__file__)
         assert kept.sum().item() == 55.0, "what every rank has is intact"
-        why = r"left its process group, since aten\.index_select\.default failed on worker "
-        for collective in (lambda: total([0, 1, 2, 3, 4]), lambda: total([0, 1]) * 2):
-            with pytest.raises(lazygt.ExecutionError, match=why + str(bad_row // 4)) as after:
-                collective().item()
-            assert after.value.__cause__ is caught.value
+        assert total([0, 1, 2, 3, 4]).item() == 45.0, "the ranks have a new group"
+        assert (total([0, 1]) * 2).item() == 12.0, "also for a plan that is new"
 
 
 @pytest.mark.slow
