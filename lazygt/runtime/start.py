@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from lazygt.runtime import channel
+from lazygt.runtime.backends import backend_for, why_gloo
 from lazygt.runtime.channel import Address, Keys
-from lazygt.runtime.group import backend_for, why_gloo
 from lazygt.runtime.launchers.base import WORKER_FACTORY, Boot, GroupSpec
 from lazygt.runtime.launchers.local import share_of_cores, visible_gpu
 from lazygt.runtime.shm import Arena

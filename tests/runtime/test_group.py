@@ -1,17 +1,23 @@
-"""Which backend ranks talk through, and when that is worth a warning. No GPU is needed."""
+"""Which backend ranks talk through, when that is worth a warning, and what a new group costs.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lazygt import doctor
-from lazygt.runtime import start
-from lazygt.runtime.group import backend_for, why_gloo
+from lazygt.errors import ProtocolError
+from lazygt.runtime import group, start, wire
+from lazygt.runtime.backends import backend_for, why_gloo
+from lazygt.runtime.worker import Worker
 
 
 @pytest.fixture
@@ -50,9 +56,9 @@ def test_workers_that_share_a_gpu_are_told_of_gloo(
     plan = start.StartPlan(spec, tmp_path, "token")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        group = plan._group()
-    assert group is not None
-    assert (group.backend == "gloo") == said
+        spec_of_group = plan._group()
+    assert spec_of_group is not None
+    assert (spec_of_group.backend == "gloo") == said
     texts = [str(each.message) for each in caught]
     assert (
         texts
@@ -70,3 +76,27 @@ def test_doctor_says_how_many_workers_nccl_takes(monkeypatch: pytest.MonkeyPatch
     check = doctor.collectives()
     assert check.status == "ok"
     assert "NCCL for sessions of up to 2 workers on GPUs, one each, Gloo for more" in check.detail
+
+
+def renewed(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> list[bool]:
+    """Which of the values 4, 5 and 6 a worker still has, where ranks may not have met from 5 on."""
+    numbers: list[int] = []
+    monkeypatch.setattr(group, "current", lambda: SimpleNamespace(nccl=nccl))
+    monkeypatch.setattr(group, "renew", numbers.append)
+    worker = Worker(world_size=2)
+    for key in (4, 5, 6):
+        worker.store.put(key, torch.ones(2))
+    assert worker.handle([bytes(frame) for frame in wire.encode_renew(3, 5)]) == []
+    assert numbers == [3]
+    return [isinstance(worker.store.get(key), torch.Tensor) for key in (4, 5, 6)]
+
+
+def test_what_nccl_may_not_have_carried_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails on the device, where no exception says so; Gloo raises one for each collective."""
+    assert renewed(monkeypatch, nccl=True) == [True, False, False]
+    assert renewed(monkeypatch, nccl=False) == [True, True, True]
+
+
+def test_a_renewal_that_is_none_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="not a RENEW message"):
+        Worker(world_size=2).handle([wire.pack((wire.RENEW, 3))])

@@ -231,6 +231,53 @@ def test_a_whole_step_that_fails_leaves_the_next_model_unharmed() -> None:
                 model.head.weight.cpu()
 
 
+@pytest.mark.parametrize("where", ["first stage", "last stage"])
+def test_stages_go_on_after_one_has_failed(where: str) -> None:
+    """What a stage was sending to another when they parted is nobody's any more."""
+    with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
+        torch.manual_seed(0)
+        tokens, layer, head = nn.Embedding(8, 640), nn.Linear(640, 640), nn.Linear(640, 4)
+        lazygt.stage(tokens, 0)
+        lazygt.stage(layer, 0)
+        lazygt.stage(head, 1)
+        parameters = [*tokens.parameters(), *layer.parameters(), *head.parameters()]
+
+        def loss(ids: list[int], labels: list[int]) -> float:
+            for each in parameters:
+                each.grad = None
+            made = F.cross_entropy(
+                head(torch.tanh(layer(tokens(torch.tensor(ids))))), torch.tensor(labels)
+            )
+            made.backward()
+            return float(made.item())
+
+        ids, labels = [n % 8 for n in range(600)], [n % 4 for n in range(600)]
+        bad = ([99, *ids[1:]], labels) if where == "first stage" else (ids, [99, *labels[1:]])
+        s.synchronize()
+        expected = loss(ids, labels)
+        for _ in range(3):
+            with pytest.raises(lazygt.ExecutionError, match=r"out of (range|bounds)"):
+                loss(*bad)
+            assert loss(ids, labels) == expected
+
+
+def test_a_line_that_meets_goes_on_while_another_breaks() -> None:
+    """Rows are added up along ``model``: the first line of it never hears of the last block."""
+    with lazygt.session(mesh={"data": 2, "model": 2}, threads=1) as s:
+        table = torch.arange(10.0).reshape(5, 2)
+        places = {"data": S0, "model": Shard(1)}
+        ids = host([[1, 2], [1, 2], [1, 2], [1, 99]])
+        s.flush()
+        sums = F.embedding(on(ids, places), table).sum(1)
+        with pytest.raises(lazygt.ExecutionError, match=r"embedding.*worker 3: IndexError"):
+            sums.cpu()
+        good = F.embedding(on(ids.clamp(max=2), places), table).sum(1)
+        assert torch.equal(good.cpu(), host([[6.0, 8.0]] * 4))
+        with pytest.raises(lazygt.ExecutionError, match=r"embedding.*worker 3: IndexError"):
+            sums.sum().item()
+        assert good.sum().item() == 56.0
+
+
 def test_twenty_breaks_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     base = tempfile.mkdtemp(prefix="lg-", dir="/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", base)
