@@ -87,3 +87,29 @@ def test_a_new_tensor_that_is_drawn_whole_is_made_whole() -> None:
     assert "aten.empty_strided.default" in ops
     assert MEETINGS.isdisjoint(ops)  # nothing is gathered that nobody has written
     assert made.outputs == (Stored((Sharded(0),)),)
+
+
+#: A loss of values [sample, place, class]; its kernels take classes as the second dim, row-major.
+PLACES = """graph {
+  %0: f32[2, 3, 4] = input
+  %1: i64[2, 1, 3] = input
+  %2: f32[2, 4, 3]@(12, 1, 4) = aten.transpose.int(%0, 1, 2)
+  %3: f32[2, 4, 3] = aten._log_softmax.default(%2, 1, False)
+  %4: f32[2, 4, 1, 3] = aten.view.default(%3, [2, 4, 1, 3])
+  %5: f32[], %6: f32[] = aten.nll_loss2d_forward.default(%4, %1, None, 2, -100)
+  %7: f32[2, 4, 1, 3] = aten.nll_loss2d_backward.default(%5, %4, %1, None, 2, -100, %6)
+  %8: f32[2, 4, 3] = aten.view.default(%7, [2, 4, 3])
+  %9: f32[2, 4, 3] = aten._log_softmax_backward_data.default(%8, %3, 1, torch.float32)
+  return %5, %9
+}"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_loss_of_classes_that_are_cut_and_not_the_last_dim(ranks: int) -> None:
+    graph = parse_graph(PLACES)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 4), torch.randint(4, (2, 1, 3))]
+    stored = [Stored((Sharded(2),), pinned=True), Stored((Replicated(),))]
+    made = run_sharded(graph, Mesh.parse(f"model={ranks}"), stored, inputs, [])
+    for got, want in zip(made, run_whole(graph, inputs, []), strict=True):
+        torch.testing.assert_close(got, want)

@@ -1,4 +1,7 @@
-"""Softmax, log_softmax and their gradients; along a split dim the ranks meet for the sums."""
+"""Softmax, log_softmax and their gradients; along a split dim the ranks meet for the sums.
+
+Results are row-major, as torch's are: the kernels of losses ask for that.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def _forward_lower(dim: int, dtype: torch.dtype, log: bool, safe: bool) -> Lower
     """``safe``: 0 where every element is -inf."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        value = _wide(build, operands[0])
+        value = build.rows(_wide(build, operands[0]))
         top = extreme(build, value, [dim], "max")
         shifted = build.op("aten.sub.Tensor", value, top)
         powers = build.op("aten.exp.default", shifted)
@@ -73,7 +76,7 @@ def _backward(log: bool) -> Rule:
 
 def _backward_lower(dim: int, dtype: torch.dtype, log: bool) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        gradient, output = (_wide(build, operand) for operand in operands)
+        gradient, output = (build.rows(_wide(build, operand)) for operand in operands)
         if log:
             share = build.op("aten.exp.default", output)
             sums = build.op("aten.mul.Tensor", share, total(build, gradient, [dim]))
