@@ -155,4 +155,4 @@ def _gathered(values: list[Tensor], dim: int, size: int) -> Tensor:
     for rank, value in enumerate(values):
         start, stop = shard_bounds(size, len(values), rank)
         assert value.shape[dim] == stop - start, f"rank {rank} has {value.shape[dim]} of {size}"
-    return torch.cat(values, dim)
+    return torch.cat(values, dim).contiguous()

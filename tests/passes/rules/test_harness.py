@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.graph.label import Partial, Sharded
+from lazygt.graph.label import ALL_GATHER, Partial, Sharded
 from lazygt.passes.build import Builder
 from lazygt.passes.rules import Row
 from lazygt.passes.rules.base import PMAX, P, R, S
@@ -22,7 +22,7 @@ from tests.passes.rules import (
 )
 from tests.passes.rules.draws import Cases, typical
 from tests.passes.rules.harness import Case
-from tests.passes.rules.lockstep import lockstep
+from tests.passes.rules.lockstep import AXIS, exchange, lockstep
 
 CALLS: Cases = {
     **test_elementwise.ALL, **test_layers.LAYERS, **test_moving.ALL, **test_making.ALL,
@@ -119,3 +119,9 @@ def test_every_row_is_split_or_partial() -> None:
         for row in make(typical()).rows(3)[1:]:
             labels = row.inputs + row.outputs
             assert any(isinstance(label, (Sharded, Partial)) for label in labels), name
+
+
+def test_what_is_gathered_is_row_major_however_the_blocks_lie() -> None:
+    block = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for made in exchange(ALL_GATHER, (0, 4, AXIS), [block, block]):
+        assert made.is_contiguous()
