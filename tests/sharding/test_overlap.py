@@ -174,8 +174,7 @@ def test_what_fails_while_a_sum_is_under_way_ends_no_rank_in_a_wait(
             total(rows).item()
         assert caught.value.where.startswith(__file__)
         assert kept.sum().item() == 55.0, "what every rank has is intact"
-        with pytest.raises(lazygt.ExecutionError, match="left its process group"):
-            total([0, 1, 2, 3, 4]).item()
+        assert total([0, 1, 2, 3, 4]).item() == 55.0, "the ranks have a new group"
 
 
 @pytest.mark.slow
