@@ -113,3 +113,30 @@ def test_the_loss_of_classes_that_are_cut_and_not_the_last_dim(ranks: int) -> No
     made = run_sharded(graph, Mesh.parse(f"model={ranks}"), stored, inputs, [])
     for got, want in zip(made, run_whole(graph, inputs, []), strict=True):
         torch.testing.assert_close(got, want)
+
+
+#: Pairs of what is normalised are seen as complex numbers, which asks for pairs side by side.
+PAIRS = """graph {{
+  %0: f32[2, 4, 3] = input
+  %1: f32[2, 3, 4]@(12, 1, 3) = aten.transpose.int(%0, 1, 2)
+  %2: f32[2, 3, 4], %3: f32[2, 3, 1]{more} = {call}
+  %{0}: f32[2, 3, 2, 2] = aten.view.default(%2, [2, 3, 2, 2])
+  %{1}: c64[2, 3, 2] = aten.view_as_complex.default(%{0})
+  %{2}: c64[2, 3, 2] = aten.mul.Tensor(%{1}, %{1})
+  return %{2}
+}}"""
+NORMS = {
+    "layer": PAIRS.format(5, 6, 7, more=", %4: f32[2, 3, 1]",
+                          call="aten.native_layer_norm.default(%1, [4], None, None, 1e-05)"),
+    "rms": PAIRS.format(4, 5, 6, more="",
+                        call="aten._fused_rms_norm.default(%1, [4], None, 1e-05)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_views_of_what_is_normalised_along_a_cut_dim(norm: str) -> None:
+    graph = parse_graph(NORMS[norm])
+    torch.manual_seed(0)
+    inputs, stored = [torch.randn(2, 4, 3)], [Stored((Sharded(1),), pinned=True)]
+    made = run_sharded(graph, Mesh.parse("model=2"), stored, inputs, [])
+    torch.testing.assert_close(made, run_whole(graph, inputs, []))

@@ -1,5 +1,5 @@
 """Layer norm, group norm and their gradients; along a normalised split dim the ranks meet for the
-moments of layer norm.
+moments of layer norm. Its results are row-major then too, as torch's are: views may ask for that.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _normalised(call: Call, dim: int, lead: int) -> Row:
 def _forward_lower(lead: int, count: int) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        value, weight, bias = args["input"], args["weight"], args["bias"]
+        value, weight, bias = build.rows(args["input"]), args["weight"], args["bias"]
         dims = range(lead, len(build.shape(value)))
         mean, squares = moments(build, value, dims, count)
         variance = build.op("aten.div.Scalar", squares, count)
@@ -103,8 +103,9 @@ def _normalised_backward(call: Call, dim: int, lead: int) -> Row:
 def _backward_lower(lead: int, count: int) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        gradient, weight, mask = args["grad_out"], args["weight"], args["output_mask"]
-        distance = build.op("aten.sub.Tensor", args["input"], args["mean"])
+        gradient, value = (build.rows(args[name]) for name in ("grad_out", "input"))
+        weight, mask = args["weight"], args["output_mask"]
+        distance = build.op("aten.sub.Tensor", value, args["mean"])
         scaled = build.op("aten.mul.Tensor", distance, args["rstd"])
         product = build.op("aten.mul.Tensor", gradient, scaled)
         batch = tuple(range(lead))

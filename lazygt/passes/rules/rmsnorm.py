@@ -1,4 +1,7 @@
-"""Fused RMS norm and its gradient; along a normalised split dim the ranks meet for the squares."""
+"""Fused RMS norm and its gradient; along a normalised split dim the ranks meet for the squares.
+
+Its results are row-major then too, as torch's are: views may ask for that.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
 def _meeting(lead: int, count: int) -> Lower:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        value, weight = args["input"], args["weight"]
+        value, weight = build.rows(args["input"]), args["weight"]
         eps = torch.finfo(build.meta(value).dtype).eps if args["eps"] is None else args["eps"]
         squares = build.op("aten.mul.Tensor", value, value)
         sums = total(build, squares, range(lead, len(build.shape(value))))
@@ -95,8 +98,9 @@ def backward_lower(lead: int, count: int) -> Lower:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        gradient, weight, mask = args["grad_out"], args["weight"], args["output_mask"]
-        scaled = build.op("aten.mul.Tensor", args["input"], args["rstd"])
+        gradient, value = (build.rows(args[name]) for name in ("grad_out", "input"))
+        weight, mask = args["weight"], args["output_mask"]
+        scaled = build.op("aten.mul.Tensor", value, args["rstd"])
         made: list[Ref | None] = [None, None]
         if mask[0]:
             flow = build.op("aten.mul.Tensor", gradient, weight) if weight else gradient
