@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazygt.graph.meta import TensorMeta
@@ -76,6 +77,11 @@ def run_on_metas(
             fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(made, fresh)
+    if f.name in _BATCH_NORMS and device_type == "cpu" and fresh[0] is not None:
+        source = made[1 if "backward" in f.name else 0]
+        fresh[0] = TensorMeta.of(
+            torch.empty_like(source, memory_format=suggest_memory_format(source))
+        )
     if f.name == _CPU_ATTENTION and made[0].dtype == torch.float64 and fresh[1] is not None:
         fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
     return tuple(_rooted(f, fresh)), written_metas
@@ -97,6 +103,22 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
 
 #: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+#: Ops whose meta kernels keep the strides of what is normalised (a gradient's operand 1, else 0).
+#: On a CPU their result 0 is row-major, or channels-last.
+_BATCH_NORMS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "native_batch_norm.default",
+        "native_batch_norm_backward.default",
+        "batch_norm_backward.default",
+        "_native_batch_norm_legit.default",
+        "_native_batch_norm_legit.no_stats",
+        "_native_batch_norm_legit_no_training.default",
+        "_batch_norm_with_update.default",
+        "_batch_norm_no_update.default",
+    )
+)
 
 #: Their results 1 and 2 are the mean and the inverse deviation.
 _NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)
