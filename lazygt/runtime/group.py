@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,7 @@ class Group:
     def _join(self) -> None:
         try:
             timeout = timedelta(seconds=self._spec.timeout)
-            meet = rendezvous(self._place(), self._rank, self._world_size)
+            meet = rendezvous(self._place(self.number), self._rank, self._world_size)
             store, _, _ = next(iter(meet))
             store.set_timeout(timeout)
             door = Door(self.rank, self._spec.timeout)
@@ -165,13 +166,22 @@ class Group:
             self._peers = door.meet(self._others(), lambda rank: names.get(f"door/{rank}").decode())
             for axis in self.mesh.names:  # every rank makes every group, in the same order
                 self._lines[axis] = self._line(self.mesh, axis)
+            self._sweep()
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
 
-    def _place(self) -> str:
-        """Where the ranks meet: each group has a store of its own."""
+    def _place(self, number: int) -> str:
+        """Where the ranks of a group meet: each group has a store of its own."""
         first = self._spec.init_method
-        return f"{first}.{self.number}" if self.number else first
+        return f"{first}.{number}" if number else first
+
+    def _sweep(self) -> None:
+        """Remove the files in which earlier groups met. All ranks have left these; torch removes
+        most of them, not all.
+        """
+        if self._rank == 0:
+            for number in range(self.number):
+                Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
 
     def _others(self) -> list[int]:
         """The ranks that this one shares an axis with: two share one at most."""
