@@ -15,7 +15,8 @@ def descriptors_before() -> set[str]:
     """The same at the begin of a test.
 
     Garbage is collected first: what earlier tests left in cycles may hold some, and would give
-    them back in the middle of the test that counts.
+    them back in the middle of the test that counts. What ends in a thread of its own may do so all
+    the same, so tests ask for no more than before, not for as many.
     """
     gc.collect()
     return open_descriptors()

@@ -209,7 +209,7 @@ def test_a_killed_worker(name: str) -> None:
             s.synchronize()
         s.close()
     assert not any(psutil.pid_exists(pid) for pid in s.worker_pids)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_worker_killed_while_the_client_waits() -> None:

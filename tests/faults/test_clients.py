@@ -241,11 +241,12 @@ def test_twenty_sessions_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             s.close()
 
     use(0)
-    before = len(descriptors_before()), len(os.listdir("/proc/self/task"))
+    descriptors, tasks = len(descriptors_before()), len(os.listdir("/proc/self/task"))
     for number in range(20):
         use(number)
         assert os.listdir(base) == []
         with open("/proc/self/maps") as maps:
             assert "memfd:lazygt" not in maps.read()
-    assert (len(open_descriptors()), len(os.listdir("/proc/self/task"))) == before
+    assert len(open_descriptors()) <= descriptors
+    assert len(os.listdir("/proc/self/task")) <= tasks
     os.rmdir(base)

@@ -453,7 +453,7 @@ def test_a_start_that_fails_leaves_nothing_behind(fields, error, text):
     before = len(descriptors_before())
     with pytest.raises(error, match=text):
         ProcessLink(LinkSpec(**fields))
-    assert len(open_descriptors()) == before
+    assert len(open_descriptors()) <= before
 
 
 def test_no_descriptor_stays_after_close(opened):
@@ -461,7 +461,7 @@ def test_no_descriptor_stays_after_close(opened):
     before = len(descriptors_before())
     for _ in range(3):
         opened(world_size=2, arena_bytes=1 << 16).close()
-    assert len(open_descriptors()) == before
+    assert len(open_descriptors()) <= before
 
 
 def test_a_missing_interpreter_is_an_error_of_the_start(monkeypatch):
@@ -469,4 +469,4 @@ def test_a_missing_interpreter_is_an_error_of_the_start(monkeypatch):
     before = len(descriptors_before())
     with pytest.raises(OSError):
         ProcessLink(LinkSpec(loads_torch=False))
-    assert len(open_descriptors()) == before
+    assert len(open_descriptors()) <= before
