@@ -14,19 +14,14 @@ ignored from then on.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import ipaddress
-import os
 import secrets
-import shutil
 import socket
 import struct
-import tempfile
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +40,6 @@ _RECONNECT_MS = 10
 _RECEIVE_QUEUE = 1000  # messages; beyond it the sender's own queue grows, not the worker's memory
 _REMEMBERED_STRANGERS = 4096
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
-_STALE_AFTER_SECONDS = 60.0
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -352,63 +346,3 @@ def _configure(sock: zmq.Socket[bytes], max_message: int) -> None:
 
 def _version() -> bytes:
     return b"lazygt" + PROTOCOL_VERSION.to_bytes(2, "little")
-
-
-# -- the session's directory -------------------------------------------------------------------
-
-
-class SessionDirectory:
-    """A fresh directory that only this user can enter, for sockets and the rendezvous file.
-
-    A lock on it lasts as long as the client. A directory without one was left by a client that
-    was killed before it had a worker to clean up; the next session sweeps it.
-    """
-
-    def __init__(self) -> None:
-        base = _short_base()
-        _sweep(base)
-        self.path = Path(tempfile.mkdtemp(prefix="lazygt-", dir=base))
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def close(self) -> None:
-        """Remove the directory and all in it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _short_base() -> Path:
-    """Where the directory goes: a UNIX socket's path must stay below 108 bytes."""
-    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
-        if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
-            return Path(name)
-    return Path("/tmp")
-
-
-def _sweep(base: Path) -> None:
-    for path in _old_directories(base):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # another session's sweep was faster, or it is not ours
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(fd)
-
-
-def _old_directories(base: Path) -> Iterator[Path]:
-    for path in base.glob("lazygt-*"):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue
-        # A young one may be between its making and its lock.
-        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _STALE_AFTER_SECONDS:
-            yield path

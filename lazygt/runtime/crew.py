@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import zmq
 
 from lazygt.runtime import channel
-from lazygt.runtime.channel import Address, Client, SessionDirectory, new_token
+from lazygt.runtime.channel import Address, Client, new_token
+from lazygt.runtime.directory import SessionDirectory
 from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.launchers.base import Boot, Launcher, Process
 from lazygt.runtime.shm import Arena, create_memory

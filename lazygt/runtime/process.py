@@ -18,16 +18,17 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
 from lazygt.errors import ProtocolError
+from lazygt.runtime import directory
 from lazygt.runtime.channel import DATA, PING, PONG, SHUTDOWN, Frame, Server
 from lazygt.runtime.launchers.base import Boot
 
@@ -173,7 +174,7 @@ class Control(threading.Thread):
 
     def _end(self) -> None:
         # A client that closes removes its directory itself; one that was killed cannot.
-        shutil.rmtree(self._boot.directory, ignore_errors=True)
+        directory.remove(Path(self._boot.directory))
         os._exit(0)
 
 

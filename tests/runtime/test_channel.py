@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
-import stat
 import struct
 import threading
 from collections import deque
@@ -28,13 +26,13 @@ from lazygt.runtime.channel import (
     Client,
     Keys,
     Server,
-    SessionDirectory,
     listen_local,
     listen_tcp,
     new_token,
     pack,
     unpack,
 )
+from lazygt.runtime.directory import SessionDirectory
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = b"t" * 32
@@ -366,40 +364,3 @@ def test_tokens_and_keys_are_fresh():
     assert len(new_token()) == 32
     assert new_token() != new_token()
     assert Keys.generate() != Keys.generate()
-
-
-# -- the directory -----------------------------------------------------------------------------
-
-
-def test_only_this_user_may_enter_the_directory():
-    directory = SessionDirectory()
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
-    assert len(os.fsencode(directory.path)) < 90
-    directory.close()
-    directory.close()
-    assert not directory.path.exists()
-
-
-def test_a_long_temporary_directory_is_not_used(tmp_path, monkeypatch):
-    deep = tmp_path / ("d" * 80)
-    deep.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    directory = SessionDirectory()
-    assert len(os.fsencode(directory.path)) < 90
-    directory.close()
-
-
-def test_a_directory_whose_client_was_killed_is_swept(tmp_path_factory, monkeypatch):
-    base = tmp_path_factory.mktemp("b")
-    monkeypatch.setattr(channel, "_short_base", lambda: base)
-    stale, young, held = base / "lazygt-stale", base / "lazygt-young", base / "lazygt-held"
-    for path in (stale, young, held):
-        path.mkdir()
-        (path / "data0").touch()
-    for path in (stale, held):
-        os.utime(path, (1.0, 1.0))
-    lock = os.open(held, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    SessionDirectory().close()
-    os.close(lock)
-    assert sorted(path.name for path in base.iterdir()) == ["lazygt-held", "lazygt-young"]

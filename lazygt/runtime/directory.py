@@ -1,0 +1,162 @@
+"""A session's directory, for its sockets and the files in which its ranks meet.
+
+Other things of the user's may lie beside it under similar names. So only what a session's own
+record proves to be one is ever removed, file by file, and nothing is followed: the record says
+which process made it, and the name, the owner, the modes and every file in it are as made here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+RECORD = "session.json"
+_NAME = re.compile(r"lazygt-[0-9a-f]{16}")
+#: All that is made in a session's directory: sockets, and files without a word of the user's.
+_CONTENT = re.compile(
+    rf"{re.escape(RECORD)}|data\d+|control\d+|group(\.\d+)?|transfer|groups-\d+|group-[\d-]+"
+)
+_MODE = 0o700
+_KINDS = {"pid": int, "start": int, "boot": str, "namespace": str}
+_MOST_BYTES = 4096  # of a record
+
+
+class SessionDirectory:
+    """A fresh directory that only this user can enter.
+
+    It is locked as long as its client lives. One whose client was killed before it had a worker to
+    clean up is removed by the next session.
+    """
+
+    def __init__(self) -> None:
+        base = _short_base()
+        _sweep(base)
+        self.path = base / f"lazygt-{secrets.token_hex(8)}"
+        self.path.mkdir(_MODE)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        record = os.open(RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+        with open(record, "w") as file:
+            json.dump(_process(os.getpid()), file)
+
+    def close(self) -> None:
+        """Remove the directory. Idempotent; what others put there stays, and so does it."""
+        if self._fd >= 0:
+            _remove(self.path, self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def remove(path: Path) -> None:
+    """Remove a session's directory whose client has ended, if that is what lies there."""
+    with suppress(OSError), _opened(path) as fd:
+        if _read_record(fd) is not None:
+            _remove(path, fd)
+
+
+def _short_base() -> Path:
+    """Where the directory goes: a UNIX socket's path must stay below 108 bytes."""
+    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
+            return Path(name)
+    return Path("/tmp")
+
+
+# -- what others left ----------------------------------------------------------------------------
+
+
+def _sweep(base: Path) -> None:
+    for path in base.glob("lazygt-*"):
+        # gone meanwhile, not a directory, not ours to enter, or locked: a session that lives
+        with suppress(OSError), _opened(path) as fd:
+            if _is_left_behind(path, fd):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path, fd)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_left_behind(path: Path, fd: int) -> bool:
+    """Whether all of it says that a session made it whose process has ended."""
+    status = os.fstat(fd)
+    if not _NAME.fullmatch(path.name) or stat.S_IMODE(status.st_mode) != _MODE:
+        return False
+    if status.st_uid != os.getuid() or not all(_is_own(fd, name) for name in os.listdir(fd)):
+        return False
+    record = _read_record(fd)
+    if record is None:
+        return False
+    here = _process(record["pid"])
+    same_system = all(record[key] == here[key] for key in ("boot", "namespace"))
+    return same_system and record["start"] != here["start"]
+
+
+def _is_own(fd: int, name: str) -> bool:
+    """Whether an entry of a session's directory may be one that a session made."""
+    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    kind = stat.S_ISSOCK(status.st_mode) or stat.S_ISREG(status.st_mode)
+    return kind and status.st_uid == os.getuid() and _CONTENT.fullmatch(name) is not None
+
+
+def _read_record(fd: int) -> dict[str, Any] | None:
+    """What a session's record says; None: there is none that could be one."""
+    try:
+        # not blocking: it may be a pipe of somebody's
+        file = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+        try:
+            found = json.loads(os.read(file, _MOST_BYTES))
+        finally:
+            os.close(file)
+    except (OSError, ValueError):
+        return None
+    fits = isinstance(found, dict) and {key: type(found[key]) for key in found} == _KINDS
+    return found if fits else None
+
+
+def _remove(path: Path, fd: int) -> None:
+    """Remove our own files from an open directory, the record last, and it, if it is empty then.
+
+    Others may do the same at this moment.
+    """
+    with suppress(OSError):
+        own = [name for name in os.listdir(fd) if _is_own(fd, name)]
+        for name in sorted(own, key=RECORD.__eq__):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+        os.rmdir(path)
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """A process as no other one is, on any machine; ``start`` is None if there is none."""
+    return {
+        "pid": pid,
+        "start": _start(pid),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "namespace": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def _start(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None: it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
