@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow test-deep lint bench clean
+.PHONY: help setup demo test test-fast test-slow test-deep test-programs lint bench clean
 
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
 	@echo "make test       every test: the fast ones in parallel, then the slow ones"
 	@echo "make test-deep  property tests with many more examples"
+	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
 
@@ -40,6 +41,11 @@ test-slow: test-fast
 
 test-deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
+
+# Libraries that other people wrote; their programs have to give eager torch's bits.
+test-programs: $(STAMP)
+	$(BIN)/python -m pip install -e ".[dev,programs]" -c constraints.txt
+	$(BIN)/python -m pytest tests/conformance/programs tests/docs/test_frameworks.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

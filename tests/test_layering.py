@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "exchanges",
                 "explain",
                 "faces",
+                "lightning",
                 "report",
                 "lazygt",
                 "__main__",
