@@ -2,7 +2,8 @@
 
     LazyGTError (RuntimeError)
     ├── NoSession           a lazygt tensor or device used with no open session
-    ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it
+    ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it,
+    │   │                   and is also what eager torch would raise there: an IndexError ...
     │   └── CollectiveMismatch  ranks were about to run different collectives
     ├── WorkerDied          a worker process ended
     ├── WorkerFrozen        a worker process no longer answers
@@ -18,6 +19,11 @@ exceptions, raised by torch at the call.
 """
 
 from __future__ import annotations
+
+import builtins
+import sys
+from functools import cache
+from typing import Any, ClassVar
 
 
 class LazyGTError(RuntimeError):
@@ -35,6 +41,9 @@ class NoSession(LazyGTError):
 class ExecutionError(LazyGTError):
     """An op failed while a worker ran it.
 
+    What is raised is also of the class that eager torch would have raised, so that ``except
+    IndexError:`` and the like catch it.
+
     Attributes:
         op: the aten overload, for example ``aten.index_select.default``.
         inputs: one line a tensor argument: dtype and shape.
@@ -44,12 +53,22 @@ class ExecutionError(LazyGTError):
         rank: the worker's rank.
     """
 
+    #: what eager torch would have raised, where that is another class
+    _eager: ClassVar[type[Exception] | None] = None
+
     def __init__(
         self, op: str, inputs: tuple[str, ...], where: str, kind: str, detail: str, rank: int = 0
     ) -> None:
         self.op, self.inputs, self.where = op, inputs, where
         self.kind, self.detail, self.rank = kind, detail, rank
         super().__init__(self._message())
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError's own would quote it
+
+    def __reduce__(self) -> Any:
+        given = self.op, self.inputs, self.where, self.kind, self.detail, self.rank
+        return _remade, (self._eager or type(self), given)
 
     def _message(self) -> str:
         return (
@@ -59,6 +78,61 @@ class ExecutionError(LazyGTError):
             f"  Values that do not depend on this op are intact and the session goes on; "
             f"what depends on it raises this error when it is read."
         )
+
+
+def execution_error(
+    op: str, inputs: tuple[str, ...], where: str, kind: str, detail: str, rank: int = 0
+) -> ExecutionError:
+    """An ExecutionError that is also of the class that ``kind_of`` told of, if it is known here."""
+    eager: Any = exception_class(kind)
+    made = ExecutionError if eager is None else _as_eager(eager)
+    return made(op, inputs, where, kind.rpartition(".")[2].lstrip("_"), detail, rank)
+
+
+def kind_of(error: BaseException) -> str:
+    """What an exception is called when it is told to another process."""
+    cls = type(error)
+    name = cls.__qualname__
+    return name if cls.__module__ == "builtins" else f"{cls.__module__}.{name}"
+
+
+def exception_class(kind: str) -> type[Exception] | None:
+    """The class that ``kind_of`` told of, if this process has it; nothing is imported for it."""
+    found: Any = getattr(builtins, kind, None)
+    names = kind.split(".")
+    for count in range(len(names) - 1, 0, -1):
+        if (module := sys.modules.get(".".join(names[:count]))) is not None:
+            found = module
+            for name in names[count:]:
+                found = getattr(found, name, None)
+            break
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+@cache
+def _as_eager(eager: Any) -> type[ExecutionError]:
+    """The class of the ExecutionErrors that are also of class ``eager``."""
+    if issubclass(ExecutionError, eager) or issubclass(eager, ExecutionError):
+        return ExecutionError
+    new = eager.__new__
+
+    def made(cls: type[Any], *_: object) -> Any:
+        return new(cls)  # RuntimeError's would come first, and is refused for an OSError
+
+    name = f"{eager.__name__.lstrip('_')}OnWorker"
+    own = {"__new__": made, "__module__": __name__, "_eager": eager}
+    try:
+        both = type(name, (ExecutionError, eager), own)
+        both("", (), "", "", "")
+    except Exception:  # noqa: BLE001 - a class of the user's that is made in another way
+        return ExecutionError
+    return both
+
+
+def _remade(cls: type[Exception], given: tuple[Any, ...]) -> ExecutionError:
+    """An unpickled ExecutionError."""
+    made: Any = cls
+    return (made if issubclass(cls, ExecutionError) else _as_eager(made))(*given)
 
 
 class CollectiveMismatch(ExecutionError):

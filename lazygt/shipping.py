@@ -9,6 +9,7 @@ import torch
 
 from lazygt.config import Config
 from lazygt.description import Description
+from lazygt.errors import exception_class
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark
@@ -25,10 +26,9 @@ from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
 from lazygt.why import Flush
 
-_BUILTIN_ERRORS = {
-    error.__name__: error
-    for error in (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
-}
+#: What torch's own ops raise: a call that waits for its op raises no other class.
+_TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
+                                NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
 
 
 class Reply(NamedTuple):
@@ -179,10 +179,12 @@ class Shipping:
         done, _ = self._wait(seq)[0]
         if done.returned and done.returned[0] == "failed":
             failure = Failure(*done.returned[1:])
-            if failure.seq != seq or not describe.is_last(failure.node):
+            eager = exception_class(failure.kind)
+            earlier = failure.seq != seq or not describe.is_last(failure.node)
+            if earlier or eager is None or eager not in _TORCHS_OWN:
                 self._client.raise_for(0, failure)
             self._client.drop_failure(0, failure)
-            raise _BUILTIN_ERRORS.get(failure.kind, RuntimeError)(failure.detail)
+            raise eager(failure.detail)
         self._client.raise_failure()
         mark = describe.marks[-1]
         returned = [self._received(item, mark) for item in done.returned]

@@ -1,6 +1,7 @@
 """Errors: at the call where torch raises there; else at the next sync point, with the line."""
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
+from lazygt.errors import exception_class, execution_error, kind_of
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.versions import TORCH
 
@@ -290,3 +292,71 @@ def test_what_nobody_can_read_is_not_computed_and_cannot_fail(settings: dict[str
         s.flush()
         assert s.last_plan is not None
         assert not s.last_plan.graph.nodes
+
+
+class Mine(ValueError):
+    """An exception of the user's, made in its own way."""
+
+    def __init__(self, shape: tuple[int, ...], wanted: int) -> None:
+        super().__init__(f"{shape}, wanted {wanted}")
+
+
+EAGER: dict[str, tuple[Callable[[], torch.Tensor], type[Exception]]] = {
+    "index": (lambda: torch.arange(5.0)[torch.tensor([9])], IndexError),
+    "not positive": (lambda: torch.linalg.cholesky(-torch.eye(2)), torch.linalg.LinAlgError),
+    "singular": (lambda: torch.linalg.inv(torch.zeros(2, 2)), torch.linalg.LinAlgError),
+    "division": (lambda: torch.ones(2, dtype=torch.int64) // torch.tensor([0, 0]), RuntimeError),
+    "memory": (lambda: torch.ones(1).expand(1 << 60).clone(), RuntimeError),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_a_worker_raises_is_caught_as_what_eager_torch_raises(
+    s: lazygt.Session, name: str
+) -> None:
+    call, kind = EAGER[name]
+    with torch.device("cpu"), pytest.raises(kind) as eager:
+        call()
+    with pytest.raises(kind) as raised:
+        call().sum().item()
+    assert isinstance(raised.value, lazygt.ExecutionError | type(eager.value))
+    assert isinstance(raised.value, type(eager.value))
+    assert str(eager.value).splitlines()[0] in str(raised.value)
+    assert torch.ones(2).sum().item() == 2  # the session goes on
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("k"), OSError(2, "gone"), UnicodeDecodeError("utf8", b"a", 0, 1, "bad"),
+     Mine((2,), 3), ZeroDivisionError("0"), StopIteration(), lazygt.GraphError("broken")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_execution_error_is_of_any_class_and_can_be_pickled(error: Exception) -> None:
+    given = ("aten.f.default", ("f32[2]",), "user.py:3", kind_of(error), "why", 1)
+    made = execution_error(*given)
+    again = pickle.loads(pickle.dumps(made))  # noqa: S301 - made here
+    for each in (made, again):
+        assert isinstance(each, type(error))
+        assert isinstance(each, lazygt.ExecutionError)
+        assert (each.op, each.where, each.rank) == ("aten.f.default", "user.py:3", 1)
+        assert each.kind == type(error).__name__
+        assert str(each).startswith("aten.f.default(f32[2]) failed on worker 1: ")
+
+
+@pytest.mark.parametrize("kind", ["", "int", "os.path", "no.such.Thing", "SystemExit", "..", "sys"])
+def test_a_name_that_is_of_no_exception_makes_a_plain_execution_error(kind: str) -> None:
+    made = execution_error("op", (), "here", kind, "why")
+    assert type(made) is lazygt.ExecutionError
+    again = pickle.loads(pickle.dumps(made))  # noqa: S301 - made here
+    assert (type(again), str(again)) == (type(made), str(made))
+
+
+def test_an_exception_that_needs_arguments_to_exist_leaves_a_plain_execution_error() -> None:
+    class Strict(Exception):
+        def __new__(cls, needed: int) -> "Strict":
+            return super().__new__(cls)
+
+    Mine.Strict = Strict  # type: ignore[attr-defined]
+    kind = f"{__name__}.Mine.Strict"
+    assert exception_class(kind) is Strict
+    assert type(execution_error("op", (), "here", kind, "why")) is lazygt.ExecutionError

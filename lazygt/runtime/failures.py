@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lazygt.errors import CollectiveMismatch, ExecutionError
+from lazygt.errors import CollectiveMismatch, ExecutionError, execution_error
 from lazygt.runtime import wire
 from lazygt.runtime.wire import Failure
 
@@ -147,8 +147,8 @@ class Failures:
 
 
 def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:
-    kind = CollectiveMismatch if failure.kind == wire.MISMATCH else ExecutionError
-    return kind(*what, failure.kind, failure.detail, rank)
+    made = CollectiveMismatch if failure.kind == wire.MISMATCH else execution_error
+    return made(*what, failure.kind, failure.detail, rank)
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:

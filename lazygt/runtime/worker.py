@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lazygt.config import Config
-from lazygt.errors import GraphError, ProtocolError
+from lazygt.errors import GraphError, ProtocolError, kind_of
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import agreement, group, kernels, wire
@@ -236,7 +236,7 @@ class Worker:
             try:
                 done.fetched.append(self._send(self.store.get(key), replies))
             except Exception as error:  # noqa: BLE001 - reported to the client
-                done.fetched.append(Failure(-1, type(error).__name__, str(error), run.seq))
+                done.fetched.append(Failure(-1, kind_of(error), str(error), run.seq))
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)
@@ -352,7 +352,7 @@ class Worker:
             done.returned = [tell(item) for item in outcome.returned]
             done.written = [tell(item) for item in outcome.written]
         except NotImplementedError as error:
-            done.returned = _refused(Failure(last, type(error).__name__, str(error), seq))
+            done.returned = _refused(Failure(last, kind_of(error), str(error), seq))
 
     def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, Failed):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lazygt.errors import GraphError
+from lazygt.errors import GraphError, kind_of
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
 from lazygt.graph.label import COLLECTIVE_OPS, HALVES, MEETINGS, WAIT
 from lazygt.graph.meta import TensorMeta
@@ -192,7 +192,7 @@ class Careful:
 def _failure(number: int, node: Node, error: Exception) -> Failure:
     if node.op in COLLECTIVE_OPS:
         return Failure(number, COLLECTIVE_ERROR, f"{node.op} on axis {node.args[-1]!r}: {error}")
-    return Failure(number, type(error).__name__, str(error))
+    return Failure(number, kind_of(error), str(error))
 
 
 def _poison(node: Node, values: Mapping[int, Value]) -> Failed | None:
