@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Arg, Param, Ref
@@ -83,4 +84,4 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
         return type(params[arg.index])
     if kind is tuple:
         return tuple(_signature(item, metas, params) for item in arg)
-    return kind, arg
+    return exact(arg)

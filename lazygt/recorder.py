@@ -18,6 +18,7 @@ import torch
 from lazygt import copies, dynamic, hostnumbers, placing, views
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
@@ -32,8 +33,8 @@ Handler = Callable[..., Any]
 
 #: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
 _CALLER = 4
-_PLAIN = frozenset({int, bool, float, str, complex, type(None), torch.dtype, torch.layout,
-                    torch.memory_format})  # fmt: skip
+#: Types whose values stand in a step's key as they are.
+_PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 
 
 class Recorder:
@@ -180,6 +181,8 @@ class Recorder:
             return kind
         if kind in _PLAIN:
             return a
+        if kind is float or kind is complex:
+            return exact(a)
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):

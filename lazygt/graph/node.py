@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 
 
@@ -84,6 +85,18 @@ class Node:
     dynamic: bool = False
     body: Graph | None = None
     _refs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Node):
+            return NotImplemented
+        return self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self.op, exact(self.args), exact(self.kwargs), self.fresh, self.writes,
+                self.written, self.dynamic, self.body)  # fmt: skip
 
     @property
     def results(self) -> tuple[TensorMeta | None, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
@@ -131,12 +132,12 @@ def _pointwise_key(
         elif kind is tuple:
             return None
         else:
-            key += (kind, arg)
+            key.append(exact(arg))
     for name, arg in kwargs:
         kind = type(arg)
         if kind is Ref or kind is tuple:
             return None
-        key += (name, type(params[arg.index])) if kind is Param else (name, kind, arg)
+        key += (name, type(params[arg.index]) if kind is Param else exact(arg))
     return tuple(key)
 
 

@@ -22,12 +22,14 @@ from __future__ import annotations
 import ast
 import math
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
@@ -88,13 +90,28 @@ def _arg(arg: Arg) -> str:
         return "[" + ", ".join(_arg(item) for item in arg) + "]"
     if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
         return str(arg)
-    if isinstance(arg, (float, complex)):
-        return f"{type(arg).__name__}({str(arg)!r})" if _odd(arg) else repr(arg)
-    return repr(arg)
+    odd = isinstance(arg, complex) or (isinstance(arg, float) and not math.isfinite(arg))
+    return _spelled(arg) if odd else repr(arg)
 
 
-def _odd(number: float | complex) -> bool:
-    return isinstance(number, complex) or not math.isfinite(number)
+def _spelled(number: float | complex) -> str:
+    """A number that has no literal: as its type reads it, an unusual NaN by its bits."""
+    kind, text = type(number), str(number)
+    if exact(kind(text)) != exact(number):
+        parts = (number.real, number.imag) if kind is complex else (number,)
+        text = "0x" + struct.pack(f">{len(parts)}d", *parts).hex()
+    return f"{kind.__name__}({text!r})"
+
+
+def _read_spelled(token: str) -> Any:
+    """The number that ``_spelled`` wrote."""
+    name, _, inner = token.partition("(")
+    kind: Any = {"float": float, "complex": complex}[name]
+    text = ast.literal_eval(inner[:-1])
+    if not text.startswith("0x"):
+        return kind(text)
+    raw = bytes.fromhex(text[2:])
+    return kind(*struct.unpack(f">{len(raw) // 8}d", raw))
 
 
 _TOKEN = re.compile(
@@ -238,8 +255,7 @@ class _Reader:
         if kind == "torch":
             return getattr(torch, token.removeprefix("torch."))
         if kind == "special":
-            name, _, inner = token.partition("(")
-            return {"float": float, "complex": complex}[name](ast.literal_eval(inner[:-1]))
+            return _read_spelled(token)
         if kind == "mark" and token == "[":
             return self._list()
         if kind == "name" and token == "device":

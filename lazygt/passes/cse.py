@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lazygt.graph.alias import has_effect, last_uses
+from lazygt.graph.exact import exact
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
@@ -72,10 +73,10 @@ def _key(node: Node, same: dict[int, int]) -> Any:
 
 
 def _named(arg: Arg, same: dict[int, int]) -> Any:
-    """An argument as part of a key: 1, 1.0 and True are different arguments, 0.0 and -0.0 too."""
+    """An argument as part of a key."""
     kind = type(arg)
     if kind is Ref:
         return Ref, same.get(arg.index, arg.index)
     if kind is tuple:
         return tuple([_named(item, same) for item in arg])
-    return kind, repr(arg) if kind in (float, complex) else arg
+    return exact(arg)

@@ -1,8 +1,9 @@
 """fold: what needs no computing is not computed.
 
 Bit for bit, and therefore shy: ``x + 0`` goes away for whole numbers, but not for floats, where
-it turns -0.0 into 0.0. Python numbers are known only at run time, so what folds are the numbers
-that torch itself put into the program (``ones_like`` at the start of a backward pass).
+it turns -0.0 into 0.0, and ``x * 1`` not for 16-bit floats, where it changes the bits of a NaN.
+Python numbers are known only at run time, so what folds are the numbers that torch itself put into
+the program (``ones_like`` at the start of a backward pass).
 
 - a view that shows just what an earlier view in its chain showed: ``t(t(x))``, ``view(view(x))``
 - a view of a view of contiguous memory: one view
@@ -250,17 +251,23 @@ def _is_one(number: Number, meta: TensorMeta) -> bool:
 
 
 def _real(meta: TensorMeta) -> bool:
-    return not meta.dtype.is_complex
+    return not meta.dtype.is_complex and not _rounded(meta)
+
+
+def _rounded(meta: TensorMeta) -> bool:
+    """Whether kernels compute in float32 and round: what bits a NaN then has is up to each."""
+    return meta.dtype.is_floating_point and meta.dtype.itemsize < 4
 
 
 def _whole(meta: TensorMeta) -> bool:
-    return _real(meta) and not meta.dtype.is_floating_point
+    return not (meta.dtype.is_complex or meta.dtype.is_floating_point)
 
 
 def _negation(fold: _Fold, node: Node, result: int) -> Folded:
     value = fold.value(node.args[0])
     maker = fold.makers.get(value) if value is not None else None
-    if maker is None or maker.op != node.op:
+    meta = fold.metas[result]
+    if maker is None or maker.op != node.op or meta is None or _rounded(meta):
         return fold.constant(node, result)
     return fold.stands_for(fold.value(maker.args[0]), result)
 
@@ -284,6 +291,8 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
         return None
     # a float out of a whole number's range gives what the route happens to give
     if between.dtype not in _WIDER.get(before.dtype, ()) or (_whole(after) and not _whole(before)):
+        return None
+    if _rounded(after) and not _whole(before):
         return None
     found = fold.stands_for(root, result)
     if found is not None:

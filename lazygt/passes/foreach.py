@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.passes.base import Placed, placed, rebuild
@@ -162,7 +163,7 @@ def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
     made = node.results[0]
     assert made is not None
     dtypes = tuple(str(metas[t].dtype) for t in tensors)  # type: ignore[union-attr]
-    return form.wide, repr(rest), dtypes, str(made.dtype)
+    return form.wide, exact(rest), dtypes, str(made.dtype)
 
 
 def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:

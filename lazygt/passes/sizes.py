@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, op_facts
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.passes.cse import _SMALL as CHEAP_TO_KEEP
@@ -89,8 +90,8 @@ class _Reader:
                 self._arg(item, sized)
         elif kind is int and sized:
             self._size(arg)
-        else:  # 0.0 and -0.0 are equal, and other arguments
-            self.key += (kind, repr(arg) if kind is float or kind is complex else arg)
+        else:
+            self.key += exact(arg)
 
     def _size(self, size: int) -> None:
         if size > 1:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.graph.exact import bits
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import wire
 from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
@@ -163,8 +164,9 @@ class Client:
         else:
             run.inputs = entry.inputs.encode(inputs, base)
             run.frees = entry.frees.encode(frees, base)
-            run.params = None if params == entry.params and entry.runs else params
-            entry.params = params
+            numbers = bits(params)
+            run.params = None if numbers == entry.numbers else params
+            entry.numbers = numbers
             entry.runs += 1
         messages = self._encoded(run, buffers, entry, ranks)
         self.counts.last_run = len(messages[0][0])

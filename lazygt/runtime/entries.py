@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from lazygt.runtime import wire
 from lazygt.runtime.plan import Plan
@@ -22,7 +21,7 @@ class PlanEntry:
         "frees",
         "inputs",
         "names",
-        "params",
+        "numbers",
         "plans",
         "runs",
         "salt",
@@ -36,7 +35,8 @@ class PlanEntry:
         self.plans = tuple(plans)
         self.salt, self.names = _names(self.plans)
         self.inputs, self.frees = Prediction(), Prediction()
-        self.params: tuple[Any, ...] | None = None
+        #: the bits of the last run's run-time numbers
+        self.numbers: bytes | None = None
         self.sent = False
         self.runs = 0
         #: how often it was shipped, and the bytes of one such message

@@ -6,6 +6,8 @@ b0 ──slice──> v1 ──add_──> v2          b0 is read again: the wri
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from lazygt.graph import Graph, Node, Param, Ref, TensorMeta, parse_graph
 from lazygt.graph.alias import WRITE_BACK, analyse
 from lazygt.graph.meta import contiguous_stride, dtype_of, intern
 from lazygt.graph.verify import verify
+from lazygt.runtime.wire import decode_graph, encode_graph
 
 
 def meta(*shape: int) -> TensorMeta:
@@ -123,3 +126,24 @@ def test_nor_when_the_old_view_is_wanted() -> None:
 def test_outputs_that_share_memory_are_copied_out() -> None:
     node = Node("aten._unsafe_view.default", (Ref(0), (2, 2)), (), (meta(2, 2),))
     assert analyse(Graph((meta(4),), (), (node,), (1,))).copied_outputs == (0,)
+
+
+NANS = [struct.unpack(">d", bits.to_bytes(8))[0] for bits in (0xFFF8 << 48, 0x7FF9234560000000)]
+ALIKE = [0, 0.0, -0.0, False, 1, 1.0, True, complex(0, -0.0), complex(-0.0, 0), float("nan"),
+         *NANS, complex(-0.0, NANS[1]), 2**63]  # fmt: skip
+
+
+def _filled(number: complex) -> Graph:
+    node = Node("aten.full.default", ((4,), number), (("value", (number,)),), (meta(4),))
+    return Graph((), (), (node,), (0,))
+
+
+@pytest.mark.parametrize("number", ALIKE)
+def test_graphs_differ_in_types_and_bits_of_numbers(number: complex) -> None:
+    graph = _filled(number)
+    equal = [other for other in ALIKE if _filled(other) == graph]
+    assert len(equal) == 1
+    assert equal[0] is number
+    assert [str(_filled(other)) for other in ALIKE].count(str(graph)) == 1
+    assert parse_graph(str(graph)) == graph
+    assert decode_graph(encode_graph(graph)) == graph

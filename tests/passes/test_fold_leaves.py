@@ -93,6 +93,11 @@ def test_minus_zero_is_nothing_to_a_sum_of_floats_only() -> None:
         # a float out of range: what comes out hangs on the route
         ("f16", "f32", "float32", "uint32", "uint32"),
         ("f32", "f64", "float64", "i32", "int32"),
+        # a NaN: kernels that round to 16 bits give it other bits, each of them its own
+        ("f16", "f32", "float32", "f16", "float16"),
+        ("bf16", "f64", "float64", "bf16", "bfloat16"),
+        ("f16", "f32", "float32", "bf16", "bfloat16"),
+        ("f32", "f64", "float64", "f16", "float16"),
     ],
 )
 def test_a_cast_that_loses_something(

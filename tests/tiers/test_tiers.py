@@ -41,7 +41,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def chain(x: Tensor, factor: float) -> Tensor:
     for _ in range(4):
-        x = (x * factor + 0.25).abs() * 0.5
+        x = (x + 0.25).abs() * 0.5 * factor
     return x
 
 
@@ -62,10 +62,12 @@ def test_a_plan_seen_twice_is_compiled(executor: str) -> None:
         first = results("lazygt", [SIZE] * 2)
         assert s.compiled(timeout=200)
         after = results("lazygt", [SIZE] * 2)
+        signs = [results("lazygt", [SIZE], factor)[0].signbit() for factor in (0.0, -0.0)]
         (made,) = s.compiles()
     # before the swap nothing is compiled, so every bit is eager's
     assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=False))
     same(after, expected[2:])
+    assert [bool(each.all()) for each in signs] == [False, True]
     assert made.status in {"compiled", "cached"}
     assert made.tier == "compiled"
     assert made.gain > 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lazygt.graph.exact import exact
 from lazygt.graph.label import MEETINGS
 from lazygt.graph.node import Arg, Graph, Node, Ref
 
@@ -57,10 +58,10 @@ def operands_of(node: Node) -> tuple[int, ...]:
 
 
 def _named(arg: Arg, values: Sequence[Any]) -> Any:
-    """An argument as part of a key: 1, 1.0 and True are different arguments, 0.0 and -0.0 too."""
+    """An argument as part of a key."""
     kind = type(arg)
     if kind is Ref:
         return Ref, values[arg.index]
     if kind is tuple:
         return tuple([_named(item, values) for item in arg])
-    return kind, repr(arg) if kind in (float, complex) else arg
+    return exact(arg)

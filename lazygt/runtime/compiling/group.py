@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from lazygt.graph.exact import exact
 from lazygt.graph.members import REDUCTIONS
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
@@ -69,7 +70,7 @@ class Group:
             lines.append(self._shown(meta, some))
         made = tuple(meta for node in body.nodes for meta in node.results)
         for node in body.nodes:
-            lines.append(f"{node.op} {node.args} {node.kwargs} {node.writes}")
+            lines.append(_read(node))
         # results follow from the inputs, but for their dtypes nothing else has to be trusted
         lines.append(" ".join(str(meta.dtype) for meta in made if meta is not None))
         return "\n".join(lines)
@@ -90,8 +91,12 @@ class Group:
     def skeleton(self) -> str:
         """The structure without any size: groups that differ in nothing else share it."""
         shapeless = [f"{meta.dtype} {len(meta.shape)}" for meta in self.body.inputs]
-        nodes = [f"{node.op} {node.args} {node.kwargs} {node.writes}" for node in self.body.nodes]
+        nodes = map(_read, self.body.nodes)
         return "\n".join([*shapeless, *nodes, str(self.writes), str(self.body.outputs)])
+
+
+def _read(node: Node) -> str:
+    return f"{node.op} {exact(node.args)} {exact(node.kwargs)} {node.writes}"
 
 
 def _is_flat(body: Graph) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lazygt.graph.exact import bits
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
@@ -73,7 +74,8 @@ class Compiled:
         values = group.body.values
         shapes = [values[value] for value in group.body.outputs[: group.fresh]]
         self._shapes = [meta.shape for meta in shapes if meta is not None]
-        self._numbers: tuple[Any, ...] = ()
+        #: the bits of the numbers in ``_tensors``
+        self._numbers = b""
         self._tensors: list[torch.Tensor] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -83,9 +85,10 @@ class Compiled:
             operands = [operand.view(-1) for operand in operands]
         numbers = args[count:]
         if numbers:
-            if numbers != self._numbers:
+            given = bits(numbers)
+            if given != self._numbers:
                 made = torch.tensor(numbers, dtype=torch.float64)
-                self._numbers, self._tensors = numbers, list(made.unbind())
+                self._numbers, self._tensors = given, list(made.unbind())
             operands += self._tensors
         results = self._run(operands)[: len(self._shapes)]
         if self._flat:
