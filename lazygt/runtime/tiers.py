@@ -148,8 +148,7 @@ class Tiers:
         try:
             wanted = [self._wanted(plan) for plan in entry.plans]
         except OSError as error:
-            self.mode = "off"
-            self._warn(f"no fused group can be compiled: {error}")
+            self._give_up(error)
             return
         if any(wanted):
             self._waiting[entry.names[0]] = entry, wanted
@@ -199,7 +198,11 @@ class Tiers:
     def _take(self, timeout: float | None) -> None:
         answers = self._compiler.answers(timeout)
         for key, error in answers.items():
-            record = None if error else self._cache.find(key)
+            try:
+                record = None if error else self._cache.find(key)
+            except OSError as unusable:
+                self._give_up(unusable)
+                return
             self._records[key] = record
             compile = self.compiles[key]
             compile.took = time.monotonic() - compile.at
@@ -212,6 +215,17 @@ class Tiers:
                 compile.gain = max(record.gain(rows[0]) for rows in record.times)
         if answers:
             self._swap_in()
+
+    def _give_up(self, error: OSError) -> None:
+        """Compile nothing any more: the cache can't be used, or no process can be started."""
+        self.mode = "off"
+        self._compiler.close()
+        self._hot.clear()
+        self._waiting.clear()
+        for compile in self.compiles.values():
+            if compile.status == "compiling":
+                compile.status, compile.error = "failed", str(error)
+        self._warn(f"no fused group can be compiled: {error}")
 
     def _swap_in(self, now: bool = False) -> None:
         """Swap the plans whose groups have all been answered and that are not just passing by."""

@@ -198,7 +198,36 @@ def test_a_cache_that_others_may_write_to_is_refused(empty_cache: Path) -> None:
         with pytest.warns(RuntimeWarning, match="only you may write"):
             s.compiled()
         found += results("lazygt", [SIZE])
+        assert [(made.status, "only you" in made.error) for made in s.compiles()] == [
+            ("failed", True)
+        ]
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+def test_a_cache_that_is_closed_meanwhile_leaves_nothing_compiling(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto") as s:
+        found = results("lazygt", [SIZE] * 2)
+        assert not s.compiled(timeout=0)
+        assert [made.status for made in s.compiles()] == ["compiling"]
+        empty_cache.chmod(0o777)
+        with pytest.warns(RuntimeWarning, match="only you may write"):
+            assert s.compiled(timeout=200)
+        assert [(made.status, "only you" in made.error) for made in s.compiles()] == [
+            ("failed", True)
+        ]
+        found += results("lazygt", [SIZE])
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+def test_damaged_code_is_compiled_again(empty_cache: Path) -> None:
+    with lazygt.session(compile="now", cache_dir=str(empty_cache)) as s:
+        results("lazygt", [SIZE])
+    (code,) = empty_cache.glob("*.so")
+    whole = code.read_bytes()
+    code.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
+    with lazygt.session(compile="now", cache_dir=str(empty_cache)) as s:
+        same(results("lazygt", [SIZE]), results("cpu", [SIZE]))
+        assert [(made.status, made.tier) for made in s.compiles()] == [("compiled", "compiled")]
 
 
 def test_a_compile_process_that_cannot_start_is_said_once_and_costs_nothing(
@@ -212,6 +241,7 @@ def test_a_compile_process_that_cannot_start_is_said_once_and_costs_nothing(
         monkeypatch.setattr("lazygt.runtime.compiling.compiler.subprocess.Popen", refused)
         with pytest.warns(RuntimeWarning, match="temporarily unavailable"):
             assert s.compiled(timeout=10)
+        assert [made.status for made in s.compiles()] == ["failed"]
         found += results("lazygt", [SIZE])
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
 

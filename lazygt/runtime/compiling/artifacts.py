@@ -1,13 +1,20 @@
-"""Artifacts: compiled groups on disk, each with a record of what it gains."""
+"""Artifacts: compiled groups on disk, each with a record of what it gains.
+
+A record holds a checksum of itself and of the code, which is named by it as well. Disks fill up
+and machines lose power: code that is not what was written is never loaded, and is compiled again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -39,15 +46,15 @@ class Record:
 
 
 class Cache:
-    """The directory in which artifacts lie, as ``KEY.so`` and ``KEY.json``.
+    """The directory in which artifacts lie, as ``KEY.json`` and ``KEY-CHECKSUM.so``.
 
     Args:
-        place: its path; None: ``lazygt`` in the user's cache directory.
+        place: its path; None: ``lazygt`` in the user's cache directory, or one of this user's own
+            among the temporary files, where the user has no home.
     """
 
     def __init__(self, place: str | None = None) -> None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self.place = Path(place or Path(base) / "lazygt").absolute()
+        self.place = Path(place).absolute() if place else _usual_place()
 
     def directory(self) -> Path:
         """The directory, which is made if it is missing.
@@ -66,36 +73,47 @@ class Cache:
         return self.place
 
     def code(self, key: str) -> Path:
-        """The compiled code of an artifact.
+        """The compiled code of an artifact, found to be whole.
 
         Raises:
-            ValueError: that is no key, or there is no such artifact.
+            ValueError: that is no key, or there is no such artifact, or it is damaged.
             PermissionError: as ``directory``.
         """
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not the key of an artifact")
-        place = self.directory() / f"{key}.so"
-        if not place.is_file():
-            raise ValueError(f"there is no artifact {key} in {self.place}")
-        return place
+        found = self._read(key)
+        if found is None:
+            raise ValueError(f"there is no artifact {key} in {self.place}, or it is damaged")
+        return found[1]
 
     def find(self, key: str) -> Record | None:
-        """The record of an artifact that is there whole; None if there is none.
+        """The record of an artifact that is there whole; None if it is missing or damaged.
 
         Raises:
             PermissionError: as ``directory``.
         """
+        found = self._read(key)
+        return None if found is None else found[0]
+
+    def _read(self, key: str) -> tuple[Record, Path] | None:
+        """What is known of an artifact, and its code."""
+        place = self.directory()
         try:
-            found = json.loads((self.directory() / f"{key}.json").read_text())
+            found = json.loads((place / f"{key}.json").read_text())
             times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in found["times"])
-            return Record(float(found["seconds"]), times) if times else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            record, checksum = Record(float(found["seconds"]), times), str(found["checksum"])
+            code = place / _code_name(key, checksum)
+            whole = bool(times) and checksum == _checksum(code.read_bytes(), asdict(record))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None  # missing, or not written by us: it is compiled again
+        return (record, code) if whole else None
 
     def keep(self, key: str, code: bytes, record: Record) -> None:
         """Put an artifact there; the record last, so that it stands for the whole."""
-        self._write(f"{key}.so", code)
-        self._write(f"{key}.json", json.dumps(asdict(record)).encode())
+        fields = asdict(record)
+        checksum = _checksum(code, fields)
+        self._write(_code_name(key, checksum), code)
+        self._write(f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file so that nobody ever sees half of it."""
@@ -103,3 +121,22 @@ class Cache:
         part.touch(mode=0o600)
         part.write_bytes(data)
         part.replace(self.directory() / name)
+
+
+def _usual_place() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base).absolute() / "lazygt"
+    try:
+        return Path.home() / ".cache" / "lazygt"
+    except RuntimeError:  # neither HOME nor an entry in the password file: a container
+        return Path(tempfile.gettempdir()) / f"compiled-by-lazygt-{os.getuid()}"
+
+
+def _code_name(key: str, checksum: str) -> str:
+    return f"{key}-{checksum[:16]}.so"
+
+
+def _checksum(code: bytes, record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + code).hexdigest()
