@@ -156,16 +156,23 @@ class WorkerDied(LazyGTError):
     Attributes:
         rank: its rank.
         pid: its process id.
-        status: how it ended, for example ``signal SIGKILL`` or ``exit code 1``.
+        status: how it ended, for example ``signal SIGKILL``, ``exit code 1`` or ``out of memory
+            (signal SIGKILL)``.
         stderr: the end of what it wrote to standard error.
     """
 
     def __init__(self, rank: int, pid: int, status: str, stderr: str) -> None:
         self.rank, self.pid, self.status, self.stderr = rank, pid, status, stderr
         tail = f"\n  the end of its stderr:\n{_indent(stderr)}" if stderr.strip() else ""
+        advice = ""
+        if status.startswith("out of memory"):
+            advice = (
+                " Give it less to hold at a time (smaller batches, `del` of what is not needed), "
+                "more workers to share it, or more memory."
+            )
         super().__init__(
             f"worker {rank} (pid {pid}) died: {status}. Its values are lost: leave the session "
-            f"and open a new one.{tail}"
+            f"and open a new one.{advice}{tail}"
         )
 
 

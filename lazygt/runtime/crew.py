@@ -17,7 +17,9 @@ from lazygt.runtime import channel
 from lazygt.runtime.channel import Address, Client, new_token
 from lazygt.runtime.directory import SessionDirectory
 from lazygt.runtime.interrupts import HOLD
+from lazygt.runtime.killings import Killings
 from lazygt.runtime.launchers.base import Boot, Launcher, Process
+from lazygt.runtime.room import check_room
 from lazygt.runtime.shm import Arena, create_memory
 from lazygt.runtime.start import LinkSpec, StartPlan
 
@@ -49,9 +51,15 @@ class Crew:
         self._poller = select.poll()
         self._pidfds: dict[int, int] = {}
         self._wake = -1
+        self._killings = Killings()
 
     def start(self, spec: LinkSpec, launcher: Launcher) -> None:
-        """Start the workers, without waiting for them."""
+        """Start the workers, without waiting for them.
+
+        Raises:
+            OSError: there are too few descriptors, processes or threads; or one can't be started.
+        """
+        check_room(spec.world_size, spec.threads_a_worker)
         directory = SessionDirectory()
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -120,7 +128,8 @@ class Crew:
             continue
         worker.data.disconnect()
         worker.control.disconnect()
-        return worker.process.status() or "unknown", worker.process.stderr_tail()
+        stderr = worker.process.stderr_tail()
+        return self._killings.explained(worker.process.status() or "unknown", stderr), stderr
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
         """End all processes: some in good order, the stuck ones at once, the rest by hanging up."""

@@ -31,7 +31,7 @@ class ProcessLink:
 
     Raises:
         ValueError: ``device="cuda"`` and there is no GPU, or an unknown transport.
-        OSError: a process could not be started.
+        OSError: there are too few descriptors or processes left, or one could not be started.
     """
 
     def __init__(self, spec: LinkSpec | None = None, launcher: Launcher | None = None) -> None:

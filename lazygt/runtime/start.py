@@ -53,6 +53,11 @@ class LinkSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     loads_torch: bool = True
 
+    @property
+    def threads_a_worker(self) -> int:
+        """torch threads of each worker."""
+        return self.threads or share_of_cores(self.world_size)
+
 
 @dataclass(frozen=True, slots=True)
 class StartPlan:
@@ -76,7 +81,7 @@ class StartPlan:
             device="cuda:0" if spec.device == "cuda" else spec.device,
             rank=rank,
             world_size=spec.world_size,
-            threads=spec.threads or share_of_cores(spec.world_size),
+            threads=spec.threads_a_worker,
             client_pid=os.getpid(),
             token=self.token.hex(),
             data=addresses[0],

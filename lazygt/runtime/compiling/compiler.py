@@ -20,6 +20,7 @@ from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
 from lazygt.runtime.interrupts import HOLD
+from lazygt.runtime.killings import Killings
 
 #: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -40,6 +41,7 @@ class Compiler:
         self.pending: set[str] = set()
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
+        self._killings = Killings()
         self._unpacker = msgpack.Unpacker()
         self._waiting: deque[tuple[str, bytes]] = deque()
         #: keys that were written and not answered, with the bytes of their requests
@@ -119,7 +121,8 @@ class Compiler:
         """Errors for everything that a process that ended owes."""
         assert self._process is not None
         code = self._process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        signalled = "signal SIGKILL" if code == -signal.SIGKILL else f"signal {-code}"
+        how = self._killings.explained(signalled if code < 0 else f"exit code {code}", "")
         errors = dict.fromkeys(self.pending, f"the compile process ended ({how})")
         self.close()
         return errors

@@ -1,0 +1,75 @@
+"""Room: whether this process gets the descriptors and threads that a session needs.
+
+Asked before anything is opened, by taking them for a moment: that respects every limit there is, of
+the process, the user, the container and the machine. libzmq ends the whole process where it does
+not get them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from contextlib import ExitStack
+
+#: File descriptors of the client; more than it was seen to have open at any time.
+_DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 12
+#: Threads of the client, and of a worker besides those that compute; a process counts as one.
+_THREADS, _THREADS_A_WORKER = 2, 8
+
+
+def check_room(workers: int, threads: int) -> None:
+    """Raise OSError when a session of so many workers could not be opened.
+
+    Args:
+        threads: that compute, in each worker.
+    """
+    wanted = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
+    found = _descriptors(wanted)
+    if found < wanted:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            errno.EMFILE,
+            f"a session of {workers} worker(s) needs {wanted} file descriptors, and this process "
+            f"gets {found} more; close files, or raise the limit, now {limit} (ulimit -n)",
+        )
+    wanted = _THREADS + (_THREADS_A_WORKER + threads) * workers
+    found = _threads(wanted)
+    if found < wanted:
+        raise OSError(
+            errno.EAGAIN,
+            f"a session of {workers} worker(s) needs {wanted} processes and threads, and this "
+            f"process gets {found} more; end some, or raise the limit of this user (ulimit -u) or "
+            f"container (pids.max)",
+        )
+
+
+def _descriptors(wanted: int) -> int:
+    """How many of so many file descriptors there are."""
+    with ExitStack() as taken:
+        for count in range(wanted):
+            try:
+                fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return count
+            taken.callback(os.close, fd)
+    return wanted
+
+
+def _threads(wanted: int) -> int:
+    """How many of so many threads can be started."""
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(wanted):
+            thread = threading.Thread(target=end.wait, name="lazygt-room", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # there are no more
+        return len(started)
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return wanted
