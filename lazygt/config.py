@@ -44,6 +44,12 @@ def _logical_ranks(text: str) -> bool | int | dict[str, int]:
     return int(text) if text.strip().isdigit() and int(text) > 1 else _flag(text)
 
 
+#: Settings that are integers of at least 1.
+_COUNTS = (
+    "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
@@ -69,6 +75,7 @@ class Config:
         8 << 30, "a stretch that makes so many bytes of results flushes by itself", int
     )
     max_plans: int = _setting(512, "plans kept by the client and by each worker", int)
+    max_plan_bytes: int = _setting(256 << 20, "bytes of memory that these may take, about", int)
     max_trie_nodes: int = _setting(500_000, "recorded steps remembered by the client", int)
     max_ahead: int = _setting(4, "runs the client may be ahead of the workers", int)
     threads: int | None = _setting(None, "torch threads a worker; None: a fair share", int)
@@ -121,7 +128,7 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError for a setting out of its range."""
-        for name in ("workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_ahead"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"lazygt.session({name}={value!r}): expected an integer >= 1")

@@ -83,7 +83,7 @@ class Planner:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.templates = Templates(PIPELINE, config.max_plans)
+        self.templates = Templates(PIPELINE, config.max_plans, config.max_plan_bytes)
         self._config, self._mesh, self._device_type = config, mesh, device_type
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
@@ -97,7 +97,7 @@ class Planner:
             self._history.plan_hits += 1
         else:
             found = self._build(stretch, outputs, reason)
-            dropped = trie.keep(stretch.step, outputs, found)
+            dropped = trie.keep(stretch.step, outputs, found, found.entry.nbytes)
             self._client.entries.forget([old.entry for old in dropped])
         self._history.last_plan = found.entry.plan
         return found

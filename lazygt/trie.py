@@ -8,12 +8,12 @@ the program up to there is the one that was seen before.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param
 from lazygt.graph.ops import OpFacts
+from lazygt.graph.recent import Recent
 from lazygt.passes.base import renumbered
 from lazygt.tensor import ViewStep
 
@@ -102,14 +102,22 @@ class Step:
 
 
 class Trie:
-    """The steps, with the plans at the places where stretches ended; bounded, oldest plan out."""
+    """The steps, with the plans at the places where stretches ended; bounded, oldest plan out.
 
-    def __init__(self, max_plans: int, max_steps: int, max_depth: int, max_bytes: int) -> None:
+    Args:
+        max_plans, max_plan_bytes: of all plans together.
+        max_steps: of all stretches together.
+        max_depth, max_bytes: steps of one stretch, and bytes of their results.
+    """
+
+    def __init__(
+        self, max_plans: int, max_plan_bytes: int, max_steps: int, max_depth: int, max_bytes: int
+    ) -> None:
         self.root = Step(None, None)
         self.max_depth, self.max_bytes = max_depth, max_bytes
         self.steps = 0
-        self._max_plans, self._max_steps = max_plans, max_steps
-        self._recent: OrderedDict[tuple[int, tuple[int, ...]], Step] = OrderedDict()
+        self._max_steps = max_steps
+        self._recent: Recent[tuple[int, tuple[int, ...]], Step] = Recent(max_plans, max_plan_bytes)
 
     def add(self, step: Step) -> Step:
         """Remember a step below its parent."""
@@ -141,21 +149,24 @@ class Trie:
                     outputs, found = have, plan
                     break
         if found is not None:
-            self._recent.move_to_end((id(step), outputs))
+            self._recent.get((id(step), outputs))
         return found
 
-    def keep(self, step: Step, outputs: tuple[int, ...], plan: Any) -> list[Any]:
-        """Remember a plan; returns the plans that were dropped to make room."""
+    def keep(self, step: Step, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
+        """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
         step.plans[outputs] = plan
-        self._recent[id(step), outputs] = step
-        dropped = []
-        while len(self._recent) > 1 and (
-            len(self._recent) > self._max_plans or self.steps > self._max_steps
-        ):
-            (_, old), place = self._recent.popitem(last=False)
-            dropped.append(place.plans.pop(old))
-            self._prune(place, keep=step)
+        forgotten = self._recent.keep((id(step), outputs), step, nbytes)
+        dropped = [self._drop(old, place, step) for (_, old), place in forgotten]
+        while len(self._recent) > 1 and self.steps > self._max_steps:
+            (_, old), place = self._recent.oldest()
+            dropped.append(self._drop(old, place, step))
         return dropped
+
+    def _drop(self, outputs: tuple[int, ...], place: Step, keep: Step) -> Any:
+        """Take a plan from where it stands, and the steps that led there alone."""
+        plan = place.plans.pop(outputs)
+        self._prune(place, keep)
+        return plan
 
     def _prune(self, step: Step, keep: Step) -> None:
         while step.parent is not None and step is not keep:

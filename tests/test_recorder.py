@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -148,6 +150,41 @@ def test_caches_are_bounded() -> None:
         assert len(s.plans()) <= 4
         assert s.recorder.trie.steps < 40
         assert len(s._link._worker._executors) <= 5
+
+
+def long_chain(width: int) -> float:
+    x = torch.ones(width)
+    for _ in range(100):
+        x = (x * 0.5).sin()
+    return x.sum().item()
+
+
+def test_plans_are_bounded_by_their_memory() -> None:
+    with lazygt.session(executor="inline", max_plan_bytes=1_000_000) as s:
+        for width in range(1, 9):
+            long_chain(width)
+        assert len(s.plans()) == 3
+        assert len(s._link._worker._executors) == 3
+        assert s.recorder.trie.steps < 700
+        assert long_chain(1) == long_chain(1)
+
+
+def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
+    """Of the client and its worker together, which are one process here."""
+    with lazygt.session(executor="inline", compile="off") as s:
+        long_chain(1)
+        long_chain(2)
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for width in range(3, 23):
+                long_chain(width)
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        said = sum(plan.graph.nbytes for plan in s.plans()[-20:])
+    assert 0.5 < (after - before) / (2 * said) < 1.5
 
 
 def test_a_miss_names_the_first_op_that_differed() -> None:

@@ -116,6 +116,11 @@ class Node:
         return found
 
 
+#: What an op takes of Python's memory, as measured: in a plan of the client, with the steps that it
+#: was recorded in, and in one of a worker, with what it was decoded to and prepared for.
+_BYTES_AN_OP = 1250
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """Inputs, nodes and outputs of one stretch between two sync points.
@@ -152,6 +157,12 @@ class Graph:
             stop = start + len(node.results)
             yield node, range(start, stop)
             start = stop
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping a plan of it takes, about; in the client and in each worker."""
+        ops = sum(1 if node.body is None else len(node.body.nodes) for node in self.nodes)
+        return _BYTES_AN_OP * (ops + 1)
 
     def line(self, number: int) -> str:
         """The user's line of node ``number``, or ``"?"``."""

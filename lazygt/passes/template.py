@@ -11,7 +11,6 @@ for one thing, which is decided anew: whether fusing a group is worth it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -19,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from lazygt.graph.node import Graph
+from lazygt.graph.recent import Recent
 from lazygt.graph.verify import verify
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.fuse import Surroundings, candidates, worth
@@ -35,15 +35,15 @@ class Templates:
 
     Args:
         passes: in their order.
-        most: so many programs are remembered, those used last.
+        most, most_bytes: so many programs are remembered, of so many bytes, those used last.
 
     Attributes:
         resized: how many graphs needed no pass.
     """
 
-    def __init__(self, passes: Sequence[Pass], most: int) -> None:
-        self._passes, self._most = passes, most
-        self._kept: OrderedDict[tuple[Any, ...], _Template] = OrderedDict()
+    def __init__(self, passes: Sequence[Pass], most: int, most_bytes: int) -> None:
+        self._passes = passes
+        self._kept: Recent[tuple[Any, ...], _Template] = Recent(most, most_bytes)
         self.resized = 0
 
     def optimised(self, graph: Graph, check: bool = False, stages: Stages | None = None) -> Graph:
@@ -71,19 +71,17 @@ class Templates:
         template = self._kept.get(read.key)
         if template is None:
             return None
-        self._kept.move_to_end(read.key)
         made = template.resized(read.sizes)
         self.resized += made is not None
         return made
 
     def _keep(self, read: Skeleton, unfused: Graph, made: Graph) -> None:
         template = self._kept.get(read.key)
-        if template is not None:
+        if template is None:
+            template = _Template(read.sizes, unfused, made)
+        else:
             template.keep(read.sizes, made)
-            return
-        self._kept[read.key] = _Template(read.sizes, unfused, made)
-        if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        self._kept.keep(read.key, template, template.nbytes)
 
 
 def _unfused(graph: Graph, stages: Stages) -> Graph:
@@ -108,6 +106,11 @@ class _Template:
         self._sizes, self._unfused, self._first = sizes, unfused, made
         #: which groups are worth it -> what the passes made then
         self._made: dict[tuple[bool, ...], _Made] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping it takes, about."""
+        return (2 + len(self._made)) * self._unfused.nbytes
 
     def keep(self, sizes: tuple[int, ...], made: Graph) -> None:
         """Take note of what the passes made in sizes for which ``resized`` had nothing."""

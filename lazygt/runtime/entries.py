@@ -51,6 +51,11 @@ class PlanEntry:
         """Rank 0's."""
         return self.plans[0]
 
+    @property
+    def nbytes(self) -> int:
+        """What keeping it takes of the client's memory, about."""
+        return sum(plan.graph.nbytes for plan in self.plans)
+
     def of(self, rank: int) -> int:
         """Which of ``plans`` a rank runs."""
         return rank if len(self.plans) > 1 else 0

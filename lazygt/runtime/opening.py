@@ -32,6 +32,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
         worker = Worker(
             device_type(config),
             max_plans=config.max_plans,
+            max_plan_bytes=config.max_plan_bytes,
             inline=True,
             cache_dir=config.cache_dir,
         )
@@ -40,7 +41,8 @@ def open_link(config: Config, mesh: Mesh) -> Link:
         # why: few sessions are dry
         from lazygt.runtime.dry import DryWorker
 
-        return InlineLink(DryWorker(max_plans=config.max_plans))
+        dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
+        return InlineLink(dry)
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.process_link import ProcessLink
     from lazygt.runtime.start import LinkSpec
@@ -56,6 +58,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
         max_message=config.max_message_bytes,
         environment={
             "LAZYGT_MAX_PLANS": str(config.max_plans),
+            "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },

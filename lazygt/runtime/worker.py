@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, kind_of
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
+from lazygt.graph.recent import Recent
 from lazygt.runtime import agreement, group, kernels, wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
@@ -50,8 +50,8 @@ class Worker:
         device: where to compute: ``cpu``, ``cuda`` ...
         upload: the client's arena, mapped here; large uploads are used where they lie.
         fetch: this worker's own arena, for large values on their way to the client.
-        max_plans: executors kept; an older one is asked for again (a NEED message). None: as
-            LAZYGT_MAX_PLANS says.
+        max_plans, max_plan_bytes: of the executors kept; an older one is asked for again (a NEED
+            message). None: as LAZYGT_MAX_PLANS and LAZYGT_MAX_PLAN_BYTES say.
         shm_threshold: bytes from which a fetched value goes through the arena. None: as
             LAZYGT_SHM_THRESHOLD says.
         cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
@@ -66,6 +66,7 @@ class Worker:
         upload: Arena | None = None,
         fetch: Arena | None = None,
         max_plans: int | None = None,
+        max_plan_bytes: int | None = None,
         shm_threshold: int | None = None,
         inline: bool = False,
         cache_dir: str | None = None,
@@ -74,10 +75,17 @@ class Worker:
         self.rank, self.world_size = rank, world_size
         self.store = Store()
         self._upload, self._fetch = upload, fetch
-        self._executors: OrderedDict[bytes, EagerExecutor] = OrderedDict()
+        config = Config.load(
+            max_plans=max_plans,
+            max_plan_bytes=max_plan_bytes,
+            shm_threshold=shm_threshold,
+            cache_dir=cache_dir,
+        )
+        self._executors: Recent[bytes, EagerExecutor] = Recent(
+            config.max_plans, config.max_plan_bytes
+        )
         self._known: dict[bytes, _Known] = {}
-        config = Config.load(max_plans=max_plans, shm_threshold=shm_threshold, cache_dir=cache_dir)
-        self._max_plans, self._shm_threshold = config.max_plans, config.shm_threshold
+        self._shm_threshold = config.shm_threshold
         self._cache = Cache(config.cache_dir)
         self._waiting: list[list[Buffer]] = []
         self._writer: Writer | None = None
@@ -145,13 +153,11 @@ class Worker:
         except KeyError as error:
             raise ProtocolError(f"unknown op {error.args[0]!r}") from error
         for old in forget:
-            self._executors.pop(old, None)
+            self._executors.drop(old)
             self._known.pop(old, None)
         if fresh or digest not in self._known:
             self._known[digest] = _Known(bool(salt and salt[0]))
-        self._executors[digest] = EagerExecutor(plan, self.device)
-        while len(self._executors) > self._max_plans:
-            self._executors.popitem(last=False)
+        self._executors.keep(digest, EagerExecutor(plan, self.device), plan.graph.nbytes)
 
     def _swap(self, header: Any) -> list[Buffer]:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
@@ -164,7 +170,9 @@ class Worker:
         if executor is None:
             return wire.encode_swapped(digest, "")  # forgotten; it is swapped when it comes again
         try:
-            self._executors[digest] = compiled(executor.plan, self.device, wanted, self._cache)
+            plan = executor.plan
+            made = compiled(plan, self.device, wanted, self._cache)
+            self._executors.keep(digest, made, plan.graph.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
         return wire.encode_swapped(digest, "")
@@ -270,8 +278,8 @@ class Worker:
 
     def _execute(self, run: Run, done: Done) -> None:
         assert run.digest is not None
-        executor, known = self._executors[run.digest], self._known[run.digest]
-        self._executors.move_to_end(run.digest)
+        executor, known = self._executors.get(run.digest), self._known[run.digest]
+        assert executor is not None
         ids = known.inputs.decode(run.inputs, run.base)
         frees = known.frees.decode(run.frees, run.base)
         if run.params is not None:

@@ -50,7 +50,7 @@ def same_as_passes(templates: Templates, graph: Graph) -> bool:
 
 def resized(first: Graph, *others: Graph, most: int = 8) -> list[bool]:
     """For each of the other graphs, in turn, whether it came out of a template."""
-    templates = Templates(PIPELINE, most)
+    templates = Templates(PIPELINE, most, 1 << 30)
     assert not same_as_passes(templates, first)
     return [same_as_passes(templates, graph) for graph in others]
 
@@ -82,7 +82,7 @@ def test_another_batch_needs_no_pass() -> None:
 
 
 def test_what_is_fused_is_resized_inside() -> None:
-    templates = Templates(PIPELINE, 8)
+    templates = Templates(PIPELINE, 8, 1 << 30)
     templates.optimised(layer(48))
     made = templates.optimised(layer(40))
     assert templates.resized == 1
@@ -100,7 +100,7 @@ def test_nodes_without_a_new_size_are_shared() -> None:
         %3: f32[8192] = aten.cumsum.default(%1, 0)
         return %2, %3
         """
-    templates = Templates(PIPELINE, 8)
+    templates = Templates(PIPELINE, 8, 1 << 30)
     first, other = (templates.optimised(graph_of(text.format(n))) for n in (20, 30))
     assert templates.resized == 1
     assert other.nodes[1] is first.nodes[1]
@@ -291,7 +291,7 @@ def test_a_size_that_a_pass_computed_is_never_replaced() -> None:
         %1: f32[{1}] = aten.slice.Tensor(%0, 0, 0, {1})
         return %1
         """
-    templates = Templates((*PIPELINE, Doubles()), 8)
+    templates = Templates((*PIPELINE, Doubles()), 8, 1 << 30)
     stops = [
         templates.optimised(graph_of(text.format(n, n // 4))).nodes[0].args[3] for n in (40, 60)
     ]
@@ -311,7 +311,7 @@ def test_the_program_used_longest_ago_is_forgotten() -> None:
 
 
 def test_who_asks_for_stages_gets_every_pass() -> None:
-    templates = Templates(PIPELINE, 8)
+    templates = Templates(PIPELINE, 8, 1 << 30)
     templates.optimised(layer(48))
     stages: list[tuple[str, Graph]] = []
     made = templates.optimised(layer(40), stages=stages)
@@ -324,7 +324,7 @@ def test_a_broken_graph_is_refused() -> None:
     graph = layer(48)
     broken = Graph(graph.inputs, (), (Node("aten.exp.default", (Ref(9),)),), ())
     with pytest.raises(GraphError, match="reads %9, which is not defined before it"):
-        Templates((), 8).optimised(broken)
+        Templates((), 8, 1 << 30).optimised(broken)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -393,7 +393,7 @@ def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
 def test_a_template_makes_what_the_passes_make(
     program: list[Step], sizes: list[tuple[int, int]]
 ) -> None:
-    templates = Templates(PIPELINE, 100)
+    templates = Templates(PIPELINE, 100, 1 << 30)
     for rows, columns in sizes:
         if rows * columns <= 1 << 17:
             for graph in recorded(program, rows, columns):

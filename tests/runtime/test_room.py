@@ -1,4 +1,4 @@
-"""A session that would run out of descriptors or processes is an error before anything is opened."""
+"""A session that would run out of descriptors or processes is an error before it opens."""
 
 from __future__ import annotations
 
