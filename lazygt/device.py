@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.utils._device
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils.backend_registration import (
     _DummyDeviceGuard,
     _DummyPrivateUse1Hook,
@@ -27,6 +26,7 @@ from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
 from lazygt.opened import NAME, OpenSession, recorder
 from lazygt.opened import stack as _open
+from lazygt.optimizers import register_optimizers
 from lazygt.recorder import closed_error
 from lazygt.tensor import LazyTensor
 
@@ -51,6 +51,11 @@ def close_session(session: OpenSession) -> None:
         _open.remove(session)
     if not any(s.config.default_device for s in _open):
         factories.unpatch()
+
+
+def _workers_device() -> str:
+    """What the open session's workers compute on."""
+    return _open[-1].device_type if _open else "cpu"
 
 
 def _after_fork() -> None:
@@ -308,9 +313,9 @@ def register() -> None:
         everything.fallback(_refuse_layout, key)
     fall_through(everything)
     _libraries.extend((everything, aten))
-    _libraries.append(register_composites(lambda: _open[-1].device_type if _open else "cpu"))
+    _libraries.append(register_composites(_workers_device))
     _libraries.append(register_autocast())
-    _optimizer_types.append(LazyTensor)  # optimizers then record few horizontal ops
+    register_optimizers(_workers_device)
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
     # set here, not defined there: it saves a Python call an op

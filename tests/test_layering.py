@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "backward",
                 "factories",
                 "opened",
+                "optimizers",
                 "composites",
                 "copies",
                 "description",
