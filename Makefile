@@ -11,7 +11,7 @@ JOBS   ?= 2
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
 	@echo "make test       every test: the fast ones in parallel, then the slow ones"
-	@echo "make test-deep  property tests with many more examples"
+	@echo "make test-deep  property tests with many more examples, and Ctrl-C a thousand times"
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
@@ -41,6 +41,7 @@ test-slow: test-fast
 
 test-deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
 
 # Libraries that other people wrote; their programs have to give eager torch's bits.
 test-programs: $(STAMP)

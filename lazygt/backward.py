@@ -3,7 +3,8 @@
 torch's device guard for a Python device calls Python in a noexcept destructor. When a Python
 exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
 unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
-and ``_run_backward`` raises it when the engine has returned.
+and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raised there at all: see
+``runtime.interrupts``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from lazygt.opened import recorder
 from lazygt.opened import stack as _open
 from lazygt.recorder import Recorder
+from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -38,6 +40,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(outputs, *args, **kwargs)
     active = _open[-1].recorder
     nested = _autograd_node() is not None
+    HOLD.adopt()
     if not nested:
         active.before_backward()
     try:
@@ -47,8 +50,10 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         active.raise_backward_error()
         raise
     active.raise_backward_error()
-    if not nested and kwargs.get("accumulate_grad"):
-        active.after_backward()
+    if not nested:
+        if kwargs.get("accumulate_grad"):
+            active.after_backward()
+        HOLD.let_through()
     return result
 
 

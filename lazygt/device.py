@@ -28,6 +28,7 @@ from lazygt.opened import NAME, OpenSession, recorder
 from lazygt.opened import stack as _open
 from lazygt.optimizers import register_optimizers
 from lazygt.recorder import closed_error
+from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
 
 _libraries: list[torch.library.Library] = []
@@ -40,6 +41,7 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
+    HOLD.adopt()
     _open.append(session)
     if session.config.default_device:
         factories.patch()

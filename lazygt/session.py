@@ -104,17 +104,24 @@ class Session:
 
     def close(self) -> None:
         """End the workers. Their values are lost. May be called twice."""
-        with self._closing:
-            if self.recorder.closed:
-                return
-            self.recorder.closed = True
-            device.close_session(self)
-            if self._hook is not None:
-                self._hook.remove()
-            if os.getpid() == self._owner:
-                self._tiers.close()
-                self._link.close()
-            self._log.close()
+        try:
+            with self._closing, HOLD:
+                self._close()
+        finally:
+            if current_session() is None:
+                HOLD.give_back()
+
+    def _close(self) -> None:
+        if self.recorder.closed:
+            return
+        self.recorder.closed = True
+        device.close_session(self)
+        if self._hook is not None:
+            self._hook.remove()
+        if os.getpid() == self._owner:
+            self._tiers.close()
+            self._link.close()
+        self._log.close()
 
     # -- sync points ---------------------------------------------------------------------
 

@@ -1,16 +1,65 @@
 """Ctrl-C without half-done work: held back while state changes, let through while we wait.
 
-A KeyboardInterrupt can fall between any two bytecodes of the main thread. Between taking an answer
-and noting it, that would lose the answer, and the next wait would last for ever. So sync points
-hold SIGINT back and only the wait itself lets it through.
+A KeyboardInterrupt can fall between any two bytecodes of the main thread, and into whatever C
+function looks for signals. Between taking an answer and noting it, that would lose the answer. In
+torch's guard of a device that is written in Python it would end the process: every op asks the
+guard, where nothing may be raised, and pybind11 looks for signals on the way.
+
+So SIGINT comes here first as long as a session is open, and the user's own handler is called at
+once where the main thread is in the user's own code. Elsewhere it is called a moment later: when a
+sync point or a backward pass ends, in the midst of a wait, or when the signal, sent again and
+again, meets the user's code.
 """
 
 from __future__ import annotations
 
+import _thread
+import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+from lazygt.runtime.nativestack import in_torch
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: What of this package changes no state of a session by itself, or has waits of its own.
+_ELSEWHERE = tuple(
+    _PACKAGE + part
+    for part in ("cli.py", "commands/", "doctor.py", "explain.py", "notebook.py", "scripts.py",
+                 "graph/", "passes/", "transfer/")
+)  # fmt: skip
+
+
+def _in_users_code(frame: FrameType | None) -> bool:
+    """Whether this thread, with this frame, is neither in a session's work nor in an op."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE) and not name.startswith(_ELSEWHERE):
+            return False
+        frame = frame.f_back
+    return not in_torch()
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class _Handler:
+    """Of SIGINT, in the place of the user's."""
+
+    def __init__(self, hold: Hold, theirs: Callable[[int, FrameType | None], Any]) -> None:
+        self.hold, self.theirs = hold, theirs
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if frame is not None and sys._getframe(1) is not frame:
+            self.theirs(number, frame)  # called by a handler that the user has put before it
+        else:
+            self.hold.arrived(frame)
 
 
 class Hold:
@@ -18,19 +67,94 @@ class Hold:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._waiting = False
         self._pending = False
-        self._theirs: Any = None
+        self._reminding = False
+        self._sent_again = False
+
+    # -- the handler -------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Have SIGINT come here first. Again before each piece of work: others set handlers too."""
+        if not _on_main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        # ignored, or it ends the process: neither falls between two bytecodes
+        if callable(handler) and not isinstance(handler, _Handler):
+            signal.signal(signal.SIGINT, _Handler(self, handler))
+
+    def give_back(self) -> None:
+        """Put the user's handler back, and tell it what it has missed."""
+        if not _on_main_thread():
+            return  # ours may stay: without a session it calls theirs
+        handler = signal.getsignal(signal.SIGINT)
+        if isinstance(handler, _Handler):
+            signal.signal(signal.SIGINT, handler.theirs)
+        self.let_through()
+
+    def arrived(self, frame: FrameType | None) -> None:
+        """SIGINT has come, while the main thread was in this frame."""
+        again, self._sent_again = self._sent_again, False
+        if again and not self._pending:
+            return  # told while it was on its way
+        if self._waiting or (not self._depth and _in_users_code(frame)):
+            self._tell(frame)
+            return
+        self._pending = True
+        if not self._depth:
+            self._remind()
+
+    def let_through(self) -> None:
+        """Here nothing is half done: call the user's handler if SIGINT has come meanwhile."""
+        if self._pending and not self._depth and _on_main_thread():
+            self._tell(sys._getframe(1))
+
+    def _tell(self, frame: FrameType | None) -> None:
+        self._pending = False
+        handler: Any = signal.getsignal(signal.SIGINT)
+        if isinstance(handler, _Handler):
+            handler = handler.theirs
+        before = self._depth, self._waiting
+        self._depth, self._waiting = 0, False  # the handler may use the session
+        try:
+            if callable(handler):
+                handler(signal.SIGINT, frame)
+            elif handler == signal.SIG_DFL:
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            self._depth, self._waiting = before
+
+    def _remind(self) -> None:
+        """Send the signal again until it has met the user's code."""
+        if not self._reminding:
+            self._reminding = True
+            # Not threading.Thread: the signal may have come in the midst of its bookkeeping.
+            _thread.start_new_thread(self._send_again, (threading.main_thread(),))
+
+    def _send_again(self, main: threading.Thread) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            if not self._pending:
+                break
+            if not self._depth and main.ident is not None:
+                self._sent_again = True
+                signal.pthread_kill(main.ident, signal.SIGINT)
+        self._reminding = False
+        if self._pending:  # it came between the last two lines
+            self._remind()
+
+    def forked(self) -> None:
+        """In a child there is no thread that reminds, and what was pending is the parent's."""
+        self._pending = self._reminding = self._sent_again = False
+
+    # -- blocks ------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._depth == 0:
-            handler = signal.getsignal(signal.SIGINT)
-            if not callable(handler):
-                return  # ignored, or it ends the process: neither falls between two bytecodes
-            self._theirs = handler
-            signal.signal(signal.SIGINT, self._note)
-        self._depth += 1
+        if _on_main_thread():
+            self.adopt()
+            self._depth += 1
 
     def __exit__(
         self,
@@ -38,32 +162,24 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._depth == 0 or threading.current_thread() is not threading.main_thread():
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self._let_through()
+        if _on_main_thread():
+            self._depth -= 1
+            self.let_through()
 
     def wait(self, poller: Any, milliseconds: float) -> Any:
-        """``poller.poll(milliseconds)``, which SIGINT may end."""
-        if self._depth == 0 or threading.current_thread() is not threading.main_thread():
+        """``poller.poll(milliseconds)``, which SIGINT may end, unless it only looks."""
+        if milliseconds <= 0 or not _on_main_thread():
             return poller.poll(milliseconds)
+        before, self._waiting = self._waiting, True
         try:
-            self._let_through()
+            if self._pending:
+                self._tell(sys._getframe())
             return poller.poll(milliseconds)
         finally:
-            signal.signal(signal.SIGINT, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._pending = True
-
-    def _let_through(self) -> None:
-        """Put the user's handler back, and tell it what it has missed."""
-        pending, self._pending = self._pending, False
-        signal.signal(signal.SIGINT, self._theirs)
-        if pending:
-            signal.raise_signal(signal.SIGINT)
+            self._waiting = before
 
 
 HOLD = Hold()
 """SIGINT belongs to the process, so there is one of these."""
+
+os.register_at_fork(after_in_child=HOLD.forked)

@@ -20,14 +20,14 @@ class Uploads:
 
     def __init__(self, arena: Arena | None, readers: int, threshold: int) -> None:
         self._arena, self._readers, self._threshold = arena, readers, threshold
-        self._puts: list[Put] = []
-        self._buffers: list[Buffer] = []
+        #: each with its bytes, unless they lie in the arena
+        self._waiting: list[tuple[Put, Buffer | None]] = []
         #: offset in the arena -> workers that have not read it yet
         self._unread: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self._puts)
+        return bool(self._waiting)
 
     def add(self, key: int, source: torch.Tensor, meta: TensorMeta) -> None:
         """Copy a tensor now. The workers will call it ``key``; its layout will be ``meta``'s."""
@@ -36,19 +36,17 @@ class Uploads:
             room = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
             room.as_strided(meta.shape, meta.stride).copy_(source)
             self._unread[slot.offset] = self._readers
-            self._puts.append(Put(key, meta, slot.offset))
+            self._waiting.append((Put(key, meta, slot.offset), None))
         else:
             host = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
             host.copy_(source)
             flat = host.as_strided((meta.numel,), (1,)) if meta.numel else host.reshape(0)
-            self._puts.append(Put(key, meta))
-            self._buffers.append(flat.view(torch.uint8).numpy().tobytes())
+            self._waiting.append((Put(key, meta), flat.view(torch.uint8).numpy().tobytes()))
 
     def take(self) -> tuple[list[Put], list[Buffer]]:
         """What is to be sent now, with the bytes of what is not in the arena."""
-        taken = self._puts, self._buffers
-        self._puts, self._buffers = [], []
-        return taken
+        taken, self._waiting = self._waiting, []
+        return [put for put, _ in taken], [data for _, data in taken if data is not None]
 
     def was_read(self, offset: int) -> None:
         """A worker has read what lies in the arena at ``offset``."""
