@@ -12,7 +12,8 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.shapes import Results, Shapes
+from lazygt.graph.rules.base import Results
+from lazygt.graph.shapes import Shapes
 
 _LIMIT = 50_000
 
@@ -38,7 +39,7 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        """Metas of the fresh results and of the written tensors; None when only values can tell.
+        """What an op's results will look like; None when only values can tell.
 
         Args:
             args, kwargs: with Ref for tensors and Param for run-time numbers.

@@ -35,9 +35,10 @@ def new_step(
     Raises:
         Exception: torch's own, when the op can't take such arguments.
     """
-    node = _node(recorder, stretch, f, args, kwargs)
+    node, numbers = _node(recorder, stretch, f, args, kwargs)
     recorder.note_miss(stretch, key, f, user_mark(1))
     step = Step(stretch.step, key, node, facts=f)
+    step.numbers = numbers
     step.forward = _link_backward(recorder.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
     step.itself = f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
@@ -48,8 +49,8 @@ def new_step(
 
 def _node(
     recorder: Recorder, stretch: Stretch, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Node:
-    """The op with its results' metas; dynamic where only values can tell them."""
+) -> tuple[Node, tuple[int, ...]]:
+    """The op with its results' metas, and the ints it returns; dynamic where only values tell."""
     metas: dict[int, TensorMeta] = {}
     params = itertools.count(stretch.step.params)
 
@@ -71,8 +72,9 @@ def _node(
     if not (f.dynamic or _masked_index(f, args)):
         results = recorder.inference.results(f, targs, tkwargs, metas, stretch.params)
         if results is not None:
-            return Node(f.name, targs, tkwargs, results[0], targets, results[1])
-    return Node(f.name, targs, tkwargs, (), targets, (), dynamic=True)
+            node = Node(f.name, targs, tkwargs, results.fresh, targets, results.written)
+            return node, results.ints
+    return Node(f.name, targs, tkwargs, (), targets, (), dynamic=True), ()
 
 
 def _link_backward(forward: dict[int, int], number: int) -> int:

@@ -43,6 +43,8 @@ class Recorder:
     def __init__(self, shipper: Shipper, trie: Trie, worker_device: str) -> None:
         self.shipper = shipper
         self.trie = trie
+        #: what the workers compute on
+        self.worker_device = worker_device
         self.inference = Inference(worker_device)
         self.generator = SessionGenerator(self, worker_device)
         self.lock = threading.RLock()
@@ -93,6 +95,12 @@ class Recorder:
         except BaseException:
             self.stretch.settle()  # again: Ctrl-C may have ended that
             raise
+
+    def record_plain(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """Record an op as it is, past what ``special`` does with it."""
+        return self._record(facts(func), func, args, kwargs)
 
     def _record(
         self,
@@ -332,7 +340,7 @@ class Recorder:
             self.show(index, meta) if meta is not None else None
             for index, meta in enumerate(node.fresh, step.first)
         ]
-        return returned(f, args, kwargs, made)
+        return returned(f, args, kwargs, made, step.numbers)
 
     def resized(self, t: LazyTensor, meta: TensorMeta) -> None:
         """``out=`` gave a tensor another shape: it shows a cell of its own from here on."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts
@@ -209,6 +211,51 @@ def _same_shape_view(
     return NotImplemented
 
 
+# -- what depends on the kind of device ------------------------------------------------------
+
+
+def _histc(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whole numbers: torch counts them on GPUs only, and libraries do so on all but the CPU."""
+    dtype = args[0].dtype
+    if recorder.worker_device != "cpu" or dtype not in _INTEGERS:
+        return NotImplemented
+    wide = recorder.record(aten._to_copy.default, (args[0],), {"dtype": torch.float64})
+    counts = recorder.record(func, (wide, *args[1:]), kwargs)
+    return recorder.record(aten._to_copy.default, (counts,), {"dtype": dtype})
+
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def _group_norm(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Note by its statistics what the layout was: the backward formula makes all row-major."""
+    made = recorder.record_plain(func, args, kwargs)
+    form = suggest_memory_format(args[0])
+    if recorder.worker_device == "cpu" and form != torch.contiguous_format:
+        _CHANNELS_LAST[made[1]._cell] = form
+    return made
+
+
+def _group_norm_backward(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """On a CPU torch's formula keeps the layout of what was normalised."""
+    grad, source, mean, *rest = args
+    form = _CHANNELS_LAST.get(mean._cell)
+    if form is None:
+        return NotImplemented
+    laid = [
+        recorder.record(aten.clone.default, (t,), {"memory_format": form}) for t in (grad, source)
+    ]
+    return recorder.record_plain(func, (*laid, mean, *rest), kwargs)
+
+
+#: Cell of a group norm's means -> the layout of what was normalised.
+_CHANNELS_LAST: WeakKeyDictionary[Cell, torch.memory_format] = WeakKeyDictionary()
+
+
 _HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten._to_copy.default: _to_copy,
@@ -218,6 +265,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.view.default: _same_shape_view,
+    aten.histc.default: _histc,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
     aten.as_strided.default: _as_strided,
     aten.resize_.default: _resize,
     aten.set_.source_Tensor: _set_source,

@@ -98,16 +98,25 @@ def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [t for t in found if t is not None]
 
 
-def returned(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
-    """What an op returns, out of its fresh handles and the tensors it wrote."""
+def returned(
+    f: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: list[Any],
+    ints: tuple[int, ...] = (),
+) -> Any:
+    """What an op returns, out of its fresh handles, the tensors it wrote, and its numbers."""
     if f.outputs == ("fl",):
         return made
     out: list[Any] = []
+    numbers = iter(ints)
     single = sum(kind != "fl" for kind in f.outputs)
     for position, kind in enumerate(f.outputs):
         if kind[0] == "w":
             which = returned_write(f, position)
             out.append(kwargs[which] if isinstance(which, str) else args[which])
+        elif kind == "i":
+            out.append(next(numbers))
         elif kind == "fl":
             taken = len(made) - (single - len(out))
             out.append(made[:taken])

@@ -27,6 +27,7 @@ class Step:
         links: for an op that returns views: what its handles keep of it, once some were made.
         full: the stretch is so long here that it has to be flushed.
         node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
+        numbers: ints that the op returns besides tensors.
         input: the meta of the input that enters here; None for an op.
         forward: for a backward op, the number of the forward op in the same stretch, or -1.
         backward: autograd ran it.
@@ -51,6 +52,7 @@ class Step:
         "make",
         "nbytes",
         "node",
+        "numbers",
         "ops",
         "params",
         "parent",
@@ -79,6 +81,7 @@ class Step:
         self.itself = False
         self.links: tuple[ViewStep, ...] | None = None
         self.make: TensorMeta | None = None
+        self.numbers: tuple[int, ...] = ()
         self.forward = -1
         self.backward = False
         if node is not None:

@@ -13,7 +13,8 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Param, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.rules import RULES, WRITING_RULES
-from lazygt.graph.shapes import Results, Shapes
+from lazygt.graph.rules.base import Results
+from lazygt.graph.shapes import Shapes
 from lazygt.infer import Inference
 from lazygt.runtime.executors.eager import _compiled
 from tests.versions import TORCH
@@ -475,8 +476,8 @@ def test_learned_dtypes_keep_kinds_of_numbers_apart() -> None:
     shapes = Shapes()
     whole = rows((2, 3), torch.int64)
     by_int = Recorded("aten.mul.Tensor", [whole, 2], {})
-    shapes.learn(*by_int.call, ((whole,), ()))
-    assert shapes.results(*by_int.call) == ((whole,), ())
+    shapes.learn(*by_int.call, Results((whole,)))
+    assert shapes.results(*by_int.call) == Results((whole,))
     assert shapes.results(*Recorded("aten.mul.Tensor", [whole, 2.0], {}).call) is None
     assert shapes.results(*Recorded("aten.mul.Tensor", [whole, True], {}).call) is None
 
@@ -484,7 +485,7 @@ def test_learned_dtypes_keep_kinds_of_numbers_apart() -> None:
 def test_a_layout_that_no_rule_foresees_is_not_learned() -> None:
     shapes, recorded = Shapes(), Recorded("aten.relu.default", [rows((2, 3))], {})
     turned = TensorMeta((2, 3), (1, 2), torch.float32)
-    shapes.learn(*recorded.call, ((turned,), ()))
+    shapes.learn(*recorded.call, Results((turned,)))
     assert shapes.results(*recorded.call) is None
 
 

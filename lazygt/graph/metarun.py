@@ -12,15 +12,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lazygt.graph.layouts import relaid
 from lazygt.graph.meta import TensorMeta
+from lazygt.graph.metakernels import META_KERNELS
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
-
-#: Metas of the fresh results, and of the written tensors.
-Results = tuple[tuple[TensorMeta | None, ...], tuple[TensorMeta, ...]]
+from lazygt.graph.rules.base import Results
 
 
 def run_on_metas(
@@ -31,7 +30,7 @@ def run_on_metas(
     params: Sequence[Any],
     device_type: str,
 ) -> Results | None:
-    """Metas of the fresh results and of the written tensors; None when only values can tell.
+    """What an op's results will look like; None when only values can tell.
 
     Args:
         args, kwargs: with Ref for tensors and Param for run-time numbers.
@@ -42,7 +41,7 @@ def run_on_metas(
     Raises:
         Exception: torch's own, when the op does not take such arguments.
     """
-    by_device = f.name in BY_DEVICE
+    by_device = _by_device(f, metas, device_type)
     device = torch.device(device_type if by_device else "meta")
     made: list[torch.Tensor] = []
 
@@ -60,32 +59,88 @@ def run_on_metas(
         margs = [leaf(arg) for arg in args]
         mkwargs = {name: leaf(arg) for name, arg in kwargs}
         try:
-            returned = f.func(*margs, **mkwargs)
+            returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
         except NotImplementedError:
             if f.outputs:
                 return None
             returned = None  # it has no meta kernel, and no result but what it writes
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, made)
-    written = [margs[i] for i in f.writes if i < len(margs)]
-    written += [mkwargs[name] for name in f.writes_named if name in mkwargs]
-    written_metas = tuple(TensorMeta.of(t) for t in _flat(written) if t is not None)
+    found = _described(f, returned, margs, mkwargs)
+    fresh = _corrected(f, list(found.fresh), made, device_type)
+    wide = _widened(metas) if f.pointwise and f.outputs == ("f",) else None
+    if wide is not None:
+        again = run_on_metas(f, args, kwargs, wide, params, device_type)
+        fresh = [_with_strides(fresh[0], again)]
+    return found._replace(fresh=tuple(fresh))
+
+
+def _described(
+    f: OpFacts, returned: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Results:
+    """What an op returned and wrote, as metas."""
+    written = [args[i] for i in f.writes if i < len(args)]
+    written += [kwargs[name] for name in f.writes_named if name in kwargs]
     items = (returned,) if len(f.outputs) == 1 else tuple(returned or ())
     fresh: list[TensorMeta | None] = []
     for kind, item in zip(f.outputs, items, strict=True):
         if kind[0] in "fv":
             fresh.extend(None if t is None else TensorMeta.of(t) for t in _flat([item]))
-    if f.name in _NORMS and device_type == "cpu":
-        _mixed_statistics(made, fresh)
-    if f.name in _BATCH_NORMS and device_type == "cpu" and fresh[0] is not None:
-        source = made[1 if "backward" in f.name else 0]
-        fresh[0] = TensorMeta.of(
-            torch.empty_like(source, memory_format=suggest_memory_format(source))
-        )
-    if f.name == _CPU_ATTENTION and made[0].dtype == torch.float64 and fresh[1] is not None:
-        fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
-    return tuple(_rooted(f, fresh)), written_metas
+    return Results(
+        tuple(_rooted(f, fresh)),
+        tuple(TensorMeta.of(t) for t in _flat(written) if t is not None),
+        tuple(int(item) for kind, item in zip(f.outputs, items, strict=True) if kind == "i"),
+    )
 
+
+def _corrected(
+    f: OpFacts, fresh: list[TensorMeta | None], operands: list[torch.Tensor], device_type: str
+) -> list[TensorMeta | None]:
+    """What torch's meta kernels get wrong, put right."""
+    if f.name in _NORMS and device_type == "cpu":
+        _mixed_statistics(operands, fresh)
+    if f.name == _CPU_ATTENTION and operands[0].dtype == torch.float64 and fresh[1] is not None:
+        fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
+    return relaid(f.name, device_type, operands, fresh)
+
+
+def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | None:
+    """``meta`` with the strides of the one result that another run of its op has."""
+    like = None if of is None else of.fresh[0]
+    if meta is None or like is None:
+        return meta
+    return TensorMeta(meta.shape, like.stride, meta.dtype)
+
+
+def _by_device(f: OpFacts, metas: Mapping[int, TensorMeta], device_type: str) -> bool:
+    """Whether the results depend on the kind of device.
+
+    Norms are told apart on CPUs only. On fake tensors of a GPU their decompositions would write
+    in place, which torch refuses where it was built without CUDA.
+    """
+    if f.name in _CONVOLUTIONS:
+        return device_type == "cpu" and not all(meta.plain for meta in metas.values())
+    return f.name in BY_DEVICE and (device_type == "cpu" or f.name not in _NORMS)
+
+
+def _widened(metas: Mapping[int, TensorMeta]) -> Mapping[int, TensorMeta] | None:
+    """The operands in single precision, where an expanded one is of half precision.
+
+    torch's meta kernels convert such operands first, and the converted ones are row-major; its
+    kernels do not, and lay their result out as for any other dtype.
+    """
+    halves = [meta for meta in metas.values() if meta.dtype in (torch.float16, torch.bfloat16)]
+    if all(all(meta.stride) for meta in halves):
+        return None
+    return {
+        index: TensorMeta(meta.shape, meta.stride, torch.float32, meta.offset)
+        if meta.dtype in (torch.float16, torch.bfloat16)
+        else meta
+        for index, meta in metas.items()
+    }
+
+
+_CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 
 #: Ops whose meta kernels let pass what their other kernels refuse: tensors of several dtypes.
 _ONE_DTYPE = frozenset(
@@ -104,23 +159,7 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
 #: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
-#: Ops whose meta kernels keep the strides of what is normalised (a gradient's operand 1, else 0).
-#: On a CPU their result 0 is row-major, or channels-last.
-_BATCH_NORMS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "native_batch_norm.default",
-        "native_batch_norm_backward.default",
-        "batch_norm_backward.default",
-        "_native_batch_norm_legit.default",
-        "_native_batch_norm_legit.no_stats",
-        "_native_batch_norm_legit_no_training.default",
-        "_batch_norm_with_update.default",
-        "_batch_norm_no_update.default",
-    )
-)
-
-#: Their results 1 and 2 are the mean and the inverse deviation.
+#: Norms whose results 1 and 2 are the mean and the inverse deviation.
 _NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)
 
 

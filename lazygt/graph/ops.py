@@ -87,6 +87,10 @@ OPAQUE_RESULTS: dict[str, tuple[int, ...]] = {
     "aten.mkldnn_rnn_layer.default": (3,),
     "aten._cudnn_rnn.default": (3, 4),
     "aten.cudnn_batch_norm.default": (3,),
+    "aten._scaled_dot_product_flash_attention.default": (4, 5, 6),
+    "aten._scaled_dot_product_efficient_attention.default": (2, 3),
+    "aten._scaled_dot_product_cudnn_attention.default": (4, 5, 6),
+    "aten._scaled_dot_product_fused_attention_overrideable.default": (4, 5, 6),
 }
 
 #: Their results' sizes depend on values only when an index is a mask.
@@ -141,7 +145,8 @@ class OpFacts:
             i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
         )
         self.writes_named = tuple(a.name for a in arguments if a.kwarg_only and _is_written(a))
-        #: one letter a return: f(resh), w(ritten argument), v(iew); p(ython value); l = list
+        #: one letter a return: f(resh), w(ritten argument), v(iew); i(nt that the shapes tell),
+        #: p(ython value that they do not); l = list
         self.outputs = tuple(_return_kind(r) for r in schema.returns)
         self.views = any("v" in kind for kind in self.outputs)
         self.one_view = self.outputs == ("v",)
@@ -175,7 +180,7 @@ def _is_written(argument: Any) -> bool:
 def _return_kind(ret: Any) -> str:
     kind = str(ret.type)
     if "Tensor" not in kind:
-        return "p"
+        return "i" if kind == "int" else "p"
     listed = "l" if kind.startswith("List") else ""
     if ret.alias_info is None:
         return "f" + listed

@@ -18,9 +18,8 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.rules import RULES, WRITING_RULES
-from lazygt.graph.rules.base import Metas, Rule, broadcast, is_rows, rows
+from lazygt.graph.rules.base import Metas, Results, Rule, broadcast, is_rows, rows
 
-Results = tuple[Metas, tuple[TensorMeta, ...]]
 Named = tuple[tuple[str, Arg], ...]
 
 _LEARNED_LIMIT = 10_000
@@ -51,11 +50,11 @@ class Shapes:
         rule = RULES.get(f.name)
         if rule is not None:
             found = _ask(rule, args, kwargs, metas, params)
-            return None if found is None else (found, ())
+            return None if found is None else Results(found)
         rule = WRITING_RULES.get(f.name)
         if rule is not None:
             found = _ask(rule, args, kwargs, metas, params)
-            return None if found is None else ((), found)  # type: ignore[return-value]
+            return None if found is None else Results((), found)  # type: ignore[arg-type]
         key = _pointwise_key(f, args, kwargs, metas, params)
         dtype = self._learned.get(key) if key is not None else None
         return None if dtype is None else _pointwise(f, args, metas, dtype)
@@ -75,7 +74,7 @@ class Shapes:
         key = _pointwise_key(f, args, kwargs, metas, params)
         if key is None or key in self._learned:
             return
-        made = (found[0] or found[1])[0]
+        made = (found.fresh or found.written)[0]
         right = made is not None and _pointwise(f, args, metas, made.dtype) == found
         self._learned[key] = made.dtype if made is not None and right else None
 
@@ -149,6 +148,6 @@ def _pointwise(
     if shape is None:
         return None
     if f.outputs == ("f",):
-        return (rows(shape, dtype),), ()
+        return Results((rows(shape, dtype),))
     target = metas[args[0].index]
-    return ((), (target,)) if target.shape == shape else None
+    return Results((), (target,)) if target.shape == shape else None

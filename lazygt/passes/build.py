@@ -29,9 +29,10 @@ from lazygt.graph.label import (
     shard_bounds,
 )
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
-from lazygt.graph.metarun import Results, run_on_metas
+from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, writing_facts
+from lazygt.graph.rules.base import Results
 from lazygt.passes.apart import in_groups
 from lazygt.passes.arguments import changed, numbers, schema, tuples, with_operands, written_by
 
@@ -141,8 +142,8 @@ class Builder:
         found = self._infer(f, args, kwargs)
         if found is None:
             raise GraphError(f"{name}: its results' shapes depend on values; run it on whole ones")
-        fresh, written = found
-        return self.add(Node(name, args, kwargs, fresh, written_by(f, args, kwargs), written))
+        targets = written_by(f, args, kwargs)
+        return self.add(Node(name, args, kwargs, found.fresh, targets, found.written))
 
     def rerun(self, node: Node, operands: Sequence[Ref], **changes: Any) -> tuple[Ref | None, ...]:
         """Add ``node``'s op on other operands, with some arguments changed by name."""

@@ -30,9 +30,11 @@ def twin(value: torch.Tensor) -> torch.Tensor:
     made = value.clone()
     if made.stride() == value.stride():
         return made
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    ).copy_(value)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    # torch refuses to write an expanded tensor, of which several elements are one
+    once = tuple([slice(None) if step else slice(0, 1) for step in value.stride()])
+    made[once].copy_(value[once])
+    return made
 
 
 def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

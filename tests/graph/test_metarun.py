@@ -32,3 +32,78 @@ def test_batch_norms_of_permuted_operands_have_the_kernels_strides(
 
     with lazygt.session(executor="inline"):
         assert strides(whole.to("lazygt").permute(*dims)) == strides(whole.permute(*dims))
+
+
+@pytest.mark.parametrize("dims", [(0, 3, 1, 2), (0, 2, 3, 1), (0, 1, 3, 2)], ids=str)
+def test_group_norms_of_permuted_operands_have_the_kernels_strides_and_bits(
+    dims: Sequence[int],
+) -> None:
+    whole = torch.randn(2, 4, 4, 4)
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.permute(*dims).detach().requires_grad_()
+        made = nn.functional.group_norm(x, 2)
+        (grad,) = torch.autograd.grad(made.square().sum(), x)
+        return [made, grad]
+
+    expected = run(whole)
+    with lazygt.session(executor="inline", compile="off"):
+        for mine, theirs in zip(run(whole.to("lazygt")), expected, strict=True):
+            assert mine.stride() == theirs.stride()
+            assert torch.equal(mine.cpu(), theirs)
+
+
+def test_what_follows_a_channels_last_convolution_may_be_viewed_as_in_eager_torch() -> None:
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    weight = torch.randn(4, 3, 3, 3)
+
+    def run(image: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        made = nn.functional.conv2d(image, weight)
+        return [made, torch.empty_like(made), made.permute(0, 2, 3, 1).view(2, 36, 4)]
+
+    expected = [t.stride() for t in run(image, weight)]
+    with lazygt.session(executor="inline"):
+        assert [t.stride() for t in run(image.to("lazygt"), weight.to("lazygt"))] == expected
+
+
+def test_half_precision_products_with_expanded_operands_are_not_row_major() -> None:
+    with lazygt.session(executor="inline"):
+        one, x = torch.ones((), dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16).t()
+        made = one.expand(2, 3) * x
+        assert made.stride() == (1, 2)
+        assert made.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_norms_and_convolutions_train_for_gpus_from_a_client_without_one(
+    layout: torch.memory_format,
+) -> None:
+    with lazygt.session(executor="dry", device="cuda") as s:
+        x = torch.randn(4, 8, 6, 6).to(memory_format=layout).requires_grad_()
+        made = nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))(x)
+        assert made.is_contiguous(memory_format=layout)
+        made.sum().backward()
+        assert x.grad is not None
+        assert x.grad.is_contiguous(memory_format=layout)
+        assert s.stats()["flushes"] == {"backward": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_on_gpus_needs_no_sync_point(dtype: torch.dtype) -> None:
+    with lazygt.session(executor="dry", device="cuda") as s:
+        q, k, v = (torch.randn(2, 4, 16, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+        x = q
+        for _ in range(3):
+            x = nn.functional.scaled_dot_product_attention(x, k, v, is_causal=True)
+        x.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+        assert s.stats()["flushes"] == {"backward": 1}
+
+
+def test_copies_of_expanded_values_are_expanded() -> None:
+    """An output that shares memory with what outlives the run is copied out."""
+    with lazygt.session(executor="inline"):
+        x = torch.arange(3.0).expand(4, 3)
+        chunks = torch.unsafe_chunk(x, 2)
+        assert [c.tolist() for c in chunks] == [[[0.0, 1.0, 2.0]] * 2] * 2

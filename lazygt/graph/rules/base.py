@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,21 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 
 Metas = tuple[TensorMeta | None, ...]
 Shape = tuple[int, ...]
+
+
+class Results(NamedTuple):
+    """What is known of an op's results before they are computed.
+
+    Attributes:
+        fresh, written: metas of the tensors it returns anew, and of those it writes.
+        ints: the numbers it returns among them.
+    """
+
+    fresh: Metas
+    written: tuple[TensorMeta, ...] = ()
+    ints: tuple[int, ...] = ()
+
+
 #: The metas of an op's fresh results, or of its first argument once it is written.
 Rule = Callable[..., Metas | None]
 

@@ -148,10 +148,14 @@ class Careful:
         return kernels.write_back(base, value, node.args[2])
 
     def _new(self, node: Node, returned: Any) -> list[Any]:
-        """What an op returned, without the tensors that it only wrote."""
+        """What an op returned, without the tensors that it only wrote.
+
+        Ints are told of a data-dependent op only; of others the client knows them.
+        """
         kinds = self.output_kinds(node)
         items = (returned,) if len(kinds) == 1 else tuple(returned or ())
-        return [item for kind, item in zip(kinds, items, strict=True) if kind[0] != "w"]
+        known = "w" if node.dynamic else "wi"
+        return [item for kind, item in zip(kinds, items, strict=True) if kind[0] not in known]
 
     def _fresh(self, node: Node, returned: Any) -> list[Any]:
         if not node.fresh:

@@ -239,7 +239,7 @@ class _Generator:
         singles = sum(1 for kind in kinds if kind in ("f", "v"))
         parts = []
         for kind in kinds:
-            if kind[0] == "w":
+            if kind[0] in "wi":
                 parts.append("_")
             elif kind in ("f", "v"):
                 parts.append(f"v{fresh.pop(0)}")

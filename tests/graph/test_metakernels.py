@@ -1,0 +1,108 @@
+"""lazygt's own meta kernels say what torch's kernels do, errors included."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import lazygt
+from lazygt.graph.metakernels import META_KERNELS
+
+OFFSETS = torch.tensor([2, 4, 8], dtype=torch.int32)
+FACTORS = {
+    "rows": torch.zeros(8, 8),
+    "wide rows": torch.zeros(8, 16),
+    "rows that are not aligned": torch.zeros(8, 5),
+    "long columns": torch.zeros(16, 8),
+    "columns": torch.zeros(16, 8).t(),
+    "a stack": torch.zeros(3, 8, 8),
+    "a stack of columns": torch.zeros(3, 16, 8).transpose(1, 2),
+    "another stack": torch.zeros(2, 8, 8),
+    "every second column": torch.zeros(8, 16)[:, ::2],
+    "an expanded row": torch.zeros(1, 8).expand(8, 8),
+    "a vector": torch.zeros(8),
+}
+REFUSED = {"a vector", "rows that are not aligned", "every second column", "an expanded row"}
+KINDS = [torch.float32, torch.bfloat16]
+
+
+def outcome(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        made = kernel(*args, **kwargs)
+    except RuntimeError as error:
+        return str(error)
+    return tuple(made.shape), made.stride(), made.dtype
+
+
+def of(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same strides in another dtype."""
+    whole = torch.zeros(t.untyped_storage().nbytes() // 4, dtype=dtype)
+    return whole.as_strided(t.shape, t.stride())
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_grouped_product_takes_what_torchs_kernel_takes(name: str) -> None:
+    kernel = torch.ops.aten._grouped_mm.default
+    own = META_KERNELS["aten._grouped_mm.default"]
+    made = 0
+    for b, kind, offsets, extra in product(
+        FACTORS.values(),
+        KINDS,
+        (OFFSETS, None, OFFSETS.long(), OFFSETS[:2], OFFSETS[None]),
+        ({}, {"out_dtype": torch.bfloat16}, {"bias": torch.zeros(8)}),
+    ):
+        args = (of(FACTORS[name], kind), of(b, kind), offsets)
+        expected = outcome(kernel, *args, **extra)
+        shown = tree_map(
+            lambda t: (
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                if isinstance(t, torch.Tensor)
+                else t
+            ),
+            (args, extra),
+        )
+        assert outcome(own, *shown[0], **shown[1]) == expected
+        made += not isinstance(expected, str)
+    assert bool(made) == (name not in REFUSED)
+
+
+def test_factors_of_a_grouped_product_are_of_one_dtype() -> None:
+    with lazygt.session(executor="inline"):
+        a, b = torch.zeros(8, 8), torch.zeros(3, 8, 8, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="to have the same dtype, but got: float != c10::BF"):
+            torch.nn.functional.grouped_mm(a, b, offs=OFFSETS.to("lazygt"))
+
+
+def test_a_mixture_of_experts_is_one_stretch_and_has_eager_torchs_bits() -> None:
+    torch.manual_seed(0)
+    weights, x, probabilities = torch.randn(4, 16, 8), torch.randn(12, 8), torch.randn(12, 4)
+
+    def loss_and_gradient(w: torch.Tensor, x: torch.Tensor, chances: torch.Tensor) -> Any:
+        w = w.detach().requires_grad_()
+        chosen = chances.argmax(1)
+        order = chosen.argsort(stable=True)
+        asked = chosen.float() if w.device.type == "cpu" else chosen.int()
+        counts = torch.histc(asked, bins=4, min=0, max=3)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        out = torch.nn.functional.grouped_mm(x[order], w.transpose(1, 2), offs=ends)
+        loss = out.square().sum()
+        loss.backward()
+        return loss, w.grad, counts
+
+    expected = loss_and_gradient(weights, x, probabilities)
+    with lazygt.session(executor="inline", compile="off") as s:
+        found = loss_and_gradient(*(t.to("lazygt") for t in (weights, x, probabilities)))
+        assert s.stats()["flushes"] == {"backward": 1}
+        assert found[2].dtype == torch.int32
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
+
+
+def test_a_copy_that_is_no_view_is_made() -> None:
+    with lazygt.session(executor="inline"):
+        x = torch.arange(6.0).reshape(2, 3).t()
+        assert torch.view_copy(x, [6]).tolist() == [0, 3, 1, 4, 2, 5]
