@@ -36,7 +36,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
     It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
     """
-    if not (_open and any(type(t) is LazyTensor for t in outputs)):
+    if not (_open and any(isinstance(t, LazyTensor) for t in outputs)):
         return _engine_run_backward(outputs, *args, **kwargs)
     active = _open[-1].recorder
     nested = _autograd_node() is not None
@@ -80,6 +80,9 @@ def carrier(active: Recorder, error: BaseException) -> Any:
 def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
     """A hook whose exceptions go aside while autograd runs; it returns ``instead()`` then."""
 
+    if getattr(hook, "is_deferring", False):
+        return hook
+
     @functools.wraps(hook, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         active = _open[-1].recorder if _open else None
@@ -93,6 +96,7 @@ def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable
             _put_aside(active, error)
             return instead()
 
+    call.is_deferring = True  # type: ignore[attr-defined]
     return call
 
 
@@ -124,6 +128,16 @@ def install() -> None:
     saved.__init__ = init
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         setattr(LazyTensor, name, _registering(getattr(torch.Tensor, name)))
+
+
+def defer_hooks(t: torch.Tensor) -> None:
+    """Give a tensor that changed its TensorImpl the hooks registered on it before, deferring."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(t, name)
+        if hooks is not None:
+            for number, hook in hooks.items():
+                hooks[number] = _deferring(hook, _nothing)
+            setattr(t, name, hooks)  # torch hands them to the TensorImpl
 
 
 def _registering(register: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt import backward, factories, tensor
+from lazygt import backward, factories, identity, subclasses, tensor
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
 from lazygt.opened import NAME, OpenSession, recorder
@@ -43,6 +43,7 @@ def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     HOLD.adopt()
     _open.append(session)
+    identity.patch()
     if session.config.default_device:
         factories.patch()
 
@@ -51,6 +52,8 @@ def close_session(session: OpenSession) -> None:
     """Undo ``open_session``."""
     if session in _open:
         _open.remove(session)
+    if not _open:
+        identity.unpatch()
     if not any(s.config.default_device for s in _open):
         factories.unpatch()
 
@@ -63,6 +66,7 @@ def _workers_device() -> str:
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
     _open.clear()
+    identity.unpatch()
     factories.unpatch()
 
 
@@ -297,6 +301,8 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
     backward.install()
+    identity.install()
+    subclasses.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

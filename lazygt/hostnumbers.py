@@ -23,7 +23,7 @@ class _NotHost(Exception):
 def is_host(tensors: list[Any]) -> bool:
     """Whether a list begins with a host number."""
     first = tensors[0] if tensors else None
-    return type(first) is LazyTensor and first._cell.host is not None
+    return isinstance(first, LazyTensor) and first._cell.host is not None
 
 
 def compute(

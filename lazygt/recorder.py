@@ -26,13 +26,23 @@ from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
 from lazygt.misses import NUMBERS, new_step
 from lazygt.stretch import Place, Shipper, Stretch, returned, written_tensors
-from lazygt.tensor import Cell, LazyTensor, meta_of, rebind, wrapper
+from lazygt.tensor import (
+    DEVICE_0,
+    STRIDED,
+    Cell,
+    LazyTensor,
+    make_wrapper,
+    meta_of,
+    rebind,
+    wrapper,
+)
 from lazygt.trie import Step, Trie
 
 Handler = Callable[..., Any]
 
 #: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
 _CALLER = 4
+_ref = weakref.ref
 #: Types whose values stand in a step's key as they are.
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 
@@ -157,8 +167,14 @@ class Recorder:
         make = step.make
         if make is not None:
             cell = Cell(self, serial, step.first, make)
-            stretch.owners.append(weakref.ref(cell))
-            return wrapper(make, cell, None)
+            stretch.owners.append(_ref(cell))
+            if not make.plain:
+                return wrapper(make, cell, None)
+            # ``wrapper`` written out: a call less an op
+            t = make_wrapper(LazyTensor, make.shape, None, None, None, make.dtype, STRIDED,
+                             DEVICE_0)  # fmt: skip
+            t.__dict__ = {"_cell": cell, "_view": None}
+            return t
         if step.itself and args[0]._view is None:
             cell = args[0]._cell
             stretch.owners.append(weakref.ref(cell))
@@ -194,7 +210,7 @@ class Recorder:
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):
-            return self.index_of(self.foreign(a, f))
+            return self.index_of(a if isinstance(a, LazyTensor) else self.foreign(a, f))
         if kind is torch.device:
             return DEVICE
         if isinstance(a, torch.Generator):

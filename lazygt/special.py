@@ -39,7 +39,7 @@ def handler_of(f: OpFacts) -> Handler | None:
 
 def is_whole(t: Any) -> bool:
     """Whether a handle shows all of its cell, in the cell's own layout."""
-    return type(t) is LazyTensor and t._view is None
+    return isinstance(t, LazyTensor) and t._view is None
 
 
 # -- values that come and go ---------------------------------------------------------------
@@ -87,7 +87,7 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return NotImplemented
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    torch.broadcast_shapes(source.shape, target.shape)
+    torch.broadcast_shapes(source.size(), target.shape)
     own = is_whole(target) and tuple(target.shape) == target._cell.meta.shape
     if own and not is_placed(target):
         recorder.fill(target, source.cpu())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -81,11 +81,15 @@ class View:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute."""
+    """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
 
-    __slots__ = ("_cell", "_view")
+    It has no slots, so that a CPU tensor's object can become one (``identity``).
+    """
+
     _cell: Cell
     _view: View | None
+    #: of the same tensor on the host; subclasses set it
+    _host_class: ClassVar[type] = torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -99,6 +103,10 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         """Set by device.py, where it is implemented."""
         raise RuntimeError("device 'lazygt' has not been registered")
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """A parameter: ``type(p)(values, requires_grad=...)`` is how libraries make one like p."""
+        return torch.nn.Parameter(data, requires_grad)
 
     # -- sync points that torch would refuse to a wrapper ---------------------------------
 
@@ -193,17 +201,19 @@ class LazyTensor(torch.Tensor):
         memo[id(self)] = twin
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
-        for name, value in self.__dict__.items():
-            setattr(twin, name, copy.deepcopy(value, memo))
+        for name, value in attributes(self).items():
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+        if type(self) is not LazyTensor:
+            object.__setattr__(twin, "__class__", type(self))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
         host = self._cell.recorder.host_copy(self)
-        if getattr(self, "_is_param", False):
-            parameter = torch.nn.Parameter(host, self.requires_grad)
-            return parameter.__reduce_ex__(protocol)
-        return host.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        twin: torch.Tensor = _make_subclass(host_class(self), host, self.requires_grad)
+        twin.__dict__.update(attributes(self))
+        twin.__dict__.pop("_is_param", None)
+        return twin.__reduce_ex__(protocol)
 
     def data_ptr(self) -> int:
         """Refused: the memory is another process's."""
@@ -224,9 +234,12 @@ class LazyTensor(torch.Tensor):
         return self
 
 
+#: What a lazy tensor has in its ``__dict__`` and one of the host has not.
+OF_LAZY = frozenset({"_cell", "_view"})
+_make_subclass = torch.Tensor._make_subclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_make_wrapper = torch.Tensor._make_wrapper_subclass
-_STRIDED = torch.strided
+make_wrapper = torch.Tensor._make_wrapper_subclass
+STRIDED = torch.strided
 #: The device by the name it has before device.py renames it.
 DEVICE_0 = torch.device("privateuseone", 0)
 
@@ -235,17 +248,29 @@ def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
     """A new handle."""
     # by position: torch takes twice as long to read keywords
     if meta.plain:
-        t = _make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, _STRIDED, DEVICE_0)
+        t = make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, STRIDED, DEVICE_0)
     else:
-        t = _make_wrapper(LazyTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype,
-                          _STRIDED, DEVICE_0)  # fmt: skip
+        t = make_wrapper(LazyTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype,
+                          STRIDED, DEVICE_0)  # fmt: skip
         if meta.conj:
             torch._C._set_conj(t, True)
         if meta.neg:
             torch._C._set_neg(t, True)
-    t._cell = cell
-    t._view = view
+    # a dictionary made so, and not by two assignments, is read in a third of the time
+    t.__dict__ = {"_cell": cell, "_view": view}
     return t
+
+
+def host_class(t: LazyTensor) -> type:
+    """The class of the same tensor on the host."""
+    if type(t) is LazyTensor and getattr(t, "_is_param", False):
+        return torch.nn.Parameter
+    return type(t)._host_class
+
+
+def attributes(t: LazyTensor) -> dict[str, Any]:
+    """What the user has set on a tensor."""
+    return {name: a for name, a in t.__dict__.items() if name not in OF_LAZY}
 
 
 def meta_of(t: LazyTensor) -> TensorMeta:
