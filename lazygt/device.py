@@ -21,7 +21,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt import backward, factories, identity, subclasses, tensor
+from lazygt import backward, factories, identity, storages, subclasses, tensor
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
 from lazygt.opened import NAME, OpenSession, recorder
@@ -303,6 +303,7 @@ def register() -> None:
     backward.install()
     identity.install()
     subclasses.install()
+    storages.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

@@ -16,6 +16,7 @@ from torch._prims_common import suggest_memory_format
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts
 from lazygt.placing import is_placed
+from lazygt.storages import LazyStorage
 from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
 
 if TYPE_CHECKING:
@@ -169,6 +170,11 @@ def _set_storage(
 ) -> Any:
     """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
     target, storage = args[0], args[1]
+    if isinstance(storage, LazyStorage):
+        raise NotImplementedError(
+            "set_ of a tensor to a lazygt storage: take a view of the tensor itself, with "
+            "as_strided"
+        )
     flat = torch.empty(0, dtype=target.dtype).set_(storage)
     offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
     stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))

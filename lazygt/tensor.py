@@ -33,10 +33,12 @@ class Cell:
             lie so too.
     """
 
-    __slots__ = ("__weakref__", "blank", "host", "index", "meta", "placed", "recorder", "remote",
-                 "saved", "serial")  # fmt: skip
+    __slots__ = ("__weakref__", "address", "blank", "host", "index", "meta", "placed", "recorder",
+                 "remote", "saved", "serial")  # fmt: skip
     #: set by ``copies.host_copy`` only
     saved: tuple[weakref.ref[torch.UntypedStorage], Any]
+    #: set by ``storages`` only
+    address: int
 
     def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
         self.recorder = recorder
@@ -214,12 +216,6 @@ class LazyTensor(torch.Tensor):
         twin.__dict__.update(attributes(self))
         twin.__dict__.pop("_is_param", None)
         return twin.__reduce_ex__(protocol)
-
-    def data_ptr(self) -> int:
-        """Refused: the memory is another process's."""
-        raise RuntimeError(
-            "a lazygt tensor has no data pointer in this process; fetch it with .cpu() first"
-        )
 
     def is_shared(self) -> bool:
         """False: the memory is a worker's."""

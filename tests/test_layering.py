@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "timeline",
                 "why",
                 "special",
+                "storages",
                 "stretch",
                 "subclasses",
                 "tensor",
