@@ -7,6 +7,7 @@ torch would make on the workers' device: that is what keeps numbers equal, bit f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,28 @@ aten: Any = torch.ops.aten
 _device_type: Callable[[], str] = lambda: "cpu"  # noqa: E731
 
 
-def register_composites(device_type: Callable[[], str]) -> torch.library.Library:
-    """Register the choices; ``device_type`` tells what the open session's workers compute on."""
+#: Composite ops that have a kernel on CPUs: decomposed, they round differently. torch decomposes
+#: them for a device without a kernel of its own.
+KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
+
+
+def register_composites(
+    device_type: Callable[[], str], record: Callable[..., Any]
+) -> torch.library.Library:
+    """Register the choices.
+
+    Args:
+        device_type: tells what the open session's workers compute on.
+        record: takes an op and its arguments, and records it as it is.
+    """
     global _device_type
     _device_type = device_type
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in _COMPOSITES.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")
+    for name in KERNELS_OF_THEIR_OWN:
+        library.impl(name, functools.partial(record, getattr(aten, name).default), "PrivateUse1")
     return library
 
 
@@ -69,10 +84,16 @@ def _attention(
         raise RuntimeError(
             "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
         )
+    on_cpus = _device_type() == "cpu"
+    if on_cpus and 0 in (query.numel(), key.numel(), value.numel()):
+        return _empty_attention(query, key, value)
     mask = _additive(attn_mask, query)
-    kernel = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-    if kernel is not None:
-        return kernel
+    if on_cpus:
+        found = _attention_on_cpus(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    else:
+        found = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale)
+    if found is not None:
+        return found
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -82,8 +103,63 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
     """A boolean mask as what is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zeros = torch.zeros_like(mask, dtype=query.dtype)
-    return zeros.masked_fill_(mask.logical_not(), float("-inf"))
+    kept, left = (
+        torch.scalar_tensor(number, dtype=query.dtype, device=query.device)
+        for number in (0.0, float("-inf"))
+    )
+    return torch.where(mask, kept, left)
+
+
+def _empty_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Zeros, and NaN where an operand has one; the sums give each operand its gradient."""
+    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    values, keys = value.sum(), key.sum()
+    return zeros + (query.sum() + keys + values) * 0
+
+
+def _attention_on_cpus(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    if torch.backends.cuda.flash_sdp_enabled() and (
+        dropout_p == 0
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and _heads_match(query.shape[1], key.shape[1], value.shape[1], enable_gqa)
+        and _mask_fits(mask, query, key)
+        and query.shape[3] == key.shape[3] == value.shape[3]
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in _CPU_TYPES
+    ):
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if not torch.backends.cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return None
+
+
+def _heads_match(query: int, key: int, value: int, enable_gqa: bool) -> bool:
+    if enable_gqa:  # a group of query heads shares each head of the keys
+        return key == value and query % key == 0
+    return query == key == value
+
+
+def _mask_fits(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
+    if mask is None:
+        return True
+    mask.size(-2)  # a mask of one dim is torch's own IndexError
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    wanted = (*query.shape[:3], key.shape[2])[-mask.dim() :]
+    return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
 
 
 def _fused_attention(
@@ -94,7 +170,6 @@ def _fused_attention(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,
 ) -> torch.Tensor | None:
     if any(t.dim() != 4 for t in (query, key, value)) or query.numel() == 0 or key.numel() == 0:
         return None
@@ -105,24 +180,12 @@ def _fused_attention(
     heads = query.shape[1] == key.shape[1] == value.shape[1]
     dense = all(t.stride(-1) == 1 for t in (query, key, value))
     batches = query.shape[0] == key.shape[0] == value.shape[0]
-    if not (same and dense and batches):
+    if not (same and dense and batches and heads):
         return None
-    if _device_type() == "cpu":
-        if dropout_p > 0.0 or not (heads or enable_gqa) or not _CPU_TYPES.issuperset(
-            {query.dtype, key.dtype, value.dtype}
-        ):  # fmt: skip
-            return None
-        if not heads:
-            return None
-        return aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-        )[0]
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16) and heads:
+    if mask is None and query.dtype in (torch.float16, torch.bfloat16):
         return aten._scaled_dot_product_flash_attention.default(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if not heads:
-        return None
     return aten._scaled_dot_product_efficient_attention.default(
         query, key, value, mask, grads, dropout_p, is_causal, scale=scale
     )[0]
@@ -351,6 +414,33 @@ def _kaiser_window(size: int, periodic: bool = True, beta: float = 12.0, *, dtyp
     return window.to(device)
 
 
+def _eigvals(a: torch.Tensor) -> torch.Tensor:
+    """Without vectors if no gradient asks for them: LAPACK then rounds differently."""
+    if torch.is_grad_enabled() and a.requires_grad:
+        return aten.linalg_eig.default(a)[0]
+    return aten._linalg_eigvals.default(a)
+
+
+def _eigvalsh(a: torch.Tensor, uplo: str = "L") -> torch.Tensor:
+    vectors = torch.is_grad_enabled() and a.requires_grad
+    return aten._linalg_eigh.default(a, uplo, vectors)[0]
+
+
+def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    vectors = torch.is_grad_enabled() and a.requires_grad
+    return aten._linalg_svd.default(a, False, vectors, driver=driver)[1]
+
+
+def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    """The sections are numbers that shapes depend on: a sync point."""
+    if sections.dim() > 1 or sections.dtype != torch.int64:
+        raise RuntimeError(
+            f"tensor_split expected tensor_indices_or_sections to be a zero- or one-dimensional "
+            f"tensor of torch.int64, but got {sections.dim()} dimensions of {sections.dtype}"
+        )
+    return list(torch.tensor_split(x, sections.tolist(), dim))
+
+
 _COMPOSITES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "fft_fftfreq": _fftfreq,
@@ -359,6 +449,10 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "kaiser_window.beta": _kaiser_window,
     "dropout_": _dropout_,
     "scaled_dot_product_attention": _attention,
+    "linalg_eigvals": _eigvals,
+    "linalg_eigvalsh": _eigvalsh,
+    "linalg_svdvals": _svdvals,
+    "tensor_split.tensor_indices_or_sections": _tensor_split,
     "lstm_cell": _lstm_cell,
     "gru_cell": _gru_cell,
     "lstm.input": _lstm,

@@ -322,7 +322,7 @@ def register() -> None:
         everything.fallback(_refuse_layout, key)
     fall_through(everything)
     _libraries.extend((everything, aten))
-    _libraries.append(register_composites(_workers_device))
+    _libraries.append(register_composites(_workers_device, _fallback))
     _libraries.append(register_autocast())
     register_optimizers(_workers_device)
     # before torch's own (priority 23), which asks for a storage in this process and crashes

@@ -106,6 +106,9 @@ DECIDING_NUMBERS = frozenset({"dropout_p", "ord"})
 #: Draws from the generator although torch's tag is missing.
 UNTAGGED_RANDOM = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 
+#: Pointwise although torch's tag is missing.
+UNTAGGED_POINTWISE = frozenset({"aten.mish_backward.default"})
+
 _SCALAR_TYPES = ("number", "Scalar", "Optional[number]", "Optional[Scalar]", "float", "Tensor",
                  "Optional[Tensor]")  # fmt: skip
 _SCALAR_LISTS = ("List[number]", "List[Scalar]")
@@ -157,7 +160,11 @@ class OpFacts:
             or torch.Tag.data_dependent_output in func.tags
             or "p" in self.outputs
         )
-        self.pointwise = torch.Tag.pointwise in func.tags or "::_foreach_" in schema.name
+        self.pointwise = (
+            torch.Tag.pointwise in func.tags
+            or "::_foreach_" in schema.name
+            or self.name in UNTAGGED_POINTWISE
+        )
         self.aliases = self.views or self.name in UNDECLARED_ALIASES
 
     def __repr__(self) -> str:

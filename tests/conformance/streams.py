@@ -1,0 +1,137 @@
+"""The aten ops that a program runs on CPU tensors, and those that lazygt records for it.
+
+What eager torch runs is seen from below autograd, where its backends begin: by a dispatch key that
+nothing else uses, included in this thread. A mode would not do: torch asks whether one is on, and
+takes other formulas then, the very ones that are looked for here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lazygt.recorder import Recorder
+
+aten: Any = torch.ops.aten
+Stream = list[str]
+
+_KEY: Any = torch._C._dispatch_key_parse("Fake")
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_calls: list[tuple[Any, Any, Any]] | None = None
+
+
+def _noting(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if _calls is not None:
+        _calls.append((op, args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return op(*args, **kwargs)
+
+
+_library = torch.library.Library("_", "IMPL")
+_library.fallback(_noting, "Fake")
+
+
+@contextmanager
+def _noted() -> Iterator[list[tuple[Any, Any, Any]]]:
+    global _calls
+    _calls = calls = []
+    try:
+        yield calls
+    finally:
+        _calls = None
+
+
+def eager(program: Callable[[], Any]) -> Stream:
+    """What a program on CPU tensors runs."""
+    with _noted() as calls, torch._C._IncludeDispatchKeyGuard(_KEY):
+        program()
+    return _normal(calls)
+
+
+def recorded(program: Callable[[], Any]) -> Stream:
+    """What lazygt records of a program on its own tensors."""
+    record = Recorder.record
+    inside = False
+
+    def noting(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal inside
+        upload = func is aten.copy_.default and type(args[1]) is torch.Tensor
+        if inside or upload or _calls is None:
+            return record(recorder, func, args, kwargs)
+        _calls.append((func, args, kwargs or {}))
+        inside = True
+        try:
+            return record(recorder, func, args, kwargs)
+        finally:
+            inside = False
+
+    with _noted() as calls, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "record", noting)
+        program()
+    return _normal(calls)
+
+
+def differences(ours: Stream, theirs: Stream) -> list[str]:
+    """The ops of one stream only: ``-`` eager's, ``+`` lazygt's."""
+    found = []
+    matcher = difflib.SequenceMatcher(None, theirs, ours, autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind != "equal":
+            found += [f"- {line}" for line in theirs[a:b]] + [f"+ {line}" for line in ours[c:d]]
+    return found
+
+
+# -- streams that mean the same are written the same way -----------------------------------------
+
+#: They compute nothing.
+_SKIPPED = {
+    aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default,
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten._local_scalar_dense.default, aten.view.default, aten._unsafe_view.default,
+    aten._reshape_alias.default, aten.set_.source_Storage, aten.is_same_size.default,
+    aten.resize_.default,
+}  # fmt: skip
+
+#: Made of an empty tensor and a write into it for a device that has no kernel of its own.
+_MADE = {
+    "ones": "fill", "full": "fill", "scalar_tensor": "fill", "zeros": "zero", "new_zeros": "zero",
+    "zeros_like": "zero", "ones_like": "fill", "_efficientzerotensor": "zero", "rand": "uniform",
+    "randn": "normal", "randint": "random", "eye": "eye", "arange": "arange",
+    "linspace": "linspace", "logspace": "logspace", "fill": "fill", "zero": "zero",
+    "uniform": "uniform", "random": "random",
+}  # fmt: skip
+
+_PLACES = ("device", "layout", "pin_memory", "generator", "non_blocking")
+
+
+def _normal(calls: list[tuple[Any, Any, Any]]) -> Stream:
+    return [_line(op, args, kwargs) for op, args, kwargs in calls if op not in _SKIPPED]
+
+
+def _line(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """An op with what it is given; written into its operand or not, it computes the same."""
+    name, overload = str(op).removeprefix("aten.").split(".")
+    name = name.rstrip("_")
+    made = _MADE.get(name) or ("normal" if overload == "float_float" else None)
+    if made is not None:
+        return made
+    given = [
+        _text(args[i] if i < len(args) else kwargs.get(a.name, a.default_value))
+        for i, a in enumerate(op._schema.arguments)
+        if a.name not in _PLACES
+    ]
+    # a number is a tensor for most ops before they reach a device
+    return f"{name}.{'Tensor' if overload == 'Scalar' else overload}({', '.join(given)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value)
