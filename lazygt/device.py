@@ -21,7 +21,16 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt import backward, factories, identity, storages, subclasses, tensor
+from lazygt import (
+    backward,
+    drawing,
+    factories,
+    generator,
+    identity,
+    storages,
+    subclasses,
+    tensor,
+)
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
 from lazygt.opened import NAME, OpenSession, recorder
@@ -46,6 +55,8 @@ def open_session(session: OpenSession) -> None:
     identity.patch()
     if session.config.default_device:
         factories.patch()
+    if session.device_type == "cpu":
+        drawing.install()
 
 
 def close_session(session: OpenSession) -> None:
@@ -56,6 +67,8 @@ def close_session(session: OpenSession) -> None:
         identity.unpatch()
     if not any(s.config.default_device for s in _open):
         factories.unpatch()
+    if not any(s.device_type == "cpu" for s in _open):
+        drawing.uninstall()
 
 
 def _workers_device() -> str:
@@ -68,6 +81,8 @@ def _after_fork() -> None:
     _open.clear()
     identity.unpatch()
     factories.unpatch()
+    generator.drop()
+    drawing.uninstall()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -207,11 +222,9 @@ class DeviceModule(ModuleType):
         return [torch.bfloat16, torch.float16]
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the session's generator (a recorded op, no sync point)."""
+        """Seed the session's generator (no sync point)."""
         if _open:
-            active = _open[-1].recorder
-            with active.lock:
-                active.generator.manual_seed(int(seed))
+            _open[-1].recorder.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
         """What ``torch.manual_seed`` calls."""
@@ -225,17 +238,13 @@ class DeviceModule(ModuleType):
         """
         if not _open:
             return torch.empty(0, dtype=torch.uint8)
-        active = recorder()
-        with active.lock:
-            return active.generator.get_state()
+        return recorder().generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
         """Set the generator's state (a recorded op)."""
         if not _open and not state.numel():
             return
-        active = recorder()
-        with active.lock:
-            active.generator.set_state(state)
+        recorder().generator.set_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         """One state: there is one device."""

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from lazygt.opened import NAME
 from lazygt.opened import stack as _open
-from lazygt.tensor import DEVICE_0, LazyTensor
+from lazygt.tensor import DEVICE_0
 
 _builtins: Any = torch.jit._builtins
 #: (owner, name) -> torch's own function
@@ -48,9 +47,6 @@ def patch() -> None:
             if getattr(owner, name, None) is function and name not in _NOT_STRIDED:
                 _patch(owner, name, _defaulting(function))
     _patch(torch, "normal", _defaulting_normal(torch.normal))
-    for owner in (torch, torch.random):
-        _patch(owner, "get_rng_state", _get_rng_state)
-        _patch(owner, "set_rng_state", _set_rng_state)
 
 
 def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -98,34 +94,6 @@ def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
     return normal
 
 
-def _get_rng_state() -> torch.Tensor:
-    """``torch.get_rng_state`` inside a session: the state of the workers' generator.
-
-    A lazy tensor, so that torch.utils.checkpoint costs no sync point. It carries the state of the
-    client's own CPU generator, which DataLoaders and CPU tensors draw from.
-    """
-    own = torch.default_generator.get_state()
-    lock: Any = _open[-1].recorder.lock
-    if lock._is_owned():
-        return own
-    state = torch.lazygt.get_rng_state()  # type: ignore[attr-defined]
-    state._client_state = own
-    return state  # type: ignore[no-any-return]
-
-
-def _set_rng_state(new_state: torch.Tensor) -> None:
-    """``torch.set_rng_state`` inside a session: sets both generators."""
-    own = getattr(new_state, "_client_state", new_state)
-    if isinstance(own, LazyTensor):
-        own = own.cpu()
-    torch.default_generator.set_state(own)
-    session = _open[-1]
-    if session.recorder.lock._is_owned():  # type: ignore[attr-defined]
-        return
-    if isinstance(new_state, LazyTensor) or session.device_type == "cpu":
-        torch.lazygt.set_rng_state(new_state)  # type: ignore[attr-defined]
-
-
 def _stays_free(kwargs: dict[str, Any]) -> bool:
     """Whether nothing else says where the tensor is to be."""
     lock: Any = _open[-1].recorder.lock
@@ -134,7 +102,7 @@ def _stays_free(kwargs: dict[str, Any]) -> bool:
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False
     generator = kwargs.get("generator")
-    if generator is not None and generator.device.type != NAME:
+    if generator is not None and not _open[-1].recorder.generator.is_own(generator):
         return False
     out = kwargs.get("out")
     return out is None

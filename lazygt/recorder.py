@@ -96,8 +96,8 @@ class Recorder:
                         return result
                     if f.name in UNDECLARED_WRITES and args[UNDECLARED_WRITES[f.name][1]]:
                         f = writing_facts(func)
-                if f.random and not self.generator.started:
-                    self.generator.start()
+                if f.random:
+                    args, kwargs = self.generator.before_draw(args, kwargs)
                 return self._record(f, func, args, kwargs)
             except BaseException:
                 self.stretch.settle()

@@ -115,6 +115,7 @@ class Session:
         if self.recorder.closed:
             return
         self.recorder.closed = True
+        self.recorder.generator.close()
         device.close_session(self)
         if self._hook is not None:
             self._hook.remove()

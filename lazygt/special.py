@@ -14,7 +14,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.ops import OpFacts
+from lazygt.graph.ops import OpFacts, facts
 from lazygt.placing import is_placed
 from lazygt.storages import LazyStorage
 from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
@@ -76,6 +76,8 @@ def _to_other_device(
         there = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
     else:
         there = [recorder.fetch(a, "to cpu") if isinstance(a, LazyTensor) else a for a in args]
+    if facts(func).random:
+        recorder.generator.give_back()
     return func(*there, **kwargs)
 
 

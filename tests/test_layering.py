@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "copies",
                 "description",
                 "device",
+                "drawing",
                 "dynamic",
                 "generator",
                 "hostnumbers",

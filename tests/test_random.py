@@ -1,13 +1,20 @@
 """Random numbers: those of eager torch, bit for bit, whatever the flush points."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, random_split
 
 import lazygt
+from lazygt.drawing import _kernels
+from lazygt.graph.ops import NEVER_DRAW
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,12 +142,23 @@ def _with_states() -> list[torch.Tensor]:
     return [t.cpu() for t in out]
 
 
-def test_states_are_read_and_set_without_a_sync_point() -> None:
+def test_states_are_read_and_set_anywhere() -> None:
     expected = _with_states()
-    with lazygt.session(executor="inline") as s:
-        torch.get_rng_state()
-        assert s.stats()["flushes"] == {}
+    with lazygt.session(executor="inline"):
         _same(_with_states(), expected, [str(i) for i in range(6)])
+
+
+def test_torch_keeps_and_restores_states_without_a_sync_point() -> None:
+    x = torch.ones(9, requires_grad=True)
+    with lazygt.session(executor="inline") as s:
+        lazy = x.detach().to("lazygt").requires_grad_()
+        torch.rand(2)
+        with torch.random.fork_rng():
+            torch.rand(2)
+        made = checkpoint(lambda t: F.dropout(t).sin(), lazy, use_reentrant=False)
+        (grad,) = torch.autograd.grad(made.sum(), lazy)
+        assert s.stats()["flushes"] == {}
+        assert torch.equal(grad.ne(0).cpu(), made.ne(0).cpu())
 
 
 def test_a_state_is_saved_with_a_checkpoint(tmp_path) -> None:
@@ -160,12 +178,141 @@ def test_a_state_is_saved_with_a_checkpoint(tmp_path) -> None:
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_cpu_tensors_inside_a_session_leave_the_session_alone(s: lazygt.Session) -> None:
+ON_CPU = torch.device("cpu")
+
+
+def _by_turns() -> list[torch.Tensor]:
+    """Every kind of draw, by turns on the CPU and wherever tensors are made by default."""
+    torch.manual_seed(8)
+    drawn = []
+    for draw in DRAWS.values():
+        drawn.append(draw())
+        with ON_CPU:
+            drawn.append(draw())
+    return [t.cpu() for t in drawn]
+
+
+@pytest.mark.parametrize("settings", [{"executor": "inline"}, {"workers": 1}], ids=["inline", "w"])
+def test_draws_on_the_cpu_are_of_the_same_stream(settings: dict[str, Any]) -> None:
+    expected, end = _by_turns(), torch.get_rng_state()
+    torch.manual_seed(0)
+    with lazygt.session(**settings):
+        _same(_by_turns(), expected, [name for name in DRAWS for _ in range(2)])
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def _seen_from_the_client() -> list[torch.Tensor]:
+    """What a program reads, sets and draws by way of the client's generator."""
+    torch.manual_seed(4)
+    out = [torch.rand(2)]
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    out.append(torch.rand(3, generator=own, device="cpu"))
+    out.append(torch.rand(3, generator=torch.default_generator))
+    out.append(torch.empty(3).normal_(generator=torch.default_generator))
+    out.append(torch.poisson(torch.ones(3), torch.default_generator))
+    out.append(torch.randn_like(torch.zeros(3), device="cpu"))
+    out.append(nn.Linear(2, 2, device="cpu").weight.detach())
+    out.extend(DataLoader(torch.arange(7), shuffle=True, batch_size=3))
+    out.extend(subset[0] for subset in random_split(range(9), [4, 5]))
+    out.append(torch.quasirandom.SobolEngine(3, scramble=True).draw(2))
+    saved = torch.get_rng_state()
+    out.append(torch.rand(2))
+    torch.set_rng_state(saved)
+    out.append(torch.rand(2, device="cpu"))
+    out.append(torch.tensor(torch.initial_seed()))
+    return [torch.as_tensor(each).cpu() for each in out]
+
+
+def test_what_the_client_sees_of_the_stream() -> None:
+    expected, end = _seen_from_the_client(), torch.get_rng_state()
+    with lazygt.session(executor="inline"):
+        _same(_seen_from_the_client(), expected, [str(i) for i in range(len(expected))])
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_lazy_draws_wait_only_for_draws_on_the_cpu(s: lazygt.Session) -> None:
     torch.manual_seed(5)
-    torch.rand(100, device="cpu")
-    inside = torch.rand(3).cpu()
+    torch.rand(3)
+    torch.rand(3)
+    assert s.stats()["flushes"] == {}
+    torch.rand(3, device="cpu")
+    torch.rand(3, device="cpu")
+    torch.rand(3, device="cpu", generator=torch.Generator())
+    assert s.stats()["flushes"] == {"generator": 1}
+    torch.rand(3)
+    F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 2, device="cpu"))
+    assert s.stats()["flushes"] == {"generator": 1}
+
+
+def test_attention_without_dropout_draws_nothing(s: lazygt.Session) -> None:
+    F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 2))
+    torch.rand(3, device="cpu")
+    assert s.stats()["flushes"] == {}
+
+
+def test_a_session_in_a_session_goes_on_where_the_outer_one_stopped() -> None:
     torch.manual_seed(5)
-    assert torch.equal(torch.rand(3).cpu(), inside)
+    expected = [torch.rand(3) for _ in range(4)]
+    torch.manual_seed(5)
+    with lazygt.session(executor="inline"):
+        found = [torch.rand(3).cpu()]
+        with lazygt.session(executor="inline"):
+            found.append(torch.rand(3).cpu())
+        found.append(torch.rand(3).cpu())
+    _same([*found, torch.rand(3)], expected, list("abcd"))
+
+
+def test_another_thread_draws_on_the_cpu(s: lazygt.Session) -> None:
+    torch.manual_seed(5)
+    expected = [torch.rand(3, device="cpu") for _ in range(2)]
+    torch.manual_seed(5)
+    found = [torch.rand(3)]
+    thread = threading.Thread(target=lambda: found.append(torch.rand(3, device="cpu")))
+    thread.start()
+    thread.join()
+    _same([t.cpu() for t in found], expected, ["here", "there"])
+
+
+def test_every_kernel_that_draws_is_wrapped() -> None:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    found = [name.partition(".") for name in names if name.startswith("aten::")]
+    ops = [getattr(getattr(torch.ops.aten, op[6:]), which or "default") for op, _, which in found]
+    drawing = {op for op in ops if torch.Tag.nondeterministic_seeded in op.tags}
+    assert {str(op) for op in drawing.difference(_kernels())} == NEVER_DRAW
+
+
+def test_no_kernel_is_wrapped_outside_sessions() -> None:
+    assert torch.random.default_generator is torch.default_generator
+    with lazygt.session(executor="inline"):
+        assert "lazygt/drawing.py" in torch._C._dispatch_dump("aten::uniform_")
+    assert "lazygt/drawing.py" not in torch._C._dispatch_dump("aten::uniform_")
+    assert torch.random.default_generator is torch.default_generator
+
+
+def test_a_forked_child_draws_on_its_own(s: lazygt.Session) -> None:
+    torch.manual_seed(5)
+    torch.rand(3)  # the workers have the state now
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        torch.manual_seed(1)
+        os.write(write, bytes(str(torch.rand(3).tolist()), "ascii"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    torch.manual_seed(1)
+    assert os.read(read, 999).decode() == str(torch.rand(3, device="cpu").tolist())
+    os.close(read)
+    os.close(write)
+
+
+def test_a_seed_that_does_not_fit(s: lazygt.Session) -> None:
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.manual_seed(2**70)
+    torch.manual_seed(2**64 - 1)
+    found = torch.rand(3)
+    torch.manual_seed(-1)
+    assert torch.equal(found, torch.rand(3))
 
 
 def test_the_seed_is_no_part_of_the_plan(s: lazygt.Session) -> None:

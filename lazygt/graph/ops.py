@@ -103,8 +103,13 @@ SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 #: part of the program too.
 DECIDING_NUMBERS = frozenset({"dropout_p", "ord"})
 
-#: Draws from the generator although torch's tag is missing.
-UNTAGGED_RANDOM = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
+#: Never draw, although torch tags them as random: they take no dropout.
+NEVER_DRAW = frozenset(
+    {
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._fused_sdp_choice.default",
+    }
+)
 
 #: Pointwise although torch's tag is missing.
 UNTAGGED_POINTWISE = frozenset({"aten.mish_backward.default"})
@@ -154,7 +159,7 @@ class OpFacts:
         self.views = any("v" in kind for kind in self.outputs)
         self.one_view = self.outputs == ("v",)
         self.inplace_view = torch.Tag.inplace_view in func.tags
-        self.random = torch.Tag.nondeterministic_seeded in func.tags or self.name in UNTAGGED_RANDOM
+        self.random = torch.Tag.nondeterministic_seeded in func.tags and self.name not in NEVER_DRAW
         self.dynamic = self.name not in MASKABLE and (
             torch.Tag.dynamic_output_shape in func.tags
             or torch.Tag.data_dependent_output in func.tags

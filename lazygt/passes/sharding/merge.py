@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.errors import GraphError
+from lazygt.graph.alias import draws
 from lazygt.graph.label import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -34,7 +35,6 @@ from lazygt.passes.base import renumbered
 from lazygt.passes.build import Builder
 from lazygt.passes.sharding import trees
 from lazygt.passes.sharding.blanks import is_blank
-from lazygt.passes.sharding.stages import is_draw
 from lazygt.passes.sharding.taking import LogicalRank, operands_of
 from lazygt.passes.sharding.trees import Line
 
@@ -141,7 +141,7 @@ class _Merge:
             work = work, self.mesh.ranks.index(rank.rank, node.args[-1])
         rank.seen[work] += 1
         key = work, rank.seen[work]
-        if is_draw(node):
+        if draws(node):
             self._check_draw(rank, key)
         if key not in self.made:
             numbers = {value: self._number(rank, value) for value in operands_of(node)}

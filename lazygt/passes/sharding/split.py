@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
-from lazygt.graph.alias import has_effect
+from lazygt.graph.alias import draws, has_effect
 from lazygt.graph.label import RECV, SEND, Held, Label, Replicated, local_meta
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Graph, Node, ref
 from lazygt.passes.base import Placed, placed, rebuild, view_source
 from lazygt.passes.sharding.blanks import blank
-from lazygt.passes.sharding.stages import EVERY, Stages, is_draw, written
+from lazygt.passes.sharding.stages import EVERY, Stages, written
 
 
 def split(
@@ -61,7 +61,7 @@ class Whole:
     @cached_property
     def earlier_draw(self) -> dict[int, int]:
         """For each random op the one before it: all ranks draw alike, in recorded order."""
-        drawing = [number for number, node in enumerate(self.graph.nodes) if is_draw(node)]
+        drawing = [number for number, node in enumerate(self.graph.nodes) if draws(node)]
         return dict(zip(drawing[1:], drawing, strict=False))
 
     def is_cheap_view(self, number: int) -> bool:

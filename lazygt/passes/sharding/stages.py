@@ -14,8 +14,6 @@ from lazygt.graph.alias import WRITE_BACK, draws
 from lazygt.graph.node import Graph, Node
 from lazygt.passes.sharding.places import ENTER, LEAVE
 
-#: Ops that torch calls random, but that never draw: on a CPU attention refuses dropout.
-_NEVER_DRAW = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 #: The stage of a node that all ranks run, on operands that they are sent.
 EVERY = -1
 
@@ -92,18 +90,13 @@ class _Assignment:
             return EVERY  # each rank names its results
         if not staged:
             return None
-        if is_draw(node) or not self._everywhere.isdisjoint(targets):
+        if draws(node) or not self._everywhere.isdisjoint(targets):
             return EVERY
         likely = self._of(targets) or staged
         return self._current if self._current in likely else max(likely)
 
     def _of(self, values: Sequence[int]) -> set[int]:
         return {stage for value in values if (stage := self._values[value]) is not None}
-
-
-def is_draw(node: Node) -> bool:
-    """Whether a node takes numbers from the generator, which has to stay alike on all ranks."""
-    return draws(node) and node.op not in _NEVER_DRAW
 
 
 def written(node: Node) -> Sequence[int]:
