@@ -21,9 +21,9 @@ from typing import Any
 
 RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")
-#: All that is made in a session's directory: sockets, and files without a word of the user's.
+#: All that is made in a session's directory: sockets, pipes, and files with no word of the user's.
 _CONTENT = re.compile(
-    rf"{re.escape(RECORD)}|data\d+|control\d+|group(\.\d+)?|transfer|groups-\d+|group-[\d-]+"
+    rf"{re.escape(RECORD)}|data\d+|control\d+|door\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
 )
 _MODE = 0o700
 _KINDS = {"pid": int, "start": int, "boot": str, "namespace": str}
@@ -110,8 +110,12 @@ def _is_left_behind(path: Path, fd: int) -> bool:
 def _is_own(fd: int, name: str) -> bool:
     """Whether an entry of a session's directory may be one that a session made."""
     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-    kind = stat.S_ISSOCK(status.st_mode) or stat.S_ISREG(status.st_mode)
-    return kind and status.st_uid == os.getuid() and _CONTENT.fullmatch(name) is not None
+    kinds = (stat.S_ISSOCK, stat.S_ISREG, stat.S_ISFIFO)
+    return (
+        any(is_of(status.st_mode) for is_of in kinds)
+        and status.st_uid == os.getuid()
+        and _CONTENT.fullmatch(name) is not None
+    )
 
 
 def _read_record(fd: int) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Broadcast with torch.distributed: Gloo between CPUs, NCCL between GPUs. Each chunk at once.
+"""Broadcast, each chunk at once: by pipes between CPUs, by NCCL between GPUs.
 
-Sender and receivers form a process group of their own beside torch's default one. A collective
-cannot be taken back, so after a failure or a change of members the next transfer makes a new
-group; the old one is let go in the background, because letting it go may wait for a frozen rank.
+Sender and receivers form a group of their own. A broadcast cannot be taken back, so after a failure
+or a change of members the next transfer makes a new group; the old one is let go in the background,
+because letting it go may wait for a frozen rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lazygt.transfer.group import (
     conclude,
     finished,
     in_background,
+    join,
     let_go,
 )
 from lazygt.transfer.holding import Holding
@@ -50,7 +51,7 @@ class BroadcastTransferSender(Sender):
     """Sends each chunk at once to all receivers, by one collective a parameter.
 
     Args:
-        device: where the bytes travel from: ``cpu`` (Gloo) or ``cuda:N`` (NCCL). Parameters
+        device: where the bytes travel from: ``cpu`` (pipes) or ``cuda:N`` (NCCL). Parameters
             elsewhere are brought there first.
         verify, skip_unchanged: see `Sender`.
     """
@@ -96,7 +97,7 @@ class BroadcastTransferSender(Sender):
         directory, name = os.path.dirname(self.address), str(self._groups)
         size, seconds = len(peers) + 1, out.deadline.remaining
         self._group = in_background(
-            lambda: Group(self._device, directory, name, 0, size, seconds), self._peers.wake
+            lambda: join(self._device, directory, name, 0, size, seconds), self._peers.wake
         )
 
     def invitation(self, out: Outgoing, peer: Peer) -> tuple[Message, Sequence[int]]:
@@ -171,7 +172,7 @@ class BroadcastTransferReceiver(Receiver):
     """Receives what a `BroadcastTransferSender` broadcasts; see `Receiver`.
 
     Args:
-        device: where the parameters are to be: ``cpu`` (Gloo) or ``cuda:N`` (NCCL), of the same
+        device: where the parameters are to be: ``cpu`` (pipes) or ``cuda:N`` (NCCL), of the same
             kind as the sender's.
         mesh, rank, placements: what this receiver holds; see `Receiver`.
     """
@@ -265,7 +266,7 @@ class BroadcastTransferReceiver(Receiver):
         rank, size = begin["rank"], begin["size"]
         seconds = float(begin["seconds"])
         self._group = in_background(
-            lambda: Group(self._device, directory, name, rank, size, seconds), self._wake
+            lambda: join(self._device, directory, name, rank, size, seconds), self._wake
         )
         while not self._group.done():
             self.wait_or_abort(link, seconds)

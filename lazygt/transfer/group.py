@@ -1,6 +1,6 @@
-"""Process groups of torch.distributed for who sends and who receives, beside torch's own.
+"""Groups of who sends and who receives: pipes between CPUs, NCCL between GPUs.
 
-Making one and letting one go may wait for a frozen rank, so both happen in the background.
+Making one for NCCL and letting it go may wait for a frozen rank, so both happen in the background.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,45 +18,56 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from lazygt.transfer.control import Deadline
+from lazygt.transfer.pipes import Pipes
 
+#: What a group broadcasts by: pipes of the host, or NCCL.
+HOST, NCCL = "host", "nccl"
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
 
 
-class Group:
-    """One rank's end of a process group; rank 0 sends.
+class Group(Protocol):
+    """One rank's end of a group; rank 0 sends."""
+
+    def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
+        """Begin to broadcast a tensor from rank 0; ``wake`` is called when it may be done."""
+
+    def close(self) -> None:
+        """Leave the group; may wait for collectives that a frozen rank holds up."""
+
+
+def join(
+    device: torch.device, directory: str, name: str, rank: int, size: int, seconds: float
+) -> Group:
+    """Join a group.
 
     Args:
         directory: of the sender; the ranks meet there.
         name: of the group, different from all others of the sender.
         seconds: to wait for the other ranks.
     """
+    place = os.path.join(directory, f"group-{name}")
+    if backend_for(device) == NCCL:
+        return _Nccl(device, place, rank, size, seconds)
+    return Pipes(place, rank, size)
+
+
+class _Nccl:
+    """A process group of torch.distributed, beside torch's own."""
 
     def __init__(
-        self,
-        device: torch.device,
-        directory: str,
-        name: str,
-        rank: int,
-        size: int,
-        seconds: float,
+        self, device: torch.device, place: str, rank: int, size: int, seconds: float
     ) -> None:
         # a file of its own: torch removes it when the first of the ranks leaves an older group
-        here = FileStore(os.path.join(directory, f"group-{name}"), -1)
+        here = FileStore(place, -1)
         here.set_timeout(timedelta(seconds=seconds))
-        patience = timedelta(seconds=seconds + _GRACE_SECONDS)
-        self._group: Any
-        if backend_for(device) == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = patience
-            self._group = dist.ProcessGroupNCCL(here, rank, size, options)
-            # here, in the background, and not within the first collective
-            self._group.eager_connect_single_device(device)
-        else:
-            self._group = dist.ProcessGroupGloo(here, rank, size, patience)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds + _GRACE_SECONDS)
+        self._group: Any = dist.ProcessGroupNCCL(here, rank, size, options)
+        # here, in the background, and not within the first collective
+        self._group.eager_connect_single_device(device)
 
     def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
-        """Begin to broadcast a tensor from rank 0; ``wake`` is called when it may be done."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)
@@ -65,7 +76,6 @@ class Group:
         return work
 
     def close(self) -> None:
-        """Leave the group; waits for collectives that a frozen rank holds up."""
         self._group = None  # here, whoever else still refers to this object
 
 
@@ -120,5 +130,5 @@ def let_go(group: Future[Group] | None) -> None:
 
 
 def backend_for(device: torch.device) -> str:
-    """gloo for the CPU, nccl for GPUs."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """`NCCL` for GPUs, else `HOST`."""
+    return NCCL if device.type == "cuda" else HOST

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lazygt.transfer.control import Message
-from lazygt.transfer.group import Group, backend_for, in_background, let_go
+from lazygt.transfer.group import Group, backend_for, in_background, join, let_go
 from lazygt.transfer.incoming import Incoming
 from lazygt.transfer.meetings import marker
 from lazygt.transfer.orders import Meeting, Place
@@ -32,7 +32,7 @@ class Joints:
     """The groups of one sender, kept as long as the members are the same.
 
     Args:
-        device: of the receivers; it decides between Gloo and NCCL.
+        device: of the receivers; it decides between pipes and NCCL.
     """
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
@@ -160,7 +160,7 @@ class Arrivals:
         if rank not in self._groups:
             name, mine, size = (self._invitation[key] for key in ("names", "rank", "size"))
             self._groups[rank] = in_background(
-                lambda: Group(self._device, self._directory, name[rank], mine, size, seconds),
+                lambda: join(self._device, self._directory, name[rank], mine, size, seconds),
                 self._wake,
             )
         return self._groups[rank]

@@ -19,7 +19,7 @@ from torch import Tensor
 from lazygt.errors import ProtocolError
 from lazygt.transfer.control import Deadline
 from lazygt.transfer.errors import TransferError
-from lazygt.transfer.group import Group, conclude, finished, in_background, let_go
+from lazygt.transfer.group import HOST, Group, conclude, finished, in_background, join, let_go
 from lazygt.transfer.orders import Meeting
 
 _LOOK_SECONDS = 1e-3
@@ -34,7 +34,7 @@ class Meetings:
     """This process's ends of groups, and a buffer to pack for each sender.
 
     Args:
-        device: where the values are; NCCL sends from there, Gloo from the host.
+        device: where the values are; NCCL sends from there, pipes from the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class Meetings:
         if key not in known:
             device = self._device_for(place.backend)
             known[key] = in_background(
-                lambda: Group(
+                lambda: join(
                     device, place.directory, place.name, 0, place.size, deadline.remaining
                 ),
                 self._changed.set,
@@ -117,7 +117,7 @@ class Meetings:
             raise TransferError(f"receivers did not take it within {deadline.seconds:g} s")
 
     def _device_for(self, backend: str) -> torch.device:
-        if backend == "gloo":
+        if backend == HOST:
             return torch.device("cpu")
         if self._device.type != "cuda":
             raise ProtocolError(

@@ -22,14 +22,14 @@ class Memory(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """A process group of one holder (rank 0) and the receivers of one holding.
+    """A group of one holder (rank 0) and the receivers of one holding.
 
     Attributes:
         directory: of the sender; the ranks meet there.
         number: of the set of groups; `marker` lies there as long as they are good.
         name: of this group.
         size: ranks in it.
-        backend: gloo or nccl.
+        backend: see `transfer.group`.
         seconds: until the transfer is over.
         extent: bytes that are broadcast.
     """

@@ -311,12 +311,12 @@ def test_a_receiver_is_stopped(
 
 def test_a_worker_does_not_wait_in_groups_that_were_given_up(tmp_path: Any) -> None:
     meetings = Meetings(torch.device("cpu"))
-    place = Meeting(str(tmp_path), 3, "3-0-0", 2, "gloo", 0.2, 16)
-    meetings.room("sender", place)(0, 16).zero_()
+    place = Meeting(str(tmp_path), 3, "3-0-0", 2, "host", 0.2, BIG)
+    meetings.room("sender", place)(0, BIG).zero_()
     with pytest.raises(TransferError, match="given the transfer up"):
         meetings.deliver("sender", place)
     marker(str(tmp_path), 3).touch()
-    meetings.room("sender", place)(0, 16).zero_()
+    meetings.room("sender", place)(0, BIG).zero_()
     begin = time.monotonic()
     with pytest.raises(TransferError, match=r"did not take it within 0.2 s"):
         meetings.deliver("sender", place)  # nobody else comes
