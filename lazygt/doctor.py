@@ -92,23 +92,14 @@ def gpu(index: int) -> str:
 
 
 def collectives() -> Check:
-    if not torch.distributed.is_available():
-        advice = "this torch has no distributed package: only one worker can be used"
-        return Check("collectives", "warn", "none", advice)
-    found = [
-        name
-        for name, there in (
-            ("NCCL", torch.distributed.is_nccl_available()),
-            ("Gloo", torch.distributed.is_gloo_available()),
-        )
-        if there
-    ]
-    if torch.cuda.device_count() > 1 and "NCCL" not in found:
-        return Check("collectives", "warn", ", ".join(found), "several GPUs, but torch has no NCCL")
-    detail = ", ".join(found) or "none"
-    if "NCCL" in found and (gpus := torch.cuda.device_count()):
-        detail += f"; NCCL for sessions of up to {gpus} workers on GPUs, one each, Gloo for more"
-    return Check("collectives", "ok" if found else "warn", detail)
+    gpus = torch.cuda.device_count()
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    detail = "sockets and shared memory of this host, which only you can reach"
+    if gpus > 1 and not nccl:
+        return Check("collectives", "warn", detail, "several GPUs, but torch has no NCCL")
+    if gpus and nccl:
+        detail += f"; NCCL for sessions of up to {gpus} workers on GPUs, one each"
+    return Check("collectives", "ok", detail)
 
 
 def compiler() -> Check:

@@ -1,8 +1,13 @@
-"""Which of torch.distributed's backends a session's ranks talk through."""
+"""What a session's ranks talk through."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
+
+#: Sockets and shared memory of the host, from and to which tensors on a GPU are copied.
+HOST = "host"
+#: The same, and for tensors on GPUs torch.distributed.
+NCCL = "nccl"
 
 
 def backend_for(device: str, world_size: int, gpus: int) -> str:
@@ -10,12 +15,12 @@ def backend_for(device: str, world_size: int, gpus: int) -> str:
 
     NCCL for CUDA tensors when each rank has a GPU of its own; it refuses a shared one.
     """
-    slow = device != "cuda" or why_gloo(device, world_size, gpus)
-    return "gloo" if slow else "cpu:gloo,cuda:nccl"
+    slow = device != "cuda" or why_host(device, world_size, gpus)
+    return HOST if slow else NCCL
 
 
-def why_gloo(device: str, world_size: int, gpus: int) -> str:
-    """Why ranks on GPUs use Gloo, which copies what they exchange to the host and back.
+def why_host(device: str, world_size: int, gpus: int) -> str:
+    """Why ranks on GPUs copy what they exchange to the host and back.
 
     Empty where they use NCCL, and for ranks on CPUs.
     """
@@ -24,9 +29,9 @@ def why_gloo(device: str, world_size: int, gpus: int) -> str:
     if world_size > gpus:
         return (
             f"{world_size} workers share {gpus} GPU{'s' * (gpus != 1)}, and NCCL takes one rank a "
-            f"GPU: collectives go through Gloo and the host's memory, which is much slower. Use at "
-            f"most {gpus} worker{'s' * (gpus != 1)} here"
+            f"GPU: collectives go through the host's memory, which is much slower. Use at most "
+            f"{gpus} worker{'s' * (gpus != 1)} here"
         )
     if not dist.is_nccl_available():
-        return "this torch has no NCCL: collectives go through Gloo and the host's memory"
+        return "this torch has no NCCL: collectives go through the host's memory"
     return ""

@@ -1,4 +1,5 @@
-"""Who carries a collective from rank to rank: sockets what is small, torch.distributed the rest.
+"""Who carries a collective from rank to rank: sockets what is small, shared memory what is large,
+and NCCL what is on GPUs.
 
 A carrier begins the four collectives on flat buffers. Each returns what has a ``wait()``; after it
 the buffer holds the result.
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from lazygt.runtime.direct import Peer
 
-#: Bytes to all other ranks together, up to which sockets are faster than Gloo.
+#: Bytes to all other ranks together, up to which sockets are as fast as shared memory.
 SMALL = 1 << 20
 
 # torch 2.13 renamed them
@@ -73,7 +74,7 @@ class Sockets:
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         parts = [buffer if peer is None else torch.empty_like(buffer) for peer in self.peers]
         data = _bytes(buffer)
-        return self._begin([data] * len(parts), parts, lambda: _reduce(parts, op, buffer))
+        return self._begin([data] * len(parts), parts, lambda: reduce_in_order(parts, op, buffer))
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
         parts = list(buffer.view(len(self.peers), -1).unbind())
@@ -87,7 +88,7 @@ class Sockets:
             for part, peer in zip(mine, self.peers, strict=True)
         ]
         data = [_bytes(part) for part in mine]
-        return self._begin(data, parts, lambda: _reduce(parts, op, buffer))
+        return self._begin(data, parts, lambda: reduce_in_order(parts, op, buffer))
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
@@ -190,8 +191,22 @@ _REDUCTIONS: dict[str, Any] = {
 }
 
 
-def _reduce(parts: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
-    """One after another; ``into`` may be any of them."""
+#: What torch does not reduce on a CPU, and in what it is reduced.
+_WIDER = {
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+
+
+def reduce_in_order(parts: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
+    """Reduce one after another; ``into`` may be any of them."""
+    if into.dtype in _WIDER:
+        wide = [part.to(_WIDER[into.dtype]) for part in parts]
+        reduce_in_order(wide, op, wide[0])
+        into.copy_(wide[0])
+        return
     first, *others = parts
     if not others:
         into.copy_(first)
@@ -203,11 +218,11 @@ def _reduce(parts: Sequence[torch.Tensor], op: str, into: torch.Tensor) -> None:
 
 
 def _bytes(flat: torch.Tensor) -> memoryview:
-    return _as_bytes(flat).numpy().data
+    return as_bytes(flat).numpy().data
 
 
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory; a lone element may have any stride, and torch minds it."""
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes; a lone element may have any stride, and torch minds it."""
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
@@ -219,20 +234,14 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-#: What neither Gloo nor NCCL reduces, and in what it is reduced.
-_WIDER = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-}
+#: What NCCL does not reduce, and in what it is reduced.
+_WIDER_YET = _WIDER | {torch.int16: torch.int32}
 #: Of truth values as bytes.
 _OF_TRUTH = {"sum": "max", "max": "max", "min": "min", "prod": "min"}
 
 
 class Torch:
-    """Gloo or NCCL, whichever the group has for the tensors' device."""
+    """NCCL, for tensors on a GPU."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -243,7 +252,7 @@ class Torch:
         return work if carried.dtype == buffer.dtype else _Then(work, buffer, carried)
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        received, data = _as_bytes(buffer), _as_bytes(sent)
+        received, data = as_bytes(buffer), as_bytes(sent)
         work: Work = _gather(received, data, group=self._group, async_op=True)
         return work
 
@@ -259,8 +268,8 @@ class Torch:
     ) -> Work:
         size = buffer.itemsize
         work: Work = dist.all_to_all_single(
-            _as_bytes(buffer),
-            _as_bytes(sent),
+            as_bytes(buffer),
+            as_bytes(sent),
             [size * count for count in into],
             [size * count for count in out],
             group=self._group,
@@ -281,8 +290,8 @@ class _Then:
 
 
 def _reducible(buffer: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """The buffer as backends can reduce it, and with which op."""
+    """The buffer as NCCL can reduce it, and with which op."""
     if buffer.dtype == torch.bool:
         return buffer.to(torch.uint8), _OF_TRUTH[op]
-    wider = _WIDER.get(buffer.dtype)
+    wider = _WIDER_YET.get(buffer.dtype)
     return (buffer if wider is None else buffer.to(wider)), op

@@ -15,7 +15,6 @@ ignored from then on.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 import socket
 import struct
@@ -119,7 +118,7 @@ def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
     """Listen on TCP, on a free port by default.
 
     Raises:
-        SecurityError: ``host`` can be reached from other machines and there are no keys.
+        SecurityError: there are no keys.
     """
     check_exposure(host, keys)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -135,19 +134,14 @@ def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
 
 
 def check_exposure(host: str, keys: Keys | None) -> None:
-    """Refuse an address that strangers can reach without keys (SecurityError)."""
-    if keys is None and not _is_loopback(host):
+    """Refuse an address that strangers can reach without keys (SecurityError): any, since that of
+    the loopback interface is there for all users of the machine.
+    """
+    if keys is None:
         raise SecurityError(
             f"refusing to listen on {host!r} without CURVE keys: anyone who reaches it could run "
             f"code in the worker. Use the local transport, or a session with keys."
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # -- the worker's end --------------------------------------------------------------------------
@@ -160,7 +154,7 @@ class Server:
         context: the process's ZMQ context.
         address: what `listen_local` or `listen_tcp` made; the server closes its descriptor.
         token: the session's secret.
-        keys: CURVE keys of this worker; required where the address is not local.
+        keys: CURVE keys of this worker; required where the address is TCP.
         max_message: bytes; a peer that announces more is disconnected before it is stored.
     """
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lazygt.graph.label import shard_bounds
 from lazygt.runtime import group
+from lazygt.runtime.carriers import as_bytes
 from lazygt.runtime.flights import at_once
 
 
@@ -57,9 +58,13 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
     data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if not line.carries(data.device):
         data = data.cpu()
-    if data.numel():
-        data = data.view(-1).view(torch.uint8)  # backends know few dtypes, all of them bytes
-        group.outbox().keep(dist.isend(data, group=line.group, group_dst=peer), data)
+    if not data.numel():
+        return
+    flat = as_bytes(data.view(-1))
+    if flat.device.type == "cpu":
+        line.single(peer).send(flat.numpy().data, given=True)
+    else:
+        group.outbox().keep(dist.isend(flat, group=line.group, group_dst=peer), data)
 
 
 def recv(
@@ -70,5 +75,9 @@ def recv(
     through = device if line.carries(device) else torch.device("cpu")
     made = torch.empty(shape, dtype=dtype, device=through)
     if made.numel():
-        dist.recv(made.view(-1).view(torch.uint8), group=line.group, group_src=peer)
+        flat = as_bytes(made.view(-1))
+        if flat.device.type == "cpu":
+            line.single(peer).receive(flat.numpy().data)
+        else:
+            dist.recv(flat, group=line.group, group_src=peer)
     return made.to(device)

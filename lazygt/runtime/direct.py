@@ -1,11 +1,11 @@
-"""A socket between each two ranks that share an axis: what is small goes straight to the other.
+"""Sockets between each two ranks that share an axis: UNIX ones, which only their user can reach.
 
-Gloo hands a message to a thread of its own on either side. For 32 KiB between two ranks on four
-cores that took 170 us, and 4 ms in one of ten; a socket takes 11 us. All ranks are on one host:
-the launchers start them there.
+All ranks are on one host: the launchers start them there. Gloo would listen on a TCP port instead,
+where anybody may connect, and hand each message to a thread of its own on either side: for 32 KiB
+between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket takes 11 us.
 
-A socket carries the messages of one axis, and each is read in its turn. A send never waits: what
-the socket has no room for is sent by a thread, so ranks that send to each other cannot get stuck.
+Each message of a socket is read in its turn. A send never waits: what the socket has no room for
+is sent by a thread, so ranks that send to each other cannot get stuck.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import product
+from typing import NamedTuple
 
 _ROOM = 1 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
 _NUMBER = struct.Struct("<Q")
+_HELLO = struct.Struct("<QII")  # number of the group, rank, which of its sockets
+_WELCOME = b"w"
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _TIME = struct.Struct("ll")  # seconds, microseconds
 
@@ -37,18 +42,19 @@ class Peer:
         end.setblocking(True)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
         # the kernel's own timeout: Python's costs a poll a message
-        whole = int(timeout)
-        limit = _TIME.pack(whole, int((timeout - whole) * 1e6))
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._late: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(timeout))
+        self._late: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
         #: one is counted by the sender, one by the thread: equal when the socket has it all
         self._queued = self._sent = 0
         self._thread: threading.Thread | None = None
         self._failure: OSError | None = None
         self._closing = False
 
-    def send(self, data: memoryview) -> None:
+    def send(self, data: memoryview, *, given: bool = False) -> None:
         """Send bytes. Does not wait; they may be overwritten as soon as this returns.
+
+        Args:
+            given: they never will be: nothing needs to be copied.
 
         Raises:
             ConnectionError: the other rank has left.
@@ -64,7 +70,7 @@ class Peer:
             except OSError as error:
                 raise self._left() from error
         if done < len(data):
-            self._later(bytes(data[done:]))
+            self._later(data[done:] if given else bytes(data[done:]))
 
     def receive(self, room: memoryview) -> None:
         """Fill ``room`` with what the other sent next.
@@ -77,9 +83,7 @@ class Peer:
             try:
                 count = self._end.recv_into(room, 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise TimeoutError(
-                    f"rank {self.rank} sent nothing for {self._timeout:g} seconds"
-                ) from None
+                raise self._silent() from None
             except OSError as error:
                 raise self._left() from error
             if not count:
@@ -99,6 +103,26 @@ class Peer:
         self.receive(memoryview(data))
         return data.decode()
 
+    def send_descriptor(self, fd: int) -> None:
+        """Send a file descriptor, before anything else; as ``send``."""
+        try:
+            socket.send_fds(self._end, [_WELCOME], [fd])
+        except OSError as error:
+            raise self._left() from error
+
+    def receive_descriptor(self) -> int:
+        """The descriptor that the other sent, as this process's own; as ``receive``."""
+        try:
+            _, fds, _, _ = socket.recv_fds(self._end, len(_WELCOME), 1)
+        except BlockingIOError:
+            raise self._silent() from None
+        except OSError as error:
+            raise self._left() from error
+        if not fds:
+            raise self._left()
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
     def close(self) -> None:
         """Leave: the other reads what was sent, and then that this rank has left.
 
@@ -117,7 +141,10 @@ class Peer:
     def _left(self) -> ConnectionError:
         return ConnectionError(f"rank {self.rank} has left: the connection to it is closed")
 
-    def _later(self, data: bytes) -> None:
+    def _silent(self) -> TimeoutError:
+        return TimeoutError(f"rank {self.rank} sent nothing for {self._timeout:g} seconds")
+
+    def _later(self, data: bytes | memoryview) -> None:
         self._queued += 1
         self._late.put(data)
         if self._thread is None:
@@ -137,54 +164,137 @@ class Peer:
             self._hang_up()
 
 
+class Ends(NamedTuple):
+    """The sockets to another rank, each for what is read in a turn of its own.
+
+    Attributes:
+        small: carries the collectives of what is small.
+        large: says where in shared memory there is what is large.
+        single: carries what goes to that rank alone.
+    """
+
+    small: Peer
+    large: Peer
+    single: Peer
+
+
 class Door:
-    """Where other ranks find this one. Has a name before anybody comes."""
+    """Where other ranks find this one, in this group and in all later ones.
 
-    def __init__(self, rank: int, timeout: float) -> None:
-        self._rank, self._timeout = rank, timeout
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("")  # a free name that is no file, chosen by the kernel
-        self._listener.listen(socket.SOMAXCONN)
-        self._listener.settimeout(timeout)
+    The client has made the sockets before any rank starts, in a directory that only its user can
+    enter; so nobody waits for a door to appear, and no one else can knock.
 
-    @property
-    def name(self) -> str:
-        """What to tell the others; as text."""
-        address: bytes = self._listener.getsockname()
-        return address.hex()
+    Args:
+        listener: a descriptor of this rank's own socket; the door closes it.
+        place_of: where the socket of a rank lies.
+        timeout: seconds to wait for another rank.
+    """
 
-    def meet(self, others: Collection[int], name_of: Callable[[int], str]) -> dict[int, Peer]:
-        """Connect with other ranks, all of which do the same; the door is closed then.
+    def __init__(
+        self, rank: int, listener: int, place_of: Callable[[int], str], timeout: float
+    ) -> None:
+        self._rank, self._place_of, self._timeout = rank, place_of, timeout
+        self._listener = socket.socket(fileno=listener)
+        self._listener.set_inheritable(False)
+        #: who has come, by the group's number, rank and which of its sockets
+        self._visitors: dict[tuple[int, int, int], socket.socket] = {}
+
+    def meet(self, number: int, others: Collection[int]) -> dict[int, Ends]:
+        """Connect with other ranks, all of which do the same for the group of this number.
 
         Raises:
             OSError: one could not be reached, or did not come in time.
         """
-        found: dict[int, Peer] = {}
+        found: dict[tuple[int, int], socket.socket] = {}
         try:
-            for rank in others:
+            for rank, which in product(others, range(len(Ends._fields))):
                 if rank < self._rank:
-                    found[rank] = self._visit(rank, name_of(rank))
-            while len(found) < len(others):
-                rank, end = self._visited()
-                found[rank] = Peer(end, rank, self._timeout)
-        finally:
-            self._listener.close()
-        return found
+                    found[rank, which] = self._visit(number, rank, which)
+            for rank, which in product(others, range(len(Ends._fields))):
+                if rank > self._rank:
+                    found[rank, which] = self._visited(number, rank, which)
+            for (rank, _), end in found.items():
+                if rank < self._rank:
+                    self._welcomed(end, rank)
+        except BaseException:
+            for end in found.values():
+                end.close()
+            raise
+        ends = range(len(Ends._fields))
+        return {
+            rank: Ends(*(Peer(found[rank, which], rank, self._timeout) for which in ends))
+            for rank in others
+        }
 
-    def _visit(self, rank: int, name: str) -> Peer:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.settimeout(self._timeout)
-        end.connect(bytes.fromhex(name))
-        end.sendall(_NUMBER.pack(self._rank))
-        return Peer(end, rank, self._timeout)
-
-    def _visited(self) -> tuple[int, socket.socket]:
-        """The next rank that comes. Others than this user's processes are not let in."""
-        while True:
-            end, _ = self._listener.accept()
-            asked = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(asked)[1] == os.geteuid():
-                end.settimeout(self._timeout)
-                (rank,) = _NUMBER.unpack(end.recv(_NUMBER.size, socket.MSG_WAITALL))
-                return rank, end
+    def close(self) -> None:
+        """Be found no more. Idempotent."""
+        self._listener.close()
+        for end in self._visitors.values():
             end.close()
+        self._visitors.clear()
+
+    def _visit(self, number: int, rank: int, which: int) -> socket.socket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # again the kernel's: with Python's a door at which many wait would turn this one away
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(self._timeout))
+            end.connect(self._place_of(rank))
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(0))
+            end.settimeout(self._timeout)
+            end.sendall(_HELLO.pack(number, self._rank, which))
+        except BlockingIOError:
+            end.close()
+            raise self._too_late(rank) from None
+        except BaseException:
+            end.close()
+            raise
+        return end
+
+    def _welcomed(self, end: socket.socket, rank: int) -> None:
+        """Wait until a visited rank has begun to meet, too."""
+        try:
+            said = end.recv(len(_WELCOME))
+        except TimeoutError:
+            raise self._too_late(rank) from None
+        if said != _WELCOME:
+            raise ConnectionError(f"rank {rank} has left")
+
+    def _visited(self, number: int, rank: int, which: int) -> socket.socket:
+        """The connection of a rank that is to come; those of others that come first are kept."""
+        until = time.monotonic() + self._timeout
+        while (number, rank, which) not in self._visitors:
+            self._listener.settimeout(max(until - time.monotonic(), 1e-3))
+            try:
+                end, _ = self._listener.accept()
+            except TimeoutError:
+                raise self._too_late(rank) from None
+            self._admit(end, number)
+        end = self._visitors.pop((number, rank, which))
+        end.sendall(_WELCOME)
+        return end
+
+    def _admit(self, end: socket.socket, number: int) -> None:
+        """Let in this user's processes, unless their group has been left."""
+        end.settimeout(self._timeout)
+        if is_own(end) and len(hello := end.recv(_HELLO.size, socket.MSG_WAITALL)) == _HELLO.size:
+            key = _HELLO.unpack(hello)
+            if key[0] >= number:
+                self._visitors[key] = end
+                return
+        end.close()
+
+    def _too_late(self, rank: int) -> TimeoutError:
+        return TimeoutError(f"rank {rank} did not come within {self._timeout:g} seconds")
+
+
+def _time(seconds: float) -> bytes:
+    """Seconds as the kernel takes them; 0: for ever."""
+    whole = int(seconds)
+    return _TIME.pack(whole, int((seconds - whole) * 1e6))
+
+
+def is_own(end: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    asked = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(asked)[1]
+    return user == os.geteuid()

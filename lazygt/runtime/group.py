@@ -1,4 +1,7 @@
-"""The process group of the workers: joined in the background of a worker's start.
+"""The group of the workers: joined in the background of a worker's start.
+
+What is on the host goes through sockets and memory that only their user can reach; torch's own
+process group, which listens on a TCP port, is made for GPUs alone, for NCCL.
 
 Joining waits for every other rank, and most plans need no collective, so a thread does it and
 `wait` is what a collective calls first.
@@ -21,9 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime.backends import HOST, NCCL
 from lazygt.runtime.carriers import SMALL, Carrier, Sockets, Torch
-from lazygt.runtime.direct import Door, Peer
+from lazygt.runtime.direct import Door, Ends, Peer
 from lazygt.runtime.outbox import Outbox
+from lazygt.runtime.shared import Shared
 
 if TYPE_CHECKING:
     from lazygt.runtime.launchers.base import GroupSpec
@@ -34,48 +39,56 @@ class Line:
     """This rank's place on one axis of the mesh.
 
     Attributes:
-        group: torch's own, of the ranks along the axis.
-        size, index: how many there are, and which this one is.
-        sockets, backend: what carries small and large values between them.
-        nccl: whether tensors on a GPU travel from there.
+        size, index: how many ranks there are along it, and which this one is.
+        sockets, shared: what carries small and large values between them.
+        singles: what carries values to one of them alone; None for this one.
+        group: torch's own, of the same ranks; None without NCCL.
     """
 
-    group: Any
     size: int
     index: int
     sockets: Sockets
-    backend: Torch
-    nccl: bool
+    shared: Shared
+    singles: tuple[Peer | None, ...]
+    group: Any = None
 
     def carrier(self, buffer: torch.Tensor, nbytes: int) -> Carrier:
         """Who carries ``nbytes`` to each rank; equal on all ranks, as they must choose alike."""
-        small = (self.size - 1) * nbytes <= SMALL
-        return self.sockets if small and buffer.device.type == "cpu" else self.backend
+        if buffer.device.type != "cpu":
+            return Torch(self.group)
+        return self.sockets if (self.size - 1) * nbytes <= SMALL else self.shared
 
     def carries(self, device: torch.device) -> bool:
-        """Whether tensors travel from this device; else by way of the host's memory.
+        """Whether tensors travel from this device; else by way of the host's memory."""
+        return self.group is not None or device.type == "cpu"
 
-        Gloo has not every collective for tensors on a GPU.
-        """
-        return self.nccl or device.type != "cuda"
+    def single(self, index: int) -> Peer:
+        """What carries values to another rank of the axis alone."""
+        peer = self.singles[index]
+        if peer is None:
+            raise LazyGTError("a rank sends nothing to itself")
+        return peer
 
 
 class Group:
-    """This rank's membership in the default torch.distributed group, and in one group an axis.
+    """This rank's membership in a session's group of workers.
 
     Args:
         spec: the backend, where the ranks meet, and how many seconds they wait.
+        door: where other ranks find this one.
         number: how many groups the session had before: none of them is of any use any more.
     """
 
-    def __init__(self, spec: GroupSpec, rank: int, world_size: int, number: int = 0) -> None:
-        self._spec, self._rank, self._world_size = spec, rank, world_size
+    def __init__(
+        self, spec: GroupSpec, rank: int, world_size: int, door: Door, number: int = 0
+    ) -> None:
+        self._spec, self._rank, self._world_size, self._door = spec, rank, world_size, door
         self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
-        #: what is being sent to single ranks, of any axis
+        #: what NCCL is sending to single ranks, of any axis
         self.outbox = Outbox()
         self._left = False
         self._lines: dict[str, Line] = {}
-        self._peers: dict[int, Peer] = {}
+        self._ends: dict[int, Ends] = {}
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
         self._thread.start()
@@ -84,15 +97,15 @@ class Group:
         """Return when all ranks have joined; each waits at most the group's timeout.
 
         Raises:
-            LazyGTError: this rank could not join, with torch's reason.
+            LazyGTError: this rank could not join, with the reason.
         """
         self._thread.join()
         if isinstance(self._failure, LazyGTError):
             raise self._failure
         if self._failure is not None:
             raise LazyGTError(
-                f"rank {self._rank} of {self._world_size} could not join the "
-                f"{self._spec.backend} group: {self._failure}"
+                f"rank {self._rank} of {self._world_size} could not join the group of workers: "
+                f"{self._failure}"
             ) from self._failure
 
     def abandon(self, reason: str) -> bool:
@@ -109,8 +122,8 @@ class Group:
         self._left, joined = True, self._failure is None
         if joined:
             self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
-        # NCCL would wait for what other ranks never come to
-        self._leave(_abort_process_group if self.nccl else dist.destroy_process_group)
+        # to destroy it would wait for what other ranks never come to
+        self._leave(_abort_process_group)
         return joined
 
     @property
@@ -126,13 +139,13 @@ class Group:
     @property
     def nccl(self) -> bool:
         """Whether tensors on a GPU travel from there."""
-        return "nccl" in self._spec.backend
+        return self._spec.backend == NCCL
 
     def successor(self, number: int) -> Group:
         """Leave this group and begin to join the session's next one, as all ranks do."""
         self._thread.join()  # each wait in it ends with the group's timeout
         self.abandon("the ranks form a new one")
-        return Group(self._spec, self._rank, self._world_size, number)
+        return Group(self._spec, self._rank, self._world_size, self._door, number)
 
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
@@ -140,40 +153,44 @@ class Group:
             self._leave(dist.destroy_process_group)
 
     def _leave(self, end: Callable[[], object]) -> None:
-        self._lines.clear()
         self.outbox.close()
-        for peer in self._peers.values():
-            peer.close()
+        for ends in self._ends.values():
+            for peer in ends:
+                peer.close()
+        for line in self._lines.values():
+            line.shared.close()
+        self._lines.clear()
         if dist.is_initialized():
             end()
 
     def _join(self) -> None:
         try:
-            timeout = timedelta(seconds=self._spec.timeout)
-            meet = rendezvous(self._place(self.number), self._rank, self._world_size)
-            store, _, _ = next(iter(meet))
-            store.set_timeout(timeout)
-            door = Door(self.rank, self._spec.timeout)
-            names = PrefixStore("lazygt", store)
-            names.set(f"door/{self.rank}", door.name)
-            dist.init_process_group(
-                self._spec.backend,
-                store=PrefixStore("group", store),
-                rank=self._rank,
-                world_size=self._world_size,
-                timeout=timeout,
-            )
-            self._peers = door.meet(self._others(), lambda rank: names.get(f"door/{rank}").decode())
+            self._ends = self._door.meet(self.number, self._others())
+            if self.nccl:
+                self._join_nccl()
             for axis in self.mesh.names:  # every rank makes every group, in the same order
                 self._lines[axis] = self._line(self.mesh, axis)
-            self._sweep()
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
 
+    def _join_nccl(self) -> None:
+        """Join torch's default group. Its ranks meet in a file that only their user can open."""
+        timeout = timedelta(seconds=self._spec.timeout)
+        meet = rendezvous(self._place(self.number), self._rank, self._world_size)
+        store, _, _ = next(iter(meet))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            NCCL,
+            store=PrefixStore("group", store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timeout,
+        )
+        self._sweep()
+
     def _place(self, number: int) -> str:
         """Where the ranks of a group meet: each group has a store of its own."""
-        first = self._spec.init_method
-        return f"{first}.{number}" if number else first
+        return f"file://{self._spec.directory}/group.{number}"
 
     def _sweep(self) -> None:
         """Remove the files in which earlier groups met. All ranks have left these; torch removes
@@ -197,13 +214,21 @@ class Group:
 
     def _line(self, mesh: Mesh, axis: str) -> Line:
         mine = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
-        group: Any = dist.group.WORLD
-        if len(mine) < self._world_size:
-            seconds = timedelta(seconds=self._spec.timeout)
-            groups = {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}
-            group = groups[mine]
-        sockets = Sockets([None if rank == self.rank else self._peers[rank] for rank in mine])
-        return Line(group, len(mine), mine.index(self.rank), sockets, Torch(group), self.nccl)
+        ends = [self._ends.get(rank) for rank in mine]
+        return Line(
+            len(mine),
+            mine.index(self.rank),
+            Sockets([end and end.small for end in ends]),
+            Shared([end and end.large for end in ends]),
+            tuple(end and end.single for end in ends),
+            self._torch_group(mesh, axis, mine) if self.nccl else None,
+        )
+
+    def _torch_group(self, mesh: Mesh, axis: str, mine: tuple[int, ...]) -> Any:
+        if len(mine) == self._world_size:
+            return dist.group.WORLD
+        seconds = timedelta(seconds=self._spec.timeout)
+        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[mine]
 
     def line(self, axis: str) -> Line:
         """This rank's place on an axis, once all ranks have joined.
@@ -233,12 +258,16 @@ def keep_apart(rank: int, world_size: int) -> None:
 _current: Group | None = None  # torch, too, has one default group a process
 
 
-def join(spec: GroupSpec, rank: int, world_size: int) -> None:
-    """Begin to join this process's group, without waiting."""
+def join(spec: GroupSpec, rank: int, world_size: int, listener: int) -> None:
+    """Begin to join this process's group, without waiting.
+
+    Args:
+        listener: a descriptor of the socket at ``spec.door(rank)``.
+    """
     global _current
-    if spec.backend == "gloo":
+    if spec.backend == HOST:
         keep_apart(rank, world_size)
-    _current = Group(spec, rank, world_size)
+    _current = Group(spec, rank, world_size, Door(rank, listener, spec.door, spec.timeout))
 
 
 def _own() -> Group:

@@ -105,8 +105,8 @@ def build_handler(boot: Boot) -> MessageHandler:
         from lazygt.runtime import group, shm
 
         torch.set_num_threads(boot.threads)
-        if boot.group is not None:
-            group.join(boot.group, boot.rank, boot.world_size)
+        if boot.group is not None and boot.door is not None:
+            group.join(boot.group, boot.rank, boot.world_size, boot.door.fd)
         upload = None if boot.upload is None else shm.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else shm.Arena.own(boot.fetch)
     module, _, attribute = boot.factory.partition(":")

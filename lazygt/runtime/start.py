@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lazygt.runtime import channel
-from lazygt.runtime.backends import backend_for, why_gloo
+from lazygt.runtime.backends import backend_for, why_host
 from lazygt.runtime.channel import Address, Keys
 from lazygt.runtime.launchers.base import WORKER_FACTORY, Boot, GroupSpec
 from lazygt.runtime.launchers.local import share_of_cores, visible_gpu
@@ -76,6 +76,10 @@ class StartPlan:
             address = self._listen(f"{name}{rank}", keys)
             ours.callback(os.close, address.fd)
             addresses.append(address)
+        door = None
+        if spec.world_size > 1:
+            door = channel.listen_local(self.directory / f"door{rank}")
+            ours.callback(os.close, door.fd)
         return Boot(
             factory=spec.factory,
             device="cuda:0" if spec.device == "cuda" else spec.device,
@@ -92,6 +96,7 @@ class StartPlan:
             fetch=fetch.fd if fetch else None,
             directory=str(self.directory),
             group=self._group(),
+            door=door,
             loads_torch=spec.loads_torch,
         )
 
@@ -100,6 +105,9 @@ class StartPlan:
         given = dict(self.spec.environment)
         if self.spec.device == "cuda":
             given["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, torch.cuda.device_count())
+            # All ranks are on this host: what NCCL listens on for their first meeting is not to be
+            # reached from others. Who connects there must know a number that the ranks share.
+            given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))
         return given
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
@@ -115,7 +123,6 @@ class StartPlan:
             return None
         gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
         backend = backend_for(self.spec.device, self.spec.world_size, gpus)
-        if slow := why_gloo(self.spec.device, self.spec.world_size, gpus):
+        if slow := why_host(self.spec.device, self.spec.world_size, gpus):
             warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
-        return GroupSpec(backend, f"file://{self.directory}/group", self.spec.group_timeout,
-                         self.spec.mesh)  # fmt: skip
+        return GroupSpec(backend, str(self.directory), self.spec.group_timeout, self.spec.mesh)

@@ -1,4 +1,4 @@
-"""Several GPU workers: NCCL where each has a GPU of its own, Gloo where they share one."""
+"""Several GPU workers: NCCL where each has a GPU of its own, the host where they share one."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_every_collective_of_nccl_gives_what_it_should() -> None:
 
 
 @pytest.mark.skipif(GPUS != 1, reason="needs exactly one CUDA device, for two workers to share")
-def test_two_workers_on_one_gpu_meet_through_gloo() -> None:
+def test_two_workers_on_one_gpu_meet_through_the_host() -> None:
     reductions_agree()
     agree("mlp", {"data": 2})

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lazygt.runtime import flights
-from lazygt.runtime.carriers import SMALL, Carrier, Sockets, Torch, Work
+from lazygt.runtime.carriers import SMALL, Sockets, Torch, Work
 from lazygt.runtime.direct import Peer
 from lazygt.runtime.group import Line, keep_apart
+from lazygt.runtime.shared import Shared
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -163,13 +164,18 @@ def test_torch_is_given_what_backends_reduce(
     assert buffer.dtype == dtype
 
 
+def line_of(size: int, group: object) -> tuple[Line, Sockets, Shared]:
+    sockets, shared = Sockets([None]), Shared([None])
+    return Line(size, 0, sockets, shared, (None,), group), sockets, shared
+
+
 def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
-    sockets, backend = Sockets([None]), Torch(None)
-    line = Line(None, 3, 0, sockets, backend, nccl=True)
+    line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
     assert line.carrier(here, SMALL // 2) is sockets
-    assert line.carrier(here, SMALL // 2 + 1) is backend
-    assert line.carrier(torch.empty(1, device="meta"), 4) is backend
+    assert line.carrier(here, SMALL // 2 + 1) is shared
+    assert isinstance(line.carrier(torch.empty(1, device="meta"), 4), Torch)
+    shared.close()
 
 
 def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,20 +183,18 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     carried: list[torch.Tensor] = []
 
-    class Host(Torch):
+    class Host(Sockets):
         def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
             carried.append(buffer)
             buffer.mul_(2)
             return Done()
 
     class OnlyHost(Line):
-        def carrier(self, buffer: torch.Tensor, nbytes: int) -> Carrier:
-            return self.backend
-
         def carries(self, device: torch.device) -> bool:
             return False
 
-    line = OnlyHost(None, 2, 0, Sockets([None]), Host(None), nccl=False)
+    shared = Shared([None])
+    line = OnlyHost(2, 0, Host([None]), shared, (None,))
     monkeypatch.setattr(flights.group, "line", lambda _: line)
     value = torch.arange(6.0).reshape(2, 3)
     flying = flights.launch("all_reduce", [value], [], "sum", "data")
@@ -201,6 +205,7 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
     assert flights.wait(value, (), (), "data") == []
     assert torch.equal(value, expected)
     assert [buffer.device.type for buffer in carried] == ["cpu", "cpu"]
+    shared.close()
 
 
 @pytest.mark.parametrize(

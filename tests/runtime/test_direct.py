@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.direct import Door, Peer
+from lazygt.runtime.channel import listen_local
+from lazygt.runtime.direct import Door, Ends, Peer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,32 +100,136 @@ def test_who_sends_nothing_is_not_waited_for_without_end() -> None:
         peer.close()
 
 
-def test_ranks_meet_at_their_doors() -> None:
-    ranks = range(3)
-    doors = [Door(rank, SECONDS) for rank in ranks]
-    met: dict[int, dict[int, Peer]] = {}
-
-    def meet(rank: int) -> None:
-        others = [other for other in ranks if other != rank]
-        met[rank] = doors[rank].meet(others, lambda other: doors[other].name)
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    for rank in ranks:
-        for other, peer in met[rank].items():
-            assert peer.rank == other
-            peer.send_text(f"{rank} to {other}")
-    for rank in ranks:
-        for other, peer in met[rank].items():
-            assert peer.receive_text() == f"{other} to {rank}"
-    for peers in met.values():
-        for peer in peers.values():
-            peer.close()
+Doors = Callable[..., list[Door]]
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
+@pytest.fixture
+def doors(tmp_path: Path) -> Iterator[Doors]:
+    """Makes the doors of so many ranks."""
+    made: list[Door] = []
+
+    def place(rank: int) -> str:
+        return str(tmp_path / f"door{rank}")
+
+    def make(count: int, timeout: float = SECONDS) -> list[Door]:
+        for rank in range(count):
+            listener = listen_local(Path(place(rank))).fd
+            made.append(Door(rank, listener, place, timeout))
+        return made
+
+    yield make
+    for door in made:
+        door.close()
+
+
+def meet_all(doors: list[Door], number: int = 0) -> list[dict[int, Ends]]:
+    ranks = range(len(doors))
+    with ThreadPoolExecutor(len(doors)) as pool:
+        return list(
+            pool.map(lambda rank: doors[rank].meet(number, [r for r in ranks if r != rank]), ranks)
+        )
+
+
+def leave(met: list[dict[int, Ends]]) -> None:
+    for ends in met:
+        for peers in ends.values():
+            for peer in peers:
+                peer.close()
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1, 5]])
+def test_ranks_meet_at_their_doors(doors: Doors, numbers: list[int]) -> None:
+    there = doors(3)
+    for number in numbers:
+        met = meet_all(there, number)
+        for rank, ends in enumerate(met):
+            for other, peers in ends.items():
+                for which, peer in enumerate(peers):
+                    assert peer.rank == other
+                    peer.send_text(f"{number}, {rank} to {other}, {which}")
+        for rank, ends in enumerate(met):
+            for other, peers in ends.items():
+                for which, peer in enumerate(peers):
+                    assert peer.receive_text() == f"{number}, {other} to {rank}, {which}"
+        leave(met)
+
+
+def test_who_comes_for_a_later_group_waits_for_it(doors: Doors) -> None:
+    first, second = doors(2)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(second.meet, 1, [0])
+        first._timeout = 0.2
+        with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.2 seconds"):
+            first.meet(0, [1])
+        first._timeout = SECONDS
+        met = [first.meet(1, [1]), early.result(SECONDS)]
+    met[0][1].small.send_text("welcome")
+    assert met[1][0].small.receive_text() == "welcome"
+    leave(met)
+
+
+def test_who_comes_for_a_group_that_has_been_left_is_told_so(doors: Doors) -> None:
+    first, second = doors(2)
+    end = second._visit(3, 0, 0)
+    first._timeout = 0.05
     with pytest.raises(TimeoutError):
-        Door(0, 0.05).meet([1], str)
+        first.meet(4, [1])
+    with end, pytest.raises(ConnectionError, match="rank 0 has left"):
+        second._welcomed(end, 0)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end(doors: Doors) -> None:
+    first, second = doors(2, 0.05)
+    for door, other in ((first, 1), (second, 0)):
+        with pytest.raises(TimeoutError, match=rf"rank {other} did not come within 0\.05 seconds"):
+            door.meet(0, [other])
+
+
+def test_ranks_queue_at_a_door_that_has_no_room(doors: Doors) -> None:
+    there = doors(5)
+    for door in there:
+        door._listener.listen(0)
+    met = meet_all(there)
+    for rank, ends in enumerate(met):
+        for peers in ends.values():
+            peers.large.send_text(f"from {rank}")
+    for ends in met:
+        assert [peers.large.receive_text() for peers in ends.values()] == [
+            f"from {rank}" for rank in ends
+        ]
+    leave(met)
+
+
+def test_a_door_that_stays_full_is_not_waited_for_without_end(doors: Doors) -> None:
+    first, second = doors(2, 0.05)
+    first._listener.listen(0)
+    waiting = second._visit(0, 0, 0)
+    with waiting, pytest.raises(TimeoutError, match="rank 0 did not come"):
+        second.meet(0, [0])
+
+
+def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_path: Path) -> None:
+    first, second = doors(2)
+    for said in (b"", b"hello", bytes(16)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(tmp_path / "door0"))
+            stranger.sendall(said)
+    met = meet_all([first, second])
+    met[0][1].single.send_text("you")
+    assert met[1][0].single.receive_text() == "you"
+    leave(met)
+
+
+def test_descriptors_travel(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    read, write = os.pipe()
+    here.send_descriptor(write)
+    mine = there.receive_descriptor()
+    assert not os.get_inheritable(mine)
+    os.write(mine, b"through")
+    assert os.read(read, 7) == b"through"
+    for fd in (read, write, mine):
+        os.close(fd)
+    here.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        there.receive_descriptor()

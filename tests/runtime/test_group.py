@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lazygt import doctor
 from lazygt.errors import ProtocolError
 from lazygt.runtime import group, start, wire
-from lazygt.runtime.backends import backend_for, why_gloo
+from lazygt.runtime.backends import HOST, NCCL, backend_for, why_host
 from lazygt.runtime.worker import Worker
 
 
@@ -29,26 +29,28 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "workers", "gpus", "backend"),
     [
-        ("cuda", 2, 2, "cpu:gloo,cuda:nccl"),
-        ("cuda", 2, 8, "cpu:gloo,cuda:nccl"),
-        ("cuda", 2, 1, "gloo"),
-        ("cpu", 2, 8, "gloo"),
+        ("cuda", 2, 2, NCCL),
+        ("cuda", 2, 8, NCCL),
+        ("cuda", 2, 1, HOST),
+        ("cpu", 2, 8, HOST),
     ],
 )
-def test_a_gpu_for_each_rank_or_gloo(device: str, workers: int, gpus: int, backend: str) -> None:
+def test_a_gpu_for_each_rank_or_the_hosts_memory(
+    device: str, workers: int, gpus: int, backend: str
+) -> None:
     assert backend_for(device, workers, gpus) == backend
-    assert bool(why_gloo(device, workers, gpus)) == (backend == "gloo" and device == "cuda")
+    assert bool(why_host(device, workers, gpus)) == (backend == HOST and device == "cuda")
 
 
-def test_without_nccl_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nccl_it_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert backend_for("cuda", 2, 2) == "gloo"
-    assert "no NCCL" in why_gloo("cuda", 2, 2)
+    assert backend_for("cuda", 2, 2) == HOST
+    assert "no NCCL" in why_host("cuda", 2, 2)
 
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize(("gpus", "said"), [(1, True), (4, False)])
-def test_workers_that_share_a_gpu_are_told_of_gloo(
+def test_workers_that_share_a_gpu_are_told_so(
     gpus: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -58,13 +60,13 @@ def test_workers_that_share_a_gpu_are_told_of_gloo(
         warnings.simplefilter("always")
         spec_of_group = plan._group()
     assert spec_of_group is not None
-    assert (spec_of_group.backend == "gloo") == said
+    assert (spec_of_group.backend == HOST) == said
     texts = [str(each.message) for each in caught]
     assert (
         texts
         == [
             "lazygt.session: 4 workers share 1 GPU, and NCCL takes one rank a GPU: collectives go "
-            "through Gloo and the host's memory, which is much slower. Use at most 1 worker here"
+            "through the host's memory, which is much slower. Use at most 1 worker here"
         ]
         * said
     )
@@ -75,7 +77,7 @@ def test_doctor_says_how_many_workers_nccl_takes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check = doctor.collectives()
     assert check.status == "ok"
-    assert "NCCL for sessions of up to 2 workers on GPUs, one each, Gloo for more" in check.detail
+    assert "NCCL for sessions of up to 2 workers on GPUs, one each" in check.detail
 
 
 def renewed(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> list[bool]:
@@ -92,7 +94,7 @@ def renewed(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> list[bool]:
 
 
 def test_what_nccl_may_not_have_carried_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails on the device, where no exception says so; Gloo raises one for each collective."""
+    """It fails on the device, where no exception says so; sockets raise one for each collective."""
     assert renewed(monkeypatch, nccl=True) == [True, False, False]
     assert renewed(monkeypatch, nccl=False) == [True, True, True]
 

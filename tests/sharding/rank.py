@@ -1,8 +1,8 @@
-"""One rank of a real Gloo group: runs every collective and compares with what it should give.
+"""One rank of a real group: runs every collective and compares with what it should give.
 
 Every rank draws all ranks' blocks from one seed, so each knows what the others have.
 
-    python rank.py RANK MESH STORE
+    python rank.py RANK MESH DIRECTORY LISTENER
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 
 from lazygt.graph.label import shard_bounds
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime import collectives, group
+from lazygt.runtime import collectives, group, shared
+from lazygt.runtime.backends import HOST
 from lazygt.runtime.launchers.base import GroupSpec
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
+LARGE = (67, 53)  # many slots of memory
+shared.SLOT_BYTES = 1024
 SECONDS = 60.0
 
 
@@ -61,11 +64,14 @@ def check_moves(axis: str, whole: torch.Tensor, line: group.Line) -> None:
 
 
 def check_dtypes(axis: str) -> None:
-    """Those among them that Gloo does not know."""
+    """Those among them that are reduced in others."""
     line = group.line(axis)
-    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64):
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float8_e5m2):
         values = [torch.randn(5, 3).mul(2).round().to(dtype) for _ in range(line.size)]
-        total = torch.stack(values).sum(0).to(dtype)
+        exact = [
+            value.to(torch.complex64 if dtype.is_complex else torch.float32) for value in values
+        ]
+        total = torch.stack(exact).sum(0).to(dtype)
         mine = values[line.index]
         same(collectives.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
         block = cut(total, 0, line.size, line.index).contiguous()
@@ -74,12 +80,13 @@ def check_dtypes(axis: str) -> None:
 
 
 def main() -> None:
-    rank, mesh, store = int(sys.argv[1]), Mesh.parse(sys.argv[2]), sys.argv[3]
-    group.join(GroupSpec("gloo", f"file://{store}", SECONDS, str(mesh)), rank, mesh.world_size)
+    rank, mesh = int(sys.argv[1]), Mesh.parse(sys.argv[2])
+    spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh))
+    group.join(spec, rank, mesh.world_size, int(sys.argv[4]))
     torch.manual_seed(0)
-    for small in (group.SMALL, -1):  # by sockets, then all by Gloo
+    for small in (group.SMALL, -1):  # by sockets, then all in shared memory
         group.SMALL = small
-        for shape in itertools.product(SIZES, SIZES):
+        for shape in [*itertools.product(SIZES, SIZES), LARGE]:
             for axis in mesh.names:
                 line = group.line(axis)
                 assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))

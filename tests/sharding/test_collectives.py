@@ -1,4 +1,4 @@
-"""The collectives' kernels on real Gloo processes, and where blocks lie."""
+"""The collectives' kernels on real processes, and where blocks lie."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime import group
 from lazygt.runtime.blocks import joined, owners, region
+from lazygt.runtime.channel import listen_local
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 90
@@ -27,16 +28,21 @@ SECONDS = 90
 @pytest.mark.parametrize("mesh", ["x=2", "x=3", "x=4", "a=2,b=2"])
 def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("rank.py"))
+    world = Mesh.parse(mesh).world_size
+    doors = [listen_local(tmp_path / f"door{rank}") for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), mesh, str(tmp_path / "store")],
+            [sys.executable, script, str(rank), mesh, str(tmp_path), str(door.fd)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=[door.fd],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(Mesh.parse(mesh).world_size)
+        for rank, door in enumerate(doors)
     ]
+    for door in doors:
+        os.close(door.fd)
     try:
         for rank in ranks:
             output, error = rank.communicate(timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""Pipeline stages on real Gloo workers: the numbers are eager torch's, whatever is asked between
+"""Pipeline stages on real workers: the numbers are eager torch's, whatever is asked between
 two steps."""
 
 from __future__ import annotations

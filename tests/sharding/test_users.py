@@ -1,4 +1,4 @@
-"""What users do beside training, on real Gloo workers: the numbers are eager torch's, and values
+"""What users do beside training, on real workers: the numbers are eager torch's, and values
 stay where they were put."""
 
 from __future__ import annotations

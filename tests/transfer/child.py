@@ -73,7 +73,7 @@ RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
 #: of tests that need GPUs
 GPU_RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
     "gpu": CudaIpcTransferReceiver,
-    "gloo": BroadcastTransferReceiver,
+    "host": BroadcastTransferReceiver,
     "nccl": lambda *a, **k: BroadcastTransferReceiver(*a, device="cuda:1", **k),
 }
 

@@ -20,16 +20,23 @@ WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """How the ranks find each other: torch's backend, its store's URL, and seconds to wait.
+    """How the ranks find each other.
 
     Attributes:
+        backend: what they talk through, see ``runtime.backends``.
+        directory: where they meet; only their user can enter it.
+        timeout: seconds that one waits for others.
         mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
     """
 
     backend: str
-    init_method: str
+    directory: str
     timeout: float
     mesh: str = ""
+
+    def door(self, rank: int) -> str:
+        """Where the socket lies at which other ranks find this one."""
+        return f"{self.directory}/door{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class Boot:
         keys: CURVE keys of this worker, or None for a local channel.
         upload, fetch: descriptors of the arenas' memfds, or None.
         directory: the session's directory, removed when the client was killed.
-        group: how to join the process group, or None.
+        group: how to join the group of workers, or None.
+        door: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
     """
 
@@ -65,6 +73,7 @@ class Boot:
     fetch: int | None
     directory: str
     group: GroupSpec | None
+    door: Address | None
     loads_torch: bool
 
     def to_bytes(self) -> bytes:
@@ -82,6 +91,7 @@ class Boot:
             given["data"], given["control"] = Address(**given["data"]), Address(**given["control"])
             given["keys"] = Keys(**given["keys"]) if given["keys"] else None
             given["group"] = GroupSpec(**given["group"]) if given["group"] else None
+            given["door"] = Address(**given["door"]) if given["door"] else None
             return cls(**given)
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(f"the boot configuration cannot be read: {error}") from error
@@ -89,8 +99,9 @@ class Boot:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the process must inherit."""
-        arenas = tuple(fd for fd in (self.upload, self.fetch) if fd is not None)
-        return (self.data.fd, self.control.fd, *arenas)
+        door = None if self.door is None else self.door.fd
+        others = tuple(fd for fd in (self.upload, self.fetch, door) if fd is not None)
+        return (self.data.fd, self.control.fd, *others)
 
 
 class Process(ABC):
