@@ -44,7 +44,7 @@ def new_step(
     step.itself = f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
     if f.views:
         step.make = None
-    return recorder.trie.add(step)
+    return recorder.trie.add(step, stretch.bytes_alive)
 
 
 def _node(

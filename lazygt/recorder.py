@@ -491,7 +491,9 @@ class Recorder:
         step = self.stretch.step
         if step.full:
             self.anchor = self.stretch.rarest_repeated()
-        elif self.anchor != self.stretch.here() or not self.trie.half_full(step):
+        elif self.anchor != self.stretch.here() or not self.trie.half_full(
+            step, self.stretch.bytes_alive
+        ):
             return
         self.flush("stretch too long")
 

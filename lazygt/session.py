@@ -64,7 +64,7 @@ class Session:
         self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._log)
         trie = Trie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
-            config.max_graph_nodes, config.max_graph_bytes,
+            config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
         self.recorder = Recorder(self, trie, kind)
         self._tiers = Tiers(self._client, kind, config.compile, Cache(config.cache_dir))

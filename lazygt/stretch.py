@@ -73,6 +73,12 @@ class Stretch:
                 indices.append(index)
         return cells, tuple(indices)
 
+    def bytes_alive(self) -> int:
+        """Bytes of what this stretch made and handles still show; autograd's count, too."""
+        entered = {id(cell()) for cell, _ in self.inputs}
+        cells, _ = self.alive()
+        return sum(cell.meta.nbytes for cell in cells if id(cell) not in entered)
+
     def here(self) -> Place:
         """Where the stretch stands now."""
         return self.step.facts, self.marks[-1] if self.marks else None

@@ -8,6 +8,7 @@ the program up to there is the one that was seen before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta
@@ -15,6 +16,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.recent import Recent
 from lazygt.passes.base import renumbered
+from lazygt.passes.sharding.places import MARKS
 from lazygt.tensor import ViewStep
 
 
@@ -31,7 +33,9 @@ class Step:
         input: the meta of the input that enters here; None for an op.
         forward: for a backward op, the number of the forward op in the same stretch, or -1.
         backward: autograd ran it.
-        nbytes: bytes of all results recorded up to here.
+        nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
+            gone since they were last counted included.
+        placed: something up to here is laid out on the mesh.
         first: number of the op's first result.
         ops, values, params, inputs: how many of each there are up to here, this step included.
     """
@@ -56,6 +60,7 @@ class Step:
         "ops",
         "params",
         "parent",
+        "placed",
         "plans",
         "values",
     )
@@ -81,6 +86,7 @@ class Step:
         self.itself = False
         self.links: tuple[ViewStep, ...] | None = None
         self.make: TensorMeta | None = None
+        self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
         self.forward = -1
         self.backward = False
@@ -88,7 +94,6 @@ class Step:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
             self.params += _numbers((node.args, node.kwargs))
-            self.nbytes += sum(m.nbytes for m in node.fresh if m is not None)
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
@@ -110,29 +115,56 @@ class Trie:
     Args:
         max_plans, max_plan_bytes: of all plans together.
         max_steps: of all stretches together.
-        max_depth, max_bytes: steps of one stretch, and bytes of their results.
+        max_depth, max_bytes: steps of one stretch, and bytes that their results hold on a rank.
+        ranks: among which what is laid out on the mesh is shared.
     """
 
     def __init__(
-        self, max_plans: int, max_plan_bytes: int, max_steps: int, max_depth: int, max_bytes: int
+        self,
+        max_plans: int,
+        max_plan_bytes: int,
+        max_steps: int,
+        max_depth: int,
+        max_bytes: int,
+        ranks: int = 1,
     ) -> None:
         self.root = Step(None, None)
-        self.max_depth, self.max_bytes = max_depth, max_bytes
+        self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self._max_steps = max_steps
         self._recent: Recent[tuple[int, tuple[int, ...]], Step] = Recent(max_plans, max_plan_bytes)
 
-    def add(self, step: Step) -> Step:
-        """Remember a step below its parent."""
+    def add(self, step: Step, alive: Callable[[], int] | None = None) -> Step:
+        """Remember a step below its parent.
+
+        Args:
+            alive: counts the bytes of what the stretch has made before it and handles still show.
+        """
         assert step.parent is not None
+        fresh = () if step.node is None else step.node.fresh
+        made = sum(meta.nbytes for meta in fresh if meta is not None)
+        step.nbytes += self._on_a_rank(step, made)
+        if alive is not None and step.nbytes >= self.max_bytes:
+            step.nbytes = self._on_a_rank(step, alive() + made)
         step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
         step.parent.children[step.key] = step
         self.steps += 1
         return step
 
-    def half_full(self, step: Step) -> bool:
+    def half_full(self, step: Step, alive: Callable[[], int]) -> bool:
         """Whether a stretch that ends here is at least half as long as one may be."""
-        return 2 * step.depth >= self.max_depth or 2 * step.nbytes >= self.max_bytes
+        if 2 * step.depth >= self.max_depth:
+            return True
+        perhaps = 2 * step.nbytes >= self.max_bytes
+        return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
+
+    def _on_a_rank(self, step: Step, nbytes: int) -> int:
+        """What of so many bytes is on one rank.
+
+        In a stretch that is laid out on the mesh they count as cut among all ranks: how each value
+        lies is decided only when the stretch is planned.
+        """
+        return nbytes // self._ranks if step.placed else nbytes
 
     def kept(self) -> list[Any]:
         """All plans, least recently used first."""
@@ -178,6 +210,11 @@ class Trie:
             del step.parent.children[step.key]
             self.steps -= 1
             step = step.parent
+
+
+def _is_placed(node: Node | None, key: Any) -> bool:
+    """Whether a step is a mark, or an input that enters with how it is stored."""
+    return type(key) is tuple if node is None else node.op in MARKS
 
 
 def build_graph(

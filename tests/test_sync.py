@@ -187,10 +187,34 @@ def test_over_long_stretches_flush_where_they_come_again() -> None:
         assert stats["plan_hits"] >= 10
 
 
-def test_stretches_are_bounded_by_bytes() -> None:
+def test_stretches_are_bounded_by_the_bytes_that_they_hold() -> None:
     with lazygt.session(executor="inline", max_graph_bytes=64 * 40) as s:
         _loop(200)
-        assert s.stats()["flushes"]["stretch too long"] >= 15
+        assert s.stats()["flushes"] == {"to cpu": 1}, "what is dead holds nothing"
+        x, kept = torch.ones(16), []
+        for _ in range(200):
+            x = x * 1.5 - 0.25
+            kept.append(x)
+        # the first when 40 are held, then where the line comes round and 20 are
+        assert s.stats()["flushes"]["stretch too long"] == 1 + (200 - 40) // 20
+
+
+def test_what_autograd_keeps_is_held() -> None:
+    with lazygt.session(executor="inline", max_graph_bytes=64 * 40) as s:
+        x = torch.ones(16, requires_grad=True)
+        for _ in range(100):
+            x = x.sin()
+        assert s.stats()["flushes"]["stretch too long"] == 1 + (100 - 40) // 20
+
+
+def test_inputs_that_are_updated_in_place_are_not_what_a_stretch_made() -> None:
+    with lazygt.session(executor="inline", max_graph_bytes=64 * 4) as s:
+        weights = [torch.ones(16) for _ in range(3)]
+        s.flush()
+        for _ in range(50):
+            for weight in weights:
+                weight.mul_(0.5)
+        assert s.stats()["flushes"] == {"flush()": 1}
 
 
 def test_the_bound_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
