@@ -82,11 +82,14 @@ class Config:
     transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP", str)
     max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts", int)
     shm_threshold: int = _setting(256 << 10, "bytes from which tensors use shared memory", int)
-    frozen_after: float = _setting(30.0, "seconds without a sign of life: WorkerFrozen", float)
+    frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen", float)
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
+    compile_timeout: float = _setting(
+        300.0, "seconds that a wait for compiled code lasts without an answer", float
+    )
     cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt", str)
     bucket_cap_mb: float = _setting(
         25.0, "MiB of values that travel in one collective; 0: each alone", float

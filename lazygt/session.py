@@ -67,7 +67,10 @@ class Session:
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
         self.recorder = Recorder(self, trie, kind)
-        self._tiers = Tiers(self._client, kind, config.compile, Cache(config.cache_dir))
+        self._tiers = Tiers(
+            self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
+            config.compile_timeout,
+        )  # fmt: skip
         self._history = History()
         self._planner = Planner(
             config, self._logical, kind, self.recorder, self._client, self._tiers, self._history

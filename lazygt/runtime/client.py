@@ -263,9 +263,26 @@ class Client:
                 return
             self._take(message)
 
-    def _receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+    def wait_beside(self, descriptor: int, seconds: float) -> None:
+        """Wait until a descriptor can be read, and take what workers send meanwhile.
+
+        Waits at most so many seconds, and ends early when something comes.
+
+        Raises:
+            WorkerDied: a worker is gone, whether or not this was raised before.
+            WorkerFrozen: a worker does not answer.
+        """
+        if self._death is not None:
+            raise self._death
+        message = self._receive(seconds, descriptor)
+        if message is not None:
+            self._take(message)
+
+    def _receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
         try:
-            return self.link.receive(timeout)
+            return self.link.receive(timeout, beside)
         except WorkerDied as error:
             self._death = error
             raise

@@ -111,12 +111,22 @@ class Crew:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def poll(self, seconds: float) -> tuple[bool, list[int]]:
-        """Wait for anything at all; whether there was, and the ranks whose process has ended."""
-        ready = [fd for fd, _ in HOLD.wait(self._poller, math.ceil(seconds * 1000))]
+    def poll(self, seconds: float, beside: int | None) -> tuple[set[int], list[int]]:
+        """Wait for anything at all, also for another descriptor.
+
+        Returns:
+            The descriptors that can be read, and the ranks whose process has ended.
+        """
+        if beside is not None:
+            self._poller.register(beside, select.POLLIN)
+        try:
+            ready = {fd for fd, _ in HOLD.wait(self._poller, math.ceil(seconds * 1000))}
+        finally:
+            if beside is not None:
+                self._poller.unregister(beside)
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        return bool(ready), [self._pidfds[fd] for fd in ready if fd in self._pidfds]
+        return ready, [self._pidfds[fd] for fd in ready if fd in self._pidfds]
 
     def bury(self, rank: int) -> tuple[str, str]:
         """Stop watching a worker that has ended: how it ended, and the end of its stderr."""

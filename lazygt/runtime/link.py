@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.ops import undispatched
+from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
@@ -29,8 +31,17 @@ class Link(Protocol):
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
         """Send a message; does not wait for the worker."""
 
-    def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
-        """The next message of any rank; None when ``timeout`` seconds pass without one.
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        """The next message of any rank.
+
+        Args:
+            timeout: seconds to wait; None: until one comes.
+            beside: a descriptor that ends the wait, too, when it can be read.
+
+        Returns:
+            None when the wait has ended without one.
 
         Raises:
             WorkerDied: a worker process ended.
@@ -61,11 +72,17 @@ class InlineLink:
         with undispatched():
             self._replies.extend(self._worker.handle(list(frames)))
 
-    def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
         """The next reply; None when there is none."""
         if not self._replies:
             if timeout is None:
                 raise LazyGTError("the inline worker owes no answer; please report this")
+            if beside is not None:
+                poller = select.poll()
+                poller.register(beside, select.POLLIN)
+                HOLD.wait(poller, timeout * 1000)
             return None
         return 0, [memoryview(frame) for frame in self._replies.popleft()]
 

@@ -22,6 +22,9 @@ from lazygt.runtime.launchers.local import LocalLauncher
 from lazygt.runtime.shm import Arena
 from lazygt.runtime.start import LinkSpec
 
+_WORK_SECONDS = 0.05
+"""Of processor time: more than threads use that only ask for the interpreter again and again."""
+
 
 class ProcessLink:
     """Worker processes and the way to them; the session's `Link`.
@@ -54,7 +57,10 @@ class ProcessLink:
         )
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
-        self._refused: set[int] = set()
+        #: rank -> why it listens to us no more
+        self._refused: dict[int, str] = {}
+        #: rank -> processor time at its ping, or when it was last seen to work
+        self._used: dict[int, float] = {}
         self._turn = 0
         self._closed = False
 
@@ -67,29 +73,36 @@ class ProcessLink:
 
         Raises:
             WorkerDied: the worker is known to have died.
+            ProtocolError: it has refused what it was sent before.
             ValueError: the message is longer than the limit.
             LazyGTError: the link is closed.
         """
         self._check_open()
         if rank in self._deaths:
             raise self._died(rank)
+        if rank in self._refused:
+            raise self._refusal(rank)
         if self._crew.workers[rank].data.send(channel.DATA, frames):
             self._crew.wake()
 
-    def receive(self, timeout: float | None) -> tuple[int, list[memoryview]] | None:
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
         """The next message of any rank, as ``(rank, frames)``.
 
         Args:
             timeout: seconds to wait; 0 only looks, None waits for ever.
+            beside: a descriptor that ends the wait, too, when it can be read.
 
         Returns:
-            None when the time is over. Messages that have arrived come before any error.
+            None when the wait has ended without one. Messages that have arrived come before any
+            error.
 
         Raises:
             WorkerDied: at once when a worker dies; again whenever a wait would otherwise end with
                 nothing or last for ever, since that worker's answer will not come.
-            WorkerFrozen: a worker has not answered a ping for the deadline.
-            ProtocolError: a worker refused what it was sent.
+            WorkerFrozen: a worker has given no sign of life for the deadline.
+            ProtocolError: a worker refused what it was sent; again as for a worker that has died.
             LazyGTError: the link is closed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -99,7 +112,7 @@ class ProcessLink:
                 message = self._next()
                 if message is not None:
                     return message
-                if not self._wait(until):
+                if not self._wait(until, beside):
                     return None
 
     def close(self) -> None:
@@ -115,7 +128,7 @@ class ProcessLink:
             ranks = range(self.world_size)
             stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
             started = {rank for rank in ranks if self._watch.is_started(rank)}
-            orderly = started - stuck - self._refused  # who refused us does not listen any more
+            orderly = started - stuck - set(self._refused)  # these do not listen any more
             self._crew.end(orderly, stuck)
             self._finalizer()
 
@@ -149,29 +162,48 @@ class ProcessLink:
         self._watch.handle(supervise.Heard(rank), now)
         if kind == channel.DATA:
             return frames
-        self._refused.add(rank)
         text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
-        raise ProtocolError(f"worker {rank} dropped this session: {text}")
+        self._refused[rank] = text
+        raise self._refusal(rank)
 
-    def _wait(self, until: float | None) -> bool:
-        """Wait until something happens; False when the time is over. Nothing has arrived yet."""
+    def _refusal(self, rank: int) -> ProtocolError:
+        return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
+
+    def _wait(self, until: float | None, beside: int | None) -> bool:
+        """Wait until something happens; False when it is not to go on. Nothing has arrived yet."""
         self._take_pongs()
         now = time.monotonic()
+        self._look_for_work(now)
         self._follow(self._watch.handle(supervise.Tick(), now))
         if self._errors:
             raise self._errors.popleft()
         left = None if until is None else until - now
-        self._raise_if_dead(left)
+        if left is None or left <= 0:
+            self._raise_if_lost()
         seconds = self._watch.seconds_to_next(now)
-        happened, ended = self._crew.poll(seconds if left is None else min(seconds, max(left, 0)))
+        if left is not None:
+            seconds = min(seconds, max(left, 0))
+        ready, ended = self._crew.poll(seconds, beside)
         for rank in ended:
             self._bury(rank)
-        return happened or left is None or left > 0
+        if beside in ready:
+            return False
+        return bool(ready) or left is None or left > 0
 
-    def _raise_if_dead(self, left: float | None) -> None:
-        """Do not wait for ever, nor come back with nothing, when a worker is known to be dead."""
-        if self._deaths and (left is None or left <= 0):
+    def _raise_if_lost(self) -> None:
+        """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
+        if self._deaths:
             raise self._died(min(self._deaths))
+        if self._refused:
+            raise self._refusal(min(self._refused))
+
+    def _look_for_work(self, now: float) -> None:
+        """A worker that does not answer and works is busy."""
+        for rank in self._watch.asked:
+            used = self._crew.workers[rank].process.processor_time()
+            if used - self._used[rank] >= _WORK_SECONDS:
+                self._used[rank] = used
+                self._watch.handle(supervise.Worked(rank), now)
 
     def _take_pongs(self) -> None:
         for rank, worker in enumerate(self._crew.workers):
@@ -187,7 +219,9 @@ class ProcessLink:
         for instruction in instructions:
             match instruction:
                 case supervise.Ping(rank):
-                    self._crew.workers[rank].control.send(channel.PING)
+                    worker = self._crew.workers[rank]
+                    self._used[rank] = worker.process.processor_time()
+                    worker.control.send(channel.PING)
                 case supervise.ReportDied(rank):
                     self._errors.append(self._died(rank))
                 case supervise.ReportFrozen(rank, deadline):

@@ -29,7 +29,7 @@ class LinkSpec:
         threads: torch threads a worker; None for a fair share of the cores.
         transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
         factory: ``module:attribute`` that makes a worker's message handler.
-        frozen_after: seconds without an answer until WorkerFrozen.
+        frozen_after: seconds without a sign of life until WorkerFrozen.
         start_timeout: the same for a worker that is still starting.
         max_message: bytes of the longest message either way.
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
@@ -44,7 +44,7 @@ class LinkSpec:
     threads: int | None = None
     transport: str = "ipc"
     factory: str = WORKER_FACTORY
-    frozen_after: float = 30.0
+    frozen_after: float = 5.0
     start_timeout: float = 120.0
     max_message: int = channel.MAX_MESSAGE_BYTES
     arena_bytes: int = 64 << 20

@@ -3,8 +3,10 @@
 Events go in with the time at which they were seen (seconds, any monotonic origin), instructions
 come out. There is no clock, socket or thread here; `process_link` has those.
 
-Death needs no judgement: the kernel tells it. Frozen means: a ping was sent, and for the whole
-deadline nothing came back, although the worker answers pings on a thread of its own.
+Death needs no judgement: the kernel tells it. Frozen means: for the whole deadline nothing came
+from a worker, although it answers pings on a thread of its own and was sent one early enough, and
+meanwhile it did not use the processor either. One that does is busy, inside code that keeps the
+interpreter to itself, or gets little of a crowded processor: it has some deadlines more.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ TICK_SECONDS = 0.5
 """While something waits, a `Tick` comes at least this often."""
 
 _LONGEST_SILENCE = 5.0  # seconds until a quiet worker is pinged
+_BUSY_DEADLINES = 6  # that a worker has which works and does not answer
 _ABSENT_AFTER = 3 * TICK_SECONDS
 
 
@@ -28,6 +31,13 @@ class Welcomed:
 @dataclass(frozen=True, slots=True)
 class Heard:
     """Anything came from the worker: a reply, a pong."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """The worker's process has used the processor since its ping, or since this was last said."""
 
     rank: int
 
@@ -66,7 +76,7 @@ class ReportFrozen:
     deadline: float
 
 
-Event = Welcomed | Heard | Ended | Tick
+Event = Welcomed | Heard | Worked | Ended | Tick
 Instruction = Ping | ReportDied | ReportFrozen
 
 
@@ -76,7 +86,9 @@ class _State:
     dead: bool = False
     frozen: bool = False
     heard: float = 0.0
-    asked: float | None = None
+    #: once it was pinged: when it counts as frozen, and until when work puts that off
+    due: float | None = None
+    latest: float = 0.0
 
 
 class Watch:
@@ -85,7 +97,7 @@ class Watch:
     Args:
         world_size: number of workers.
         now: the time at which they were started.
-        frozen_after: seconds without an answer after which a worker counts as frozen.
+        frozen_after: seconds without a sign of life after which a worker counts as frozen.
         start_timeout: the same while a worker starts: loading torch from a cold disk holds the
             interpreter, so it cannot answer then.
     """
@@ -104,6 +116,12 @@ class Watch:
     def dead(self) -> tuple[int, ...]:
         return tuple(rank for rank, state in enumerate(self._states) if state.dead)
 
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Those who owe an answer to a ping: whether they work makes a difference."""
+        states = enumerate(self._states)
+        return tuple(rank for rank, state in states if state.due is not None and not state.dead)
+
     def is_started(self, rank: int) -> bool:
         return self._states[rank].started
 
@@ -118,6 +136,8 @@ class Watch:
                 self._hear(rank, now)
             case Heard(rank):
                 self._hear(rank, now)
+            case Worked(rank):
+                self._see_work(self._states[rank], now)
             case Ended(rank):
                 return self._end(rank)
             case Tick():
@@ -126,7 +146,12 @@ class Watch:
 
     def _hear(self, rank: int, now: float) -> None:
         state = self._states[rank]
-        state.heard, state.asked, state.frozen = now, None, False
+        state.heard, state.due, state.frozen = now, None, False
+
+    def _see_work(self, state: _State, now: float) -> None:
+        if state.due is not None:
+            longer = now + self._deadline(state) - self._silence
+            state.due = max(state.due, min(longer, state.latest))
 
     def _end(self, rank: int) -> list[Instruction]:
         state = self._states[rank]
@@ -144,16 +169,20 @@ class Watch:
         return [step for rank, state in living for step in self._judge(rank, state, now)]
 
     def _judge(self, rank: int, state: _State, now: float) -> list[Instruction]:
-        deadline = self._frozen_after if state.started else self._start_timeout
-        if state.asked is None:
+        deadline = self._deadline(state)
+        if state.due is None:
             if now - state.heard < self._silence:
                 return []
-            state.asked = now
+            state.due = now + deadline - self._silence
+            state.latest = now + _BUSY_DEADLINES * deadline
             return [Ping(rank)]
-        if now - state.asked < deadline or now < self._patient_until:
+        if now < state.due or now < self._patient_until:
             return []
-        state.asked, state.frozen = now, True
+        state.due, state.frozen = now + deadline, True
         return [ReportFrozen(rank, deadline)]
+
+    def _deadline(self, state: _State) -> float:
+        return self._frozen_after if state.started else self._start_timeout
 
     def seconds_to_next(self, now: float) -> float:
         """How long a wait may last before the next `Tick` must be given."""
@@ -161,7 +190,6 @@ class Watch:
         return max(min([*due, TICK_SECONDS]), 0.0)
 
     def _due(self, state: _State) -> float:
-        if state.asked is None:
+        if state.due is None:
             return state.heard + self._silence
-        deadline = self._frozen_after if state.started else self._start_timeout
-        return max(state.asked + deadline, self._patient_until)
+        return max(state.due, self._patient_until)

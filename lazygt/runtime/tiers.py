@@ -27,6 +27,8 @@ _LIKE = 8
 _HOT = 2
 #: Seconds from the first hot plan to the first compile: who ends sooner would gain nothing.
 _PATIENCE = 0.5
+#: Seconds of waiting after which it is looked whether the compile process still runs.
+_LOOK = 0.5
 #: The run from which on it is worth to swap compiled code in that is there already.
 _SETTLED = 4
 
@@ -68,16 +70,25 @@ class Tiers:
 
     Args:
         mode: ``auto``; ``now``: a new plan waits for its compiled code; ``off``.
+        frozen_after, compile_timeout: see ``Compiler``.
     """
 
-    def __init__(self, client: Client, device: str, mode: str, cache: Cache) -> None:
+    def __init__(
+        self,
+        client: Client,
+        device: str,
+        mode: str,
+        cache: Cache,
+        frozen_after: float,
+        compile_timeout: float,
+    ) -> None:
         self.mode = mode
         #: what was compiled, in the order in which it was asked for
         self.compiles: dict[str, Compile] = {}
         self._client = client
         self._device = device
         self._cache = cache
-        self._compiler = Compiler(device, cache)
+        self._compiler = Compiler(device, cache, frozen_after, compile_timeout)
         self._records: dict[str, Record | None] = {}
         #: plans whose groups have not all been answered, with (node number, key, elements)
         self._waiting: dict[bytes, tuple[PlanEntry, list[list[tuple[int, str, int]]]]] = {}
@@ -103,7 +114,7 @@ class Tiers:
         if self.mode == "off":
             return
         if self._compiler.pending:
-            self._take(0.0)
+            self._take(self._compiler.answers())
         if self._client.swap_errors:
             self._report()
         if entry.runs == _HOT and not entry.considered:
@@ -119,14 +130,19 @@ class Tiers:
 
         Returns:
             False when ``timeout`` seconds were not enough.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        begin = time.monotonic()
+        end = None if timeout is None else begin + timeout
         self._consider_hot()
         while self._compiler.pending:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
+            left = _LOOK if end is None else min(end - time.monotonic(), _LOOK)
+            if left <= 0:
                 return False
-            self._take(left)
+            self._client.wait_beside(self._compiler.descriptor, left)
+            self._take(self._compiler.answers() or self._compiler.given_up(begin))
         self._swap_in(now=True)
         self._client.wait_swapped()
         self._report()
@@ -195,8 +211,7 @@ class Tiers:
         compile.status, compile.seconds = "cached", found.seconds
         compile.gain = found.gain(group.numel)
 
-    def _take(self, timeout: float | None) -> None:
-        answers = self._compiler.answers(timeout)
+    def _take(self, answers: dict[str, str]) -> None:
         for key, error in answers.items():
             try:
                 record = None if error else self._cache.find(key)

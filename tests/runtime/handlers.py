@@ -1,5 +1,7 @@
 """Message handlers that worker processes of these tests load: they obey, and compute nothing."""
 
+import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -41,6 +43,16 @@ class Obedient:
         """Sleeps without the interpreter's lock, as a torch op computes."""
         time.sleep(float(seconds))
         return [[b"slept"]]
+
+    def hold(self, seconds):
+        """Sleeps and keeps the interpreter's lock: nothing else runs here, the answers to pings
+        neither."""
+        ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+        return [[b"held"]]
+
+    def count(self, much):
+        """The same, at work."""
+        return [[str(sum(itertools.repeat(1, int(much)))).encode()]]
 
     def started(self, seconds):
         """Says that it begins by touching a file's worth of stderr, then sleeps."""

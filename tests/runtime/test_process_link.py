@@ -337,6 +337,9 @@ def test_a_refused_message_raises_and_says_why(opened, monkeypatch):
     order(link, "refuse")
     with pytest.raises(ProtocolError, match="worker 0 dropped this session: no such order"):
         link.receive(PATIENCE)
+    for again in (lambda: link.receive(None), lambda: link.receive(0), lambda: order(link, "echo")):
+        with pytest.raises(ProtocolError, match="no such order"):
+            again()
     asked = []
     monkeypatch.setattr(link._crew.workers[0].data, "send", lambda *given: asked.append(given))
     link.close()
@@ -359,6 +362,34 @@ def test_a_stopped_worker_is_frozen_at_the_deadline_and_not_before(opened):
 def test_a_worker_that_sleeps_in_an_op_is_not_frozen(opened):
     link = opened(frozen_after=0.3)
     assert ask(link, "sleep", "1.5") == [b"slept"]
+
+
+def test_a_worker_that_keeps_the_interpreter_to_itself_is_frozen_unless_it_works(opened):
+    link = opened(frozen_after=1.0)
+    ask(link, "echo", "up")
+    begun = time.monotonic()
+    ask(link, "count", 10_000_000)
+    much = int(10_000_000 * 2.0 / (time.monotonic() - begun))  # two deadlines of six
+    assert ask(link, "count", much) == [str(much).encode()]
+    order(link, "hold", 3)
+    with pytest.raises(WorkerFrozen):
+        link.receive(None)
+
+
+def test_a_descriptor_beside_ends_a_wait(opened):
+    link = opened()
+    read, write = os.pipe()
+    try:
+        os.write(write, b"x")
+        assert link.receive(None, read) is None
+        os.kill(link.pids[0], signal.SIGKILL)
+        os.read(read, 1)
+        for _ in range(2):
+            with pytest.raises(WorkerDied):
+                link.receive(None, read)
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_a_worker_stopped_in_its_start_has_the_start_timeout(opened):

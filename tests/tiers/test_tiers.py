@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import lazygt
+from lazygt.runtime.compiling import compiler
 from lazygt.runtime.compiling.artifacts import Cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -171,6 +173,59 @@ def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Pa
             s.compiled(timeout=100)
         found += results("lazygt", [SIZE])
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["auto", "now"])
+def test_a_stopped_compile_process_is_given_up(
+    mode: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = compiler._start
+
+    def stopped(cache: Path) -> subprocess.Popen[bytes]:
+        process = start(cache)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(compiler, "_start", stopped)
+    with (
+        lazygt.session(compile=mode, frozen_after=1.0) as s,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        found = results("lazygt", [SIZE] * 2)
+        assert s.compiled()
+        assert s.compiler_pid is None
+        assert [made.status for made in s.compiles()] == ["failed"]
+        found += results("lazygt", [SIZE])
+    assert "the compile process is stopped" in str([str(one.message) for one in caught])
+    assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
+
+
+def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> None:
+    with lazygt.session(compile="auto", compile_timeout=0.3) as s:
+        results("lazygt", [SIZE] * 2)
+        with pytest.warns(RuntimeWarning, match=r"answered nothing for 0\.3 s"):
+            assert s.compiled()
+        assert s.compiler_pid is None
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGKILL, lazygt.WorkerDied), (signal.SIGSTOP, lazygt.WorkerFrozen)],
+)
+def test_a_wait_for_compiled_code_watches_the_workers(
+    empty_cache: Path, number: signal.Signals, error: type[lazygt.LazyGTError]
+) -> None:
+    with lazygt.session(compile="auto", workers=2, frozen_after=1.0) as s:
+        results("lazygt", [SIZE] * 2)
+        assert not s.compiled(timeout=0)
+        pid = s.compiler_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # no compile ends the wait before
+        os.kill(s.worker_pids[1], number)
+        with pytest.raises(error):
+            s.compiled()
+        s.close()
 
 
 def test_the_compile_process_ends_with_its_session(empty_cache: Path) -> None:

@@ -19,25 +19,33 @@ import msgpack
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
-from lazygt.runtime.interrupts import HOLD
 from lazygt.runtime.killings import Killings
+from lazygt.runtime.proc import is_stopped
 
 #: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
 
 
-_FOREVER = 1e6  # seconds
+_END_SECONDS = 5.0  # for a process that has closed its pipe, or was killed
 
 
 class Compiler:
     """Has groups compiled, one after another; the process starts with the first request.
 
+    Args:
+        frozen_after: seconds after which a process that is stopped is given up.
+        timeout: the same for one that answers nothing.
+
     Attributes:
         pending: keys that were asked for and not answered.
     """
 
-    def __init__(self, device: str, cache: Cache) -> None:
+    def __init__(self, device: str, cache: Cache, frozen_after: float, timeout: float) -> None:
         self._cache = cache
+        self._frozen_after, self._timeout = frozen_after, timeout
+        #: when it answered last, and since when it has been seen stopped
+        self._heard = 0.0
+        self._stopped: float | None = None
         self.pending: set[str] = set()
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,47 +97,70 @@ class Compiler:
                 pipe.write(data)
                 pipe.flush()
 
-    def answers(self, timeout: float | None = 0.0) -> dict[str, str]:
-        """What has been answered: key -> error, empty for success.
+    @property
+    def descriptor(self) -> int:
+        """Can be read when there is an answer, or the process has ended; one must be pending."""
+        assert self._process is not None
+        return _pipe(self._process.stdout).fileno()
 
-        Args:
-            timeout: seconds to wait for the first answer; None: as long as it takes.
-        """
+    def answers(self) -> dict[str, str]:
+        """What has been answered: key -> error, empty for success. Does not wait."""
         found: dict[str, str] = {}
-        if self._process is None or not self.pending:
-            return found
-        pipe = _pipe(self._process.stdout)
-        poller = select.poll()
-        poller.register(pipe, select.POLLIN)
-        until = None if timeout is None else time.monotonic() + timeout
-        while not found:
-            left = _FOREVER if until is None else max(until - time.monotonic(), 0.0)
-            if not HOLD.wait(poller, left * 1000):
-                break
-            data = os.read(pipe.fileno(), 1 << 16)
+        while self.pending and select.select([self.descriptor], [], [], 0)[0]:
+            data = os.read(self.descriptor, 1 << 16)
             if not data:
                 return found | self._ended()
             self._unpacker.feed(data)
             found.update((answer["key"], answer["error"]) for answer in self._unpacker)
-        self.pending -= found.keys()
+            self.pending -= found.keys()
+            self._heard = time.monotonic()
         for key in found:
             self._written.pop(key, None)
         self._send()
         return found
 
+    def given_up(self, since: float) -> dict[str, str]:
+        """Errors for all that is owed by a process for which it is no use to wait; it is ended.
+
+        Args:
+            since: when the wait for it began.
+        """
+        now = time.monotonic()
+        if self._process is None or not self.pending:
+            return {}
+        if not is_stopped(self._process.pid):
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = now
+        elif now - self._stopped >= self._frozen_after:
+            return self._lost("the compile process is stopped")
+        if now - max(since, self._heard) >= self._timeout:
+            return self._lost(
+                f"the compile process has answered nothing for {self._timeout:g} s; "
+                f"lazygt.session(compile_timeout=...) waits longer"
+            )
+        return {}
+
     def _ended(self) -> dict[str, str]:
         """Errors for everything that a process that ended owes."""
         assert self._process is not None
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return self._lost("the compile process has hung up")
         signalled = "signal SIGKILL" if code == -signal.SIGKILL else f"signal {-code}"
         how = self._killings.explained(signalled if code < 0 else f"exit code {code}", "")
-        errors = dict.fromkeys(self.pending, f"the compile process ended ({how})")
+        return self._lost(f"the compile process ended ({how})")
+
+    def _lost(self, why: str) -> dict[str, str]:
+        errors = dict.fromkeys(self.pending, why)
         self.close()
         return errors
 
     def close(self) -> None:
         """End the process and whatever it started. May be called twice."""
         process, self._process = self._process, None
+        self._stopped = None
         self.pending.clear()
         self._waiting.clear()
         self._written.clear()
@@ -137,7 +168,8 @@ class Compiler:
             return
         with contextlib.suppress(ProcessLookupError):  # it ended by itself, its group with it
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the disk hangs, say
+            process.wait(_END_SECONDS)
         for pipe in (process.stdin, process.stdout):
             _pipe(pipe).close()
 

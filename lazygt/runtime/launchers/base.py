@@ -116,6 +116,10 @@ class Process(ABC):
         """How it ended (``signal SIGKILL``, ``exit code 1``), or None while it runs."""
 
     @abstractmethod
+    def processor_time(self) -> float:
+        """Seconds of processor time that it has used; always the same where nobody can tell."""
+
+    @abstractmethod
     def stderr_tail(self) -> str:
         """The end of what it wrote to standard output and error; a few KiB."""
 

@@ -11,12 +11,14 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from lazygt.runtime import proc
 from lazygt.runtime.launchers.base import Boot, Launcher, Process
 
 TAIL_BYTES = 8 << 10
+_REAP_SECONDS = 1.0
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _lifelines: weakref.WeakSet[LocalProcess] = weakref.WeakSet()
@@ -77,6 +79,9 @@ class LocalProcess(Process):
             return None
         return f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
 
+    def processor_time(self) -> float:
+        return proc.processor_time(self.pid)
+
     def stderr_tail(self) -> str:
         size = os.fstat(self._output).st_size
         start = max(size - TAIL_BYTES, 0)
@@ -100,7 +105,8 @@ class LocalProcess(Process):
 
     def close(self) -> None:
         self.hang_up()
-        self._popen.wait()
+        with suppress(subprocess.TimeoutExpired):  # not even SIGKILL has ended it: the disk hangs
+            self._popen.wait(_REAP_SECONDS)
         output, self._output = self._output, -1
         if output >= 0:
             os.close(output)
