@@ -33,6 +33,7 @@ from lazygt import (
 )
 from lazygt.autocast import fall_through, register_autocast
 from lazygt.composites import register_composites
+from lazygt.formulas import register_formulas
 from lazygt.opened import NAME, OpenSession, recorder
 from lazygt.opened import stack as _open
 from lazygt.optimizers import register_optimizers
@@ -74,6 +75,11 @@ def close_session(session: OpenSession) -> None:
 def _workers_device() -> str:
     """What the open session's workers compute on."""
     return _open[-1].device_type if _open else "cpu"
+
+
+def _computes() -> bool:
+    """Whether values can be asked for."""
+    return bool(_open) and _open[-1].config.executor != "dry"
 
 
 def _after_fork() -> None:
@@ -332,6 +338,7 @@ def register() -> None:
     fall_through(everything)
     _libraries.extend((everything, aten))
     _libraries.append(register_composites(_workers_device, _fallback))
+    _libraries.append(register_formulas(_computes))
     _libraries.append(register_autocast())
     register_optimizers(_workers_device)
     # before torch's own (priority 23), which asks for a storage in this process and crashes

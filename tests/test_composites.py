@@ -12,39 +12,10 @@ from torch.nn import functional as F
 
 import lazygt
 from lazygt.composites import KERNELS_OF_THEIR_OWN
+from tests.bits import drawn, same
 from tests.conformance import streams
 
 pytestmark = pytest.mark.timeout(120)
-
-Tensors = list[torch.Tensor]
-
-
-def results(f: Callable[..., Any], tensors: Tensors, device: str) -> Tensors:
-    """Results and gradients; the cotangents differ in every element and in sign."""
-    leaves = [t.detach().clone().to(device).requires_grad_(t.requires_grad) for t in tensors]
-    returned = f(*leaves)
-    made = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-    wanted = [t for t in leaves if t.requires_grad]
-    if wanted:
-        ends = [t for t in made if t.requires_grad]
-        slopes = [torch.linspace(-1, 1.3, t.numel()).reshape(t.shape).to(device) for t in ends]
-        made += torch.autograd.grad(ends, wanted, slopes)
-    return [t.detach().cpu() for t in made]
-
-
-def same(f: Callable[..., Any], *tensors: torch.Tensor) -> dict[str, Any]:
-    """Compare bits over three runs, the later ones from generated code; the session's stats."""
-    expected = results(f, list(tensors), "cpu")
-    with lazygt.session(executor="inline", compile="off", default_device=False) as session:
-        for _ in range(3):
-            for a, b in zip(results(f, list(tensors), "lazygt"), expected, strict=True):
-                assert torch.equal(a, b)
-        return dict(session.stats())
-
-
-def drawn(*shape: int, grad: bool = False) -> torch.Tensor:
-    torch.manual_seed(0)
-    return torch.randn(shape).requires_grad_(grad)
 
 
 def test_every_composite_with_a_kernel_on_cpus_is_recorded_as_it_is() -> None:

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "opened",
                 "optimizers",
                 "composites",
+                "formulas",
                 "copies",
                 "description",
                 "device",
