@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.source import Mark, expand
 from lazygt.trie import Step, build_graph
@@ -28,7 +29,12 @@ class Description:
     def _op(self, number: int, rank: int) -> int:
         """The recorded op behind a step of a rank's plan."""
         origins = self._origins(rank)
-        return origins[number] if origins else number
+        try:
+            return origins[number] if origins else range(len(self.marks))[number]
+        except IndexError:
+            raise ProtocolError(
+                f"it speaks of step {number}, which its plan does not have"
+            ) from None
 
     def _origins(self, rank: int) -> tuple[int, ...]:
         return self.origins[rank if len(self.origins) > 1 else 0]

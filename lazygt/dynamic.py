@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.ops import OpFacts, returned_write
 from lazygt.stretch import Stretch, written_tensors
 from lazygt.views import write
@@ -22,6 +23,9 @@ def ask(
     """Results that only the values can tell: ship the stretch and ask."""
     reply = recorder.shipper.ship(stretch, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
+    results = sum(kind[0] != "w" for kind in f.outputs)
+    if (len(reply.returned), len(reply.written)) != (results, len(targets)):
+        raise ProtocolError(f"worker 0 told of other results than {f.name} has")
     for target, (meta, remote) in zip(targets, reply.written, strict=True):
         if meta.shape != tuple(target.shape):
             recorder.resized(target, meta)

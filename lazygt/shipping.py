@@ -9,7 +9,7 @@ import torch
 
 from lazygt.config import Config
 from lazygt.description import Description
-from lazygt.errors import exception_class
+from lazygt.errors import ProtocolError, exception_class
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark
@@ -19,9 +19,9 @@ from lazygt.recorder import Recorder
 from lazygt.runtime.blocks import sent
 from lazygt.runtime.client import Client
 from lazygt.runtime.fetches import Answer, Regions
+from lazygt.runtime.messages import Made, Plain, Several
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
-from lazygt.runtime.wire import Failure
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
 from lazygt.why import Flush
@@ -177,8 +177,11 @@ class Shipping:
             Exception: torch's own, when this one did.
         """
         done, _ = self._wait(seq)[0]
-        if done.returned and done.returned[0] == "failed":
-            failure = Failure(*done.returned[1:])
+        reply = done.reply
+        if reply is None:
+            raise ProtocolError("worker 0 did not say what a data-dependent op returned")
+        failure = reply.failure
+        if failure is not None:
             eager = exception_class(failure.kind)
             earlier = failure.seq != seq or not describe.is_last(failure.node)
             if earlier or eager is None or eager not in _TORCHS_OWN:
@@ -187,19 +190,22 @@ class Shipping:
             raise eager(failure.detail)
         self._client.raise_failure()
         mark = describe.marks[-1]
-        returned = [self._received(item, mark) for item in done.returned]
-        written = [self._received(item, mark) for item in done.written]
-        return Reply(returned, written)
+        returned = [self._received(item, mark) for item in reply.returned]
+        return Reply(returned, [self._adopted(made, mark) for made in reply.written])
 
-    def _received(self, item: Any, mark: Mark | None) -> Any:
-        if item[0] == "list":
-            return [self._received(one, mark) for one in item[1]]
-        if item[0] == "value":
-            return item[1]
-        meta, key = item
-        value = self._client.adopt(key)
+    def _received(self, item: Made | Several | Plain, mark: Mark | None) -> Any:
+        match item:
+            case Several():
+                return [self._received(one, mark) for one in item.items]
+            case Plain():
+                return item.value
+            case Made():
+                return self._adopted(item, mark)
+
+    def _adopted(self, made: Made, mark: Mark | None) -> tuple[TensorMeta, RemoteValue]:
+        value = self._client.adopt(made.id)
         value.mark = mark
-        return meta, value
+        return made.meta, value
 
 
 def _let_go_of_inputs(stretch: Stretch) -> None:

@@ -21,9 +21,9 @@ from lazygt.graph.source import expand
 from lazygt.runtime.client import Client
 from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile
-from lazygt.runtime.wire import Timings
 from lazygt.why import Flush
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.

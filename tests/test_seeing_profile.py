@@ -15,8 +15,8 @@ from torch import nn
 import lazygt
 from lazygt import timeline as timelines
 from lazygt.runtime import wire
+from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings, decode, encode
 from lazygt.runtime.tiers import Compile
-from lazygt.runtime.wire import Done, Run, Timings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -158,9 +158,8 @@ def test_a_profile_changes_no_number() -> None:
 def test_off_it_asks_for_nothing() -> None:
     """Not a byte of a message, and not a timed run, once the profile has ended."""
     run = Run(7, b"0" * 16, 3)
-    header = wire.unpack(wire.encode_run(run, [])[0])
-    assert len(header) == 10
-    assert len(wire.unpack(wire.encode_done(Done(7), [])[0])) == 7
+    assert wire.unpack(encode(run)[0]) == (2, 7, b"0" * 16, 3)
+    assert wire.unpack(encode(Done(7))[0]) == (3, 7)
     with lazygt.session(executor="inline") as s:
         before = _messages(s)
         with s.profile() as p:
@@ -183,13 +182,10 @@ def _messages(s: lazygt.Session) -> int:
 
 def test_timings_travel() -> None:
     timings = Timings(5, 9, ((0, 1, 6, 7), (1, 2, 7, 8)))
-    done = wire.decode_done(wire.unpack(wire.encode_done(Done(7, timings=timings), [])[0]))
-    assert done.timings == timings
+    done = Done(7, timings=timings)
+    assert decode(encode(done), TO_CLIENT) == done
     run = Run(7, timed=True)
-    assert wire.decode_run(wire.unpack(wire.encode_run(run, [])[0])).timed
-    header = wire.unpack(wire.encode_run(run, [])[0])
-    with pytest.raises(lazygt.ProtocolError, match="a field has the wrong type"):
-        wire.decode_run((*header, 1))
+    assert decode(encode(run), TO_WORKER) == run
 
 
 def test_a_node_that_fails_is_timed_and_reported() -> None:

@@ -15,7 +15,7 @@ from lazygt.graph.label import LAUNCH, LAUNCH_, MEETINGS
 from lazygt.graph.node import Graph, Node
 from lazygt.runtime.carriers import Told
 from lazygt.runtime.group import Group
-from lazygt.runtime.wire import MISMATCH, Failure
+from lazygt.runtime.messages import MISMATCH, Failure
 
 _NOTHING = "nothing more"
 

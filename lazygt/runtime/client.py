@@ -12,28 +12,33 @@ import torch
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.exact import bits
 from lazygt.graph.meta import TensorMeta
-from lazygt.runtime import wire
 from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.fetches import Answer, Fetches, Regions, drained, wanted
 from lazygt.runtime.link import Link
 from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.messages import (
+    TO_CLIENT,
+    Done,
+    Failure,
+    Left,
+    Need,
+    Renew,
+    Run,
+    Swapped,
+    Timings,
+    Write,
+    Wrote,
+    decode,
+    encode,
+)
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.uploads import Uploads
 from lazygt.runtime.waiting import WaitLine
-from lazygt.runtime.wire import Buffer, Done, Failure, Run, Timings
+from lazygt.runtime.wire import Buffer, Part
 
 #: Takes (rank, run, plan, who wrote it, timings) of a timed run.
 Timed = Callable[[int, int, PlanEntry | None, Describe | None, Timings], None]
-
-#: What the log calls the messages of workers.
-_KINDS = {
-    wire.DONE: "done",
-    wire.NEED: "need",
-    wire.SWAPPED: "swapped",
-    wire.WROTE: "wrote",
-    wire.LEFT: "left",
-}
 
 
 @dataclass(slots=True)
@@ -45,8 +50,9 @@ class _Flight:
     #: id of its first output
     base: int
     waiting: set[int]
-    #: ranks whose answers are looked at
+    #: ranks whose answers are looked at, and how many values each of them sends
     asked: frozenset[int]
+    fetches: int
     answers: dict[int, Answer] = field(default_factory=dict)
     abandoned: bool = False
     #: what has failed on some rank
@@ -87,6 +93,8 @@ class Client:
         self.swap_errors: list[tuple[bytes, str]] = []
         self._line = WaitLine()
         self._death: WorkerDied | None = None
+        #: why no worker's answers can be relied on any more
+        self._nonsense: ProtocolError | None = None
         self._max_ahead = max_ahead
         self._uploads = Uploads(link.upload, link.world_size, shm_threshold)
         self._fetches = Fetches(link)
@@ -160,7 +168,7 @@ class Client:
         run.timed = self.timed is not None
         frees = sorted(drained(self._dead))
         if entry is None:
-            run.frees = tuple(frees) or None
+            run.frees = (0, tuple(frees)) if frees else None
         else:
             run.inputs = entry.inputs.encode(inputs, base)
             run.frees = entry.frees.encode(frees, base)
@@ -172,7 +180,9 @@ class Client:
         self.counts.last_run = len(messages[0][0])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         everyone = set(range(self.link.world_size))
-        self._flights[self._seq] = _Flight(entry, describe, base, everyone, frozenset(ranks))
+        self._flights[self._seq] = _Flight(
+            entry, describe, base, everyone, frozenset(ranks), len(fetches)
+        )
         for rank, frames in enumerate(messages):
             self._send("run", rank, frames, why)
         return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
@@ -187,7 +197,7 @@ class Client:
         self._parted, self._group = None, self._group + 1
         self._failures.mended()
         for rank in range(self.link.world_size):
-            frames = wire.encode_renew(self._group, since)
+            frames = encode(Renew(self._group, since))
             self._send("renew", rank, frames, "a rank has left the process group")
 
     def _encoded(
@@ -203,7 +213,7 @@ class Client:
             run.releases = self._fetches.releases(rank)
             told = run.digest, run.fetches, run.releases
             if told not in made:
-                made[told] = wire.encode_run(run, buffers)
+                made[told] = encode(run, buffers)
             messages.append(made[told])
         return messages
 
@@ -281,6 +291,8 @@ class Client:
     def _receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
+        if self._nonsense is not None:
+            raise self._nonsense
         try:
             return self.link.receive(timeout, beside)
         except WorkerDied as error:
@@ -309,12 +321,12 @@ class Client:
         self._shipped(entry, messages[0], len(messages))
         entry.sent = True
 
-    def _resend(self, rank: int, seq: int) -> None:
+    def _resend(self, rank: int, need: Need) -> None:
         """A rank has forgotten the plan of a run."""
-        flight = self._flights.get(seq)
+        flight = self._flights.get(need.seq)
         entry = None if flight is None else flight.entry
-        if entry is None:
-            raise ProtocolError(f"worker {rank} asks for a plan that was never sent")
+        if entry is None or entry.name(rank) != need.digest:
+            raise ProtocolError("it asks for a plan that was never sent")
         frames = again_message(entry, rank)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
@@ -339,7 +351,7 @@ class Client:
 
     def order(self, rank: int, number: int, order: tuple[Any, ...]) -> None:
         """Have a worker write blocks for a transfer; ``written`` takes its answer."""
-        self._send("write", rank, wire.encode_write(number, order), "transfer()")
+        self._send("write", rank, encode(Write(number, order)), "transfer()")
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
         """(rank, number, checksums, error, handles) of what was ordered and is done.
@@ -371,28 +383,46 @@ class Client:
             self._line.done()
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
+        """Act on what a worker says.
+
+        Raises:
+            ProtocolError: it makes no sense. What that worker was asked may never be answered, so
+                every later wait raises this again.
+        """
         rank, frames = message
-        header = wire.unpack(frames[0])
         size = sum(len(frame) for frame in frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
-        number = header[1] if isinstance(header[1], int) else 0
-        self.log.write("receive", _KINDS.get(header[0], "?"), rank, number, size, "")
-        if header[0] == wire.NEED:
-            self._resend(rank, header[1])
-        elif header[0] == wire.DONE:
-            self._done(rank, wire.decode_done(header), frames[1:])
-        elif header[0] == wire.LEFT:
-            self._left()
-        elif header[0] == wire.WROTE:
-            self._written.append((rank, *header[1:]))
-        elif header[0] == wire.SWAPPED:
-            self._swapped(rank, header[1], header[2])
-        else:
-            raise ProtocolError(f"worker {rank} sent a message of unknown kind {header[0]!r}")
+        try:
+            told = decode(frames, TO_CLIENT)
+            kind = type(told).__name__.lower()
+            self.log.write("receive", kind, rank, _number(told), size, "")
+            self._act(rank, told, frames[1:])
+        except ProtocolError as error:
+            self._nonsense = ProtocolError(
+                f"worker {rank} sent what makes no sense: {error}. Leave the session and open a "
+                f"new one; please report this, if nobody tampered with the worker"
+            )
+            raise self._nonsense from error
 
-    def _left(self) -> None:
+    def _act(self, rank: int, told: Part, buffers: list[memoryview]) -> None:
+        match told:
+            case Done():
+                self._done(rank, told, buffers)
+            case Need():
+                self._resend(rank, told)
+            case Left():
+                self._left(told)
+            case Wrote():
+                checks, handles = told.checks, told.handles
+                self._written.append((rank, told.number, checks, told.error, handles))
+            case Swapped():
+                self._swapped(rank, told.digest, told.error)
+
+    def _left(self, told: Left) -> None:
         """A rank has left the group in a run; those before it may be under way on other ranks."""
+        if told.number != self._group or not self._flights:
+            raise ProtocolError(f"it left process group {told.number} in no run")
         if self._parted is None:
             self._parted = next(flight.base for flight in self._flights.values())
 
@@ -402,7 +432,11 @@ class Client:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
-        flight = self._flights[done.seq]
+        flight = self._flights.get(done.seq)
+        if flight is None or rank not in flight.waiting:
+            raise ProtocolError(f"it answers run {done.seq}, which it was not asked")
+        wanted = flight.fetches if rank in flight.asked else 0
+        self._fetches.check(rank, done, buffers, wanted)
         flight.waiting.discard(rank)
         if done.timings is not None and self.timed is not None:
             self.timed(rank, done.seq, flight.entry, flight.describe, done.timings)
@@ -471,3 +505,13 @@ class Client:
                 self.raise_for(rank, block)
             self.counts.bytes_fetched += block.meta.nbytes
         return self._fetches.value(answers, meta, regions)
+
+
+def _number(told: Part) -> int:
+    """Of the run, or of what else a worker speaks of."""
+    match told:
+        case Done() | Need():
+            return told.seq
+        case Wrote() | Left():
+            return told.number
+    return 0

@@ -14,9 +14,10 @@ from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.messages import Failure, Fetched
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Value
-from lazygt.runtime.wire import Buffer, Failure, Fetched
+from lazygt.runtime.wire import Buffer
 from lazygt.runtime.worker import Worker
 
 #: Bytes of zeros that are made for one fetch, at most.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lazygt.runtime import wire
+from lazygt.runtime.messages import Swap, encode, encode_plan
 from lazygt.runtime.plan import Plan
-from lazygt.runtime.wire import Buffer, Prediction
+from lazygt.runtime.prediction import Prediction
+from lazygt.runtime.wire import Buffer
 
 
 class PlanEntry:
@@ -112,7 +114,7 @@ class Entries:
                 name = entry.names[which]
                 forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
                 graph = entry.plans[which].graph
-                made[which] = wire.encode_plan(name, graph, True, forget, entry.salt)
+                made[which] = encode_plan(name, graph, True, forget, entry.salt)
         return [made[entry.of(rank)] for rank in range(self._ranks)]
 
     def swap_messages(self, entry: PlanEntry) -> list[list[Buffer]]:
@@ -139,13 +141,13 @@ class Entries:
 def swap_message(entry: PlanEntry, rank: int) -> list[Buffer]:
     """What has a rank run an entry's compiled code from its next run on."""
     which = entry.of(rank)
-    return wire.encode_swap(entry.names[which], entry.swap[which])
+    return encode(Swap(entry.names[which], tuple(entry.swap[which])))
 
 
 def again_message(entry: PlanEntry, rank: int) -> list[Buffer]:
     """What brings a rank the plan that it has forgotten."""
     graph = entry.plans[entry.of(rank)].graph
-    return wire.encode_plan(entry.name(rank), graph, False, salt=entry.salt)
+    return encode_plan(entry.name(rank), graph, False, salt=entry.salt)
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazygt.errors import CollectiveMismatch, ExecutionError, execution_error
-from lazygt.runtime import wire
-from lazygt.runtime.wire import Failure
+from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Failure
 
 #: Answers "what is node n of a rank's run?": (op, inputs as text, the user's file:line).
 Describe = Callable[[int, int], tuple[str, tuple[str, ...], str]]
 
 #: Kinds of failures that come from several ranks at once, for one reason.
-SHARED = frozenset({wire.COLLECTIVE_ERROR, wire.MISMATCH})
+SHARED = frozenset({COLLECTIVE_ERROR, MISMATCH})
 _KEPT = 1_000
 #: What stands for an op that nobody remembers.
 _UNKNOWN: tuple[str, tuple[str, ...], str] = ("an earlier op", (), "?")
@@ -33,7 +32,7 @@ class _Break:
 
     @property
     def cause(self) -> ExecutionError:
-        return next((e for e in self.errors if e.kind != wire.COLLECTIVE_ERROR), self.errors[0])
+        return next((e for e in self.errors if e.kind != COLLECTIVE_ERROR), self.errors[0])
 
 
 class Failures:
@@ -83,7 +82,7 @@ class Failures:
         if not any(e is error for e in errors):
             errors.append(error)
         if error.kind in SHARED:
-            self.mismatched = self.mismatched or error.kind == wire.MISMATCH
+            self.mismatched = self.mismatched or error.kind == MISMATCH
             parted = self._parted(seq, errors)
             if known is not None:
                 self._breaks.setdefault(id(known), parted)
@@ -127,7 +126,7 @@ class Failures:
         what parted the ranks in an earlier run. None of them is to be raised again.
         """
         parted, raised = self._breaks.get(id(error)), error
-        if parted is not None and error.kind == wire.COLLECTIVE_ERROR:
+        if parted is not None and error.kind == COLLECTIVE_ERROR:
             same_run = any(e is error for e in parted.errors)
             cause = self._cause(parted)
             raised = cause if same_run else _consequence(error, cause)
@@ -147,14 +146,14 @@ class Failures:
 
 
 def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:
-    made = CollectiveMismatch if failure.kind == wire.MISMATCH else execution_error
+    made = CollectiveMismatch if failure.kind == MISMATCH else execution_error
     return made(*what, failure.kind, failure.detail, rank)
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
     """A collective could not run, since ranks had parted for a cause in an earlier run."""
     after = "This was on its way already. The workers form a new group for what comes next"
-    if cause.kind == wire.MISMATCH:
+    if cause.kind == MISMATCH:
         after = "Open a new session to run collectives again"
     detail = (
         f"rank {error.rank} had left its process group, since {cause.op} failed on worker "

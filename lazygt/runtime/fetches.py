@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.runtime import wire
 from lazygt.runtime.blocks import Region, joined
 from lazygt.runtime.link import Link
+from lazygt.runtime.messages import Done, Failure, Fetched
 from lazygt.runtime.shm import tensor_over
-from lazygt.runtime.wire import Done, Failure, Fetched
 
 #: A rank's answer to a run, with the buffers that came with it.
 Answer = tuple[Done, list[memoryview]]
@@ -28,6 +29,30 @@ class Fetches:
         self._link = link
         #: for each rank the room in its arena that nobody reads any more
         self._read: list[deque[int]] = [deque() for _ in range(link.world_size)]
+
+    def check(self, rank: int, done: Done, buffers: Sequence[memoryview], count: int) -> None:
+        """Raise ProtocolError unless so many values came, each with its bytes."""
+        if len(done.fetched) != count:
+            raise ProtocolError(f"{len(done.fetched)} values came instead of {count}")
+        rest = iter(buffers)
+        for item in done.fetched:
+            if isinstance(item, Failure):
+                continue
+            meta = item.meta
+            if meta.offset or meta.extent != meta.numel:
+                raise ProtocolError(f"the memory of a value has gaps: {meta}")
+            if item.offset is not None:
+                self._check_room(rank, item.offset, meta.nbytes)
+            elif len(next(rest, b"")) != meta.nbytes:
+                raise ProtocolError(f"a value of {meta.nbytes} bytes came without its bytes")
+        if next(rest, None) is not None:
+            raise ProtocolError("bytes came that belong to no value")
+
+    def _check_room(self, rank: int, offset: int, nbytes: int) -> None:
+        arena = self._link.fetch_arena(rank)
+        if arena is None:
+            raise ProtocolError("a value lies in shared memory, of which there is none")
+        arena.view(offset, nbytes)
 
     def value(
         self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Regions | None

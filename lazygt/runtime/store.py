@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lazygt.runtime.wire import Failure
+from lazygt.runtime.messages import Failure
 
 
 @dataclass(slots=True)

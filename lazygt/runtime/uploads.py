@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.messages import Put
 from lazygt.runtime.shm import Arena
-from lazygt.runtime.wire import Buffer, Put
+from lazygt.runtime.wire import Buffer
 
 
 class Uploads:
@@ -49,7 +51,13 @@ class Uploads:
         return [put for put, _ in taken], [data for _, data in taken if data is not None]
 
     def was_read(self, offset: int) -> None:
-        """A worker has read what lies in the arena at ``offset``."""
+        """A worker has read what lies in the arena at ``offset``.
+
+        Raises:
+            ProtocolError: nothing does, or all have read it.
+        """
+        if offset not in self._unread:
+            raise ProtocolError(f"nothing lies in shared memory at {offset}")
         self._unread[offset] -= 1
         if not self._unread[offset]:
             del self._unread[offset]

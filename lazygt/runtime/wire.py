@@ -1,20 +1,20 @@
-"""The wire: messages as msgpack headers and raw buffers. Versioned; no pickle.
+"""The wire: values and graphs as msgpack. Versioned; no pickle.
 
-A message is a list of frames: a header, then the buffers that it speaks of, in order. Ops are
-named by their overload and looked up by the reader; whatever does not follow the schema raises
-ProtocolError, and its sender is dropped by the channel.
+A message is a list of frames: a header (see ``messages``), then the buffers that it speaks of, in
+order. Ops are named by their overload and looked up by the reader; whatever does not follow the
+schema raises ProtocolError, and its sender is dropped by the channel.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from keyword import iskeyword
+from typing import Annotated, Any
 
 import msgpack
+import msgspec
 import torch
 
 from lazygt.errors import ProtocolError
@@ -22,16 +22,43 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, s
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 
 #: Both sides compare it in their hello.
-VERSION = 3
-
-PLAN, RUN, DONE, NEED, SWAP, SWAPPED = 1, 2, 3, 4, 5, 6
-WRITE, WROTE = 7, 8
-LEFT, RENEW = 9, 10
+VERSION = 4
 
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 Buffer = bytes | memoryview
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What travels as its fields, one after another, and is its own schema.
+
+    Trailing fields that say nothing (None, False, empty) stay at home, where that is their default.
+    """
+
+    def packed(self) -> tuple[Any, ...]:
+        """As it travels."""
+        tag, least = _form(type(self))
+        fields = [*tag, *msgspec.structs.astuple(self)]
+        while len(fields) > least and _says_nothing(fields[-1]):
+            fields.pop()
+        return tuple(fields)
+
+
+@cache
+def _form(kind: type[Part]) -> tuple[tuple[Any, ...], int]:
+    """What a part begins with, and how many fields of it always travel."""
+    tag = kind.__struct_config__.tag
+    begin = () if tag is None else (tag,)
+    return begin, len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
+
+
+def _says_nothing(value: Any) -> bool:
+    return not value and (value is None or value is False or type(value) in _SIZED)
+
+
+_SIZED = frozenset({tuple, list, bytes, str})
 
 
 # -- values ------------------------------------------------------------------------------
@@ -63,6 +90,8 @@ def _to_ext(value: Any) -> Any:
         return _numbered_ext(_REF if kind is Ref else _PARAM, value.index)
     if kind is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
         return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
+    if isinstance(value, Part):
+        return value.packed()
     try:
         return _cached_ext(value)
     except TypeError as error:
@@ -169,130 +198,61 @@ def decode_graph(data: Buffer) -> Graph:
         ProtocolError: for another version or anything that is not a graph.
     """
     value = unpack(data)
+    if not isinstance(value, tuple) or not value:
+        raise ProtocolError("not a graph: it has no version")
+    version, *fields = value
+    if version != VERSION:
+        raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
     try:
-        version, *fields = value
-        if version != VERSION:
-            raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
-        return _graph_from(fields)
-    except (TypeError, ValueError, RecursionError) as error:
+        return _graph_from(msgspec.convert(fields, _GraphFields))
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a graph: {error}") from error
 
 
-def _graph_from(fields: Any) -> Graph:
-    inputs, params, nodes, outputs = fields
-    return Graph(inputs, params, tuple(_node_from(node) for node in nodes), outputs)
+class _NodeFields(Part):
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    fresh: tuple[TensorMeta | None, ...]
+    writes: tuple[Count, ...]
+    written: tuple[TensorMeta, ...]
+    dynamic: bool
+    body: _GraphFields | None
 
 
-def _node_from(fields: Any) -> Node:
-    op, args, kwargs, fresh, writes, written, dynamic, body = fields
-    if not (isinstance(op, str) and isinstance(args, tuple) and isinstance(kwargs, tuple)):
-        raise ValueError("a node is (op, args, kwargs, fresh, writes, written, dynamic, body)")
-    if any(m is not None and not isinstance(m, TensorMeta) for m in (*fresh, *written)):
-        raise ValueError(f"the results of {op} are not metas")
-    if any(not isinstance(index, int) for index in writes) or not isinstance(dynamic, bool):
-        raise ValueError(f"the writes of {op} are not value numbers")
+class _GraphFields(Part):
+    inputs: tuple[TensorMeta, ...]
+    params: tuple[str, ...]
+    nodes: tuple[_NodeFields, ...]
+    outputs: tuple[Count, ...]
+
+
+def _graph_from(fields: _GraphFields) -> Graph:
+    nodes = tuple([_node_from(node) for node in fields.nodes])
+    return Graph(fields.inputs, fields.params, nodes, fields.outputs)
+
+
+def _node_from(fields: _NodeFields) -> Node:
+    op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
+    for name, arg in kwargs:
+        if not name.isidentifier() or iskeyword(name):
+            raise ValueError(f"{name!r} is no name of an argument of {op}")
+        _check_argument(op, arg)
+    _check_argument(op, args)
     inner = None if body is None else _graph_from(body)
     return Node(op, args, kwargs, fresh, writes, written, dynamic, inner)
 
 
-# -- messages ----------------------------------------------------------------------------
+def _check_argument(op: str, arg: Any) -> None:
+    if type(arg) is tuple:
+        for item in arg:
+            _check_argument(op, item)
+    elif not isinstance(arg, _ARGUMENTS) and arg is not DEVICE:
+        raise ValueError(f"{op} takes no {type(arg).__name__}")
 
 
-@dataclass(slots=True)
-class Put:
-    """A tensor sent to the workers: in the arena at ``offset``, or as the next buffer."""
-
-    id: int
-    meta: TensorMeta
-    offset: int | None = None
-
-
-@dataclass(slots=True)
-class Run:
-    """Run a plan (or nothing), after receiving ``puts``; then answer ``fetches``.
-
-    Attributes:
-        seq: number of the run, from 1.
-        digest: which plan; None runs nothing.
-        base: id of the plan's first output; the others follow.
-        inputs, frees: updates of predicted id lists (see ``Prediction``).
-        params: run-time numbers; None: the same as in the last run of this plan.
-        releases: arena offsets that the client has done with.
-        fetches: ids whose values are wanted.
-        timed: run it node by node, and say how long each took (``Done.timings``).
-    """
-
-    seq: int
-    digest: bytes | None = None
-    base: int = 0
-    inputs: Any = None
-    frees: Any = None
-    params: tuple[Any, ...] | None = None
-    puts: list[Put] = field(default_factory=list)
-    releases: tuple[int, ...] = ()
-    fetches: tuple[int, ...] = ()
-    timed: bool = False
-
-
-#: The kind of failure of a collective: another rank's failure, most likely, is the cause.
-COLLECTIVE_ERROR = "CollectiveError"
-#: The kind of a failure when ranks were about to meet in different collectives.
-MISMATCH = "CollectiveMismatch"
-
-
-@dataclass(slots=True)
-class Failure:
-    """Why a value could not be computed: node number, exception, message."""
-
-    node: int
-    kind: str
-    detail: str
-    seq: int = 0
-
-
-@dataclass(slots=True)
-class Fetched:
-    """A fetched value: its meta, and where it is (arena offset, or the next buffer)."""
-
-    meta: TensorMeta
-    offset: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """When a worker did what, in nanoseconds of its host's monotonic clock.
-
-    Attributes:
-        begin, end: from the run message taken to its answer ready.
-        steps: (step, count, begin, end) of each node that ran: it did ``count`` of
-            ``plan.steps`` in one, from ``step`` on.
-    """
-
-    begin: int
-    end: int
-    steps: tuple[tuple[int, int, int, int], ...] = ()
-
-
-@dataclass(slots=True)
-class Done:
-    """The answer to a run.
-
-    Attributes:
-        failures: what failed in this run.
-        releases: upload arena offsets that are free again.
-        fetched: one Fetched or Failure a fetch.
-        returned: what a data-dependent last node returned: (meta, id) pairs, lists, numbers.
-        written: (meta, id) of the tensors it wrote.
-        timings: of a timed run.
-    """
-
-    seq: int
-    failures: list[Failure] = field(default_factory=list)
-    releases: list[int] = field(default_factory=list)
-    fetched: list[Fetched | Failure] = field(default_factory=list)
-    returned: Any = None
-    written: Any = None
-    timings: Timings | None = None
+#: What an argument may be, or have in it.
+_ARGUMENTS = (Ref, Param, int, float, str, complex, type(None), TensorMeta, *_TORCH_NAMES)
 
 
 def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
@@ -307,78 +267,6 @@ def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
     return made.digest()[:16]
 
 
-def encode_plan(
-    digest: bytes, graph: Graph, fresh: bool, forget: Sequence[bytes] = (), salt: bytes = b""
-) -> list[Buffer]:
-    """A PLAN message. ``fresh``: its id lists begin anew; ``forget``: plans never used again."""
-    salted = (salt,) if salt else ()
-    return [pack((PLAN, digest, fresh, tuple(forget), *salted)), encode_graph(graph)]
-
-
-def encode_swap(digest: bytes, groups: Sequence[tuple[int, str]]) -> list[Buffer]:
-    """A SWAP message: from now on these fused nodes of a plan run as these artifacts."""
-    return [pack((SWAP, digest, list(groups)))]
-
-
-def encode_swapped(digest: bytes, error: str) -> list[Buffer]:
-    """A SWAPPED message: done, or why the plan stays on its tier."""
-    return [pack((SWAPPED, digest, error))]
-
-
-def encode_write(number: int, order: tuple[Any, ...]) -> list[Buffer]:
-    """A WRITE message: copy blocks into a transfer's memory; see ``transfer.writer``."""
-    return [pack((WRITE, number, order))]
-
-
-def encode_wrote(
-    number: int, checks: Sequence[int], error: str, handles: Sequence[Any] = ()
-) -> list[Buffer]:
-    """A WROTE message: the checksums of the blocks, or why they could not be written.
-
-    Args:
-        handles: by which receivers find the blocks; see ``transfer.orders``.
-    """
-    return [pack((WROTE, number, tuple(checks), error, tuple(handles)))]
-
-
-def encode_left(number: int) -> list[Buffer]:
-    """A LEFT message: the worker has left the session's process group of this number, for good."""
-    return [pack((LEFT, number))]
-
-
-def encode_renew(number: int, since: int) -> list[Buffer]:
-    """A RENEW message: leave the group there is, and join the one of this number.
-
-    Args:
-        since: id of the first value of which it is not certain that ranks have met for it.
-    """
-    return [pack((RENEW, number, since))]
-
-
-def encode_run(run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """A RUN message."""
-    puts = [(p.id, p.meta, p.offset) for p in run.puts]
-    header = (RUN, run.seq, run.digest, run.base, run.inputs, run.frees, run.params, puts,
-              run.releases, run.fetches, *((True,) if run.timed else ()))  # fmt: skip
-    try:
-        return [pack(header), *buffers]
-    except OverflowError as error:
-        raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
-
-
-def encode_done(done: Done, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """A DONE message."""
-    failures = [(f.node, f.kind, f.detail, f.seq) for f in done.failures]
-    fetched = [
-        (f.meta, f.offset) if isinstance(f, Fetched) else (f.node, f.kind, f.detail, f.seq)
-        for f in done.fetched
-    ]
-    times = done.timings
-    header = (DONE, done.seq, failures, done.releases, fetched, done.returned, done.written,
-              *(() if times is None else (times.begin, times.end, times.steps)))  # fmt: skip
-    return [pack(header), *buffers]
-
-
 def received(data: Buffer) -> torch.Tensor:
     """The bytes of a buffer in memory of torch's own.
 
@@ -387,103 +275,3 @@ def received(data: Buffer) -> torch.Tensor:
     flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     flat.numpy().data[:] = data
     return flat
-
-
-def encode_need(seq: int, digest: bytes) -> list[Buffer]:
-    """A NEED message: the worker has forgotten the plan of run ``seq``."""
-    return [pack((NEED, seq, digest))]
-
-
-def decode_run(fields: Any) -> Run:
-    """A Run from a RUN header.
-
-    Raises:
-        ProtocolError: when the header is not of the schema.
-    """
-    try:
-        _, seq, digest, base, inputs, frees, params, puts, releases, fetches, *timed = fields
-        ok = (
-            isinstance(seq, int)
-            and (digest is None or (isinstance(digest, bytes) and len(digest) == 16))
-            and isinstance(base, int)
-            and all(isinstance(n, int) for n in (*releases, *fetches))
-            and all(isinstance(i, int) and isinstance(m, TensorMeta) for i, m, _ in puts)
-            and timed in ([], [True])
-        )
-        if not ok:
-            raise ValueError("a field has the wrong type")
-        made = [Put(*put) for put in puts]
-        return Run(seq, digest, base, inputs, frees, params, made, releases, fetches, bool(timed))
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"not a RUN message: {error}") from error
-
-
-def decode_done(fields: Any) -> Done:
-    """A Done from a DONE header."""
-    _, seq, failures, releases, fetched, returned, written, *timings = fields
-    made: list[Fetched | Failure] = [Failure(*f) if len(f) == 4 else Fetched(*f) for f in fetched]
-    times = Timings(*timings) if timings else None
-    found = [Failure(*f) for f in failures]
-    return Done(seq, found, list(releases), made, returned, written, times)
-
-
-class Prediction:
-    """A list of ids that mostly repeats from run to run, sent as what is surprising in it.
-
-    Both sides keep the last list. An id is expected to stay, or, if it moved with the base
-    between the last two runs (a parameter that every step makes anew), to move with it again.
-    """
-
-    __slots__ = ("base", "ids", "moving")
-
-    def __init__(self) -> None:
-        self.base = 0
-        self.ids: list[int] = []
-        self.moving: list[bool] = []
-
-    def encode(self, ids: list[int], base: int) -> Any:
-        """The update that makes the other side's list equal ``ids``; None when it is already."""
-        guess = self._guess(base)
-        if len(guess) != len(ids):
-            update: Any = (0, tuple(ids))
-        else:
-            wrong = [
-                x for i, (a, b) in enumerate(zip(ids, guess, strict=True)) if a != b for x in (i, a)
-            ]
-            update = (1, tuple(wrong)) if wrong else None
-        self._learn(list(ids), base)
-        return update
-
-    def decode(self, update: Any, base: int) -> list[int]:
-        """The list that the sender encoded.
-
-        Raises:
-            ProtocolError: when the update does not fit the list.
-        """
-        ids = self._guess(base)
-        try:
-            if update is not None:
-                kind, values = update
-                if any(not isinstance(v, int) for v in values):
-                    raise ValueError("ids are integers")
-                if kind == 0:
-                    ids = list(values)
-                else:
-                    for i in range(0, len(values), 2):
-                        ids[values[i]] = values[i + 1]
-        except (TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"not an id update: {error}") from error
-        self._learn(list(ids), base)
-        return ids
-
-    def _guess(self, base: int) -> list[int]:
-        step = base - self.base
-        return [i + step if moves else i for i, moves in zip(self.ids, self.moving, strict=True)]
-
-    def _learn(self, ids: list[int], base: int) -> None:
-        step = base - self.base
-        if len(ids) == len(self.ids):
-            self.moving = [a == b + step and step != 0 for a, b in zip(ids, self.ids, strict=True)]
-        else:
-            self.moving = [False] * len(ids)
-        self.ids, self.base = ids, base

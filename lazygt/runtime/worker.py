@@ -12,15 +12,41 @@ from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, kind_of
 from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
 from lazygt.runtime import agreement, group, kernels, wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.timed import TimedExecutor
+from lazygt.runtime.messages import (
+    COLLECTIVE_ERROR,
+    TO_WORKER,
+    Done,
+    Failure,
+    Fetched,
+    Left,
+    Made,
+    Need,
+    Plain,
+    Put,
+    Renew,
+    Reply,
+    Run,
+    Several,
+    Ship,
+    Swap,
+    Swapped,
+    Timings,
+    Write,
+    Wrote,
+    decode,
+    encode,
+)
 from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.prediction import Prediction
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.wire import Buffer, Done, Failure, Fetched, Prediction, Put, Run, Timings
+from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from lazygt.runtime.shm import Arena
@@ -102,30 +128,31 @@ class Worker:
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
         """
-        header = wire.unpack(frames[0])
-        kind = header[0] if isinstance(header, tuple) and header else None
-        if kind == wire.PLAN:
-            self._plan(header, frames)
-            waiting, self._waiting = self._waiting, []
-            return [reply for message in waiting for reply in self.handle(message)]
-        if kind == wire.RUN:
-            if self._waiting:
-                self._waiting.append([bytes(frame) for frame in frames])
-                return []
-            run = wire.decode_run(header)
-            if run.digest is not None and run.digest not in self._executors:
-                self._waiting.append([bytes(frame) for frame in frames])
-                return [wire.encode_need(run.seq, run.digest)]
-            done = self._run(run, frames[1:])
-            return [*self._departure(), done]
-        if kind == wire.SWAP:
-            return [self._swap(header)]
-        if kind == wire.WRITE:
-            return [self._write(header)]
-        if kind == wire.RENEW:
-            self._renew(header)
-            return []
-        raise ProtocolError(f"unknown message kind {kind!r}")
+        message = decode(frames, TO_WORKER)
+        match message:
+            case Run():
+                return self._run_or_ask(message, frames)
+            case Ship():
+                self._plan(message, frames)
+                waiting, self._waiting = self._waiting, []
+                return [reply for message in waiting for reply in self.handle(message)]
+            case Swap():
+                return [encode(self._swap(message))]
+            case Write():
+                return [encode(self._write(message))]
+            case Renew():
+                self._renew(message)
+        return []
+
+    def _run_or_ask(self, run: Run, frames: list[Buffer]) -> list[list[Buffer]]:
+        """Answer a run; if its plan is not known (any more), ask for that and let it wait."""
+        unknown = run.digest is not None and run.digest not in self._executors
+        if self._waiting or unknown:
+            first = not self._waiting
+            self._waiting.append([bytes(frame) for frame in frames])
+            return [encode(Need(run.seq, run.digest))] if first and run.digest else []
+        done = self._run(run, frames[1:])
+        return [*self._departure(), done]
 
     def close(self) -> None:
         """Drop all values."""
@@ -135,47 +162,31 @@ class Worker:
             self._writer.close()
             self._writer = None
 
-    def _plan(self, header: Any, frames: Sequence[Buffer]) -> None:
-        try:
-            _, digest, fresh, forget, *salt = header
-            data = frames[1]
-            name = wire.plan_name(data, *salt)
-        except (TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"not a PLAN message: {error}") from error
-        if name != digest:
+    def _plan(self, message: Ship, frames: Sequence[Buffer]) -> None:
+        digest = message.digest
+        if len(frames) != 2 or wire.plan_name(frames[1], message.salt) != digest:
             raise ProtocolError("a plan's content does not match its name")
-        try:
-            plan = Plan.build(wire.decode_graph(data))
-            for node in plan.steps.graph.nodes:
-                kernels.check(node.op)
-        except GraphError as error:
-            raise ProtocolError(str(error)) from error
-        except KeyError as error:
-            raise ProtocolError(f"unknown op {error.args[0]!r}") from error
-        for old in forget:
+        plan = _checked(wire.decode_graph(frames[1]))
+        for old in message.forget:
             self._executors.drop(old)
             self._known.pop(old, None)
-        if fresh or digest not in self._known:
-            self._known[digest] = _Known(bool(salt and salt[0]))
+        if message.fresh or digest not in self._known:
+            self._known[digest] = _Known(bool(message.salt))
         self._executors.keep(digest, EagerExecutor(plan, self.device), plan.graph.nbytes)
 
-    def _swap(self, header: Any) -> list[Buffer]:
+    def _swap(self, message: Swap) -> Swapped:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
-        try:
-            _, digest, groups = header
-            executor = self._executors.get(digest)
-            wanted = [(int(number), str(key)) for number, key in groups]
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"not a SWAP message: {error}") from error
+        digest = message.digest
+        executor = self._executors.get(digest)
         if executor is None:
-            return wire.encode_swapped(digest, "")  # forgotten; it is swapped when it comes again
+            return Swapped(digest)  # forgotten; it is swapped when it comes again
         try:
             plan = executor.plan
-            made = compiled(plan, self.device, wanted, self._cache)
+            made = compiled(plan, self.device, message.groups, self._cache)
             self._executors.keep(digest, made, plan.graph.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
-            return wire.encode_swapped(digest, f"{type(error).__name__}: {error}")
-        return wire.encode_swapped(digest, "")
+            return Swapped(digest, f"{type(error).__name__}: {error}")
+        return Swapped(digest)
 
     def _departure(self) -> list[list[Buffer]]:
         """What tells the client, once and before the answer to a run, that this rank has left its
@@ -184,39 +195,35 @@ class Worker:
         if joined is None or not joined.left or self._left == self._group:
             return []
         self._left = self._group
-        return [wire.encode_left(self._group)]
+        return [encode(Left(self._group))]
 
-    def _renew(self, header: Any) -> None:
+    def _renew(self, message: Renew) -> None:
         """Join a new process group. All ranks are told so, when all have answered all runs."""
-        try:
-            _, number, since = header
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"not a RENEW message: {error}") from error
         joined = group.current()
         if joined is not None and joined.nccl:
-            self._doubt(since)
-        group.renew(number)
-        self._group = number
+            self._doubt(message.since)
+        group.renew(message.number)
+        self._group = message.number
 
     def _doubt(self, since: int) -> None:
         """Mark values as failed: NCCL does not say which of them ranks have met for."""
-        why = Failure(-1, wire.COLLECTIVE_ERROR, "the ranks parted while it was being computed")
+        why = Failure(-1, COLLECTIVE_ERROR, "the ranks parted while it was being computed")
         for key in self.store.made_since(since):
             self.store.put(key, Failed(why))
 
-    def _write(self, header: Any) -> list[Buffer]:
+    def _write(self, message: Write) -> Wrote:
         """Copy blocks of values to where a transfer needs them."""
         # why: few workers ever send weights
         from lazygt.transfer import orders, writer
 
-        _, number, order = header
+        number = message.number
         try:
             if self._writer is None:
                 self._writer = writer.Writer(writer.threads(), self.device)
-            done = self._writer.write(orders.Order.read(order), self._value)
+            done = self._writer.write(orders.Order.read(message.order), self._value)
         except Exception as error:  # noqa: BLE001 - reported to the client
-            return wire.encode_wrote(number, (), f"{type(error).__name__}: {error}")
-        return wire.encode_wrote(number, done.checks, "", done.handles)
+            return Wrote(number, error=f"{type(error).__name__}: {error}")
+        return Wrote(number, tuple(done.checks), "", tuple(done.handles))
 
     def _value(self, key: int) -> torch.Tensor:
         value = self.store.get(key)
@@ -230,13 +237,12 @@ class Worker:
         begin = time.monotonic_ns() if run.timed else 0
         done = Done(run.seq)
         for offset in run.releases:
-            if self._fetch is not None:
-                self._fetch.free(offset)
+            self._free(offset)
         spare = iter(buffers)
         for put in run.puts:
             self._receive(put, spare, done)
         if run.digest is None:
-            self._release(list(run.frees or ()), done)
+            self._release(run.frees[1] if run.frees else (), done)
         else:
             self._execute(run, done)
         replies: list[Buffer] = []
@@ -248,12 +254,22 @@ class Worker:
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)
-        return wire.encode_done(done, replies)
+        return encode(done, replies)
+
+    def _free(self, offset: int) -> None:
+        """The client does not read any more what it fetched from there."""
+        try:
+            if self._fetch is not None:
+                self._fetch.free(offset)
+        except ValueError as error:
+            raise ProtocolError(f"what was not fetched can't be released: {error}") from error
 
     def _receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
         meta = put.meta
         borrowed = put.offset
-        nbytes = meta.extent * meta.dtype.itemsize
+        if meta.offset or meta.extent != meta.numel:
+            raise ProtocolError(f"the memory of a tensor that is sent has gaps: {meta}")
+        nbytes = meta.nbytes
         if put.offset is not None:
             if self._upload is None:
                 raise ProtocolError("a tensor in shared memory, but there is none")
@@ -263,14 +279,17 @@ class Worker:
             if data is None or len(data) != nbytes:
                 raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
             flat = wire.received(data)
-        value = _shaped(flat, meta)
+        try:
+            value = _shaped(flat, meta)
+        except RuntimeError as error:
+            raise ProtocolError(f"there is no such tensor as {meta}: {error}") from error
         if self.device.type != "cpu" and put.offset is not None:
             # .to() has read the arena when it returns, so its room is free again at once
             done.releases.append(put.offset)
             borrowed = None
         self.store.put(put.id, value.to(self.device), borrowed)
 
-    def _release(self, keys: list[int], done: Done) -> None:
+    def _release(self, keys: Sequence[int], done: Done) -> None:
         for key in keys:
             offset = self.store.free(key)
             if offset is not None:
@@ -338,29 +357,33 @@ class Worker:
     def _describe(self, outcome: Outcome, done: Done, seq: int, last: int) -> None:
         """Tell the client what the data-dependent ``last`` node returned; tensors stay here."""
 
-        def tell(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                if item.layout != torch.strided:
-                    raise NotImplementedError(
-                        f"the result is a {item.layout} tensor; lazygt has dense strided ones only"
-                    )
-                key = self._next_dynamic
-                self._next_dynamic += 1
-                value = _rooted(item)
-                self.store.put(key, value)
-                return TensorMeta.of(value), key
-            if isinstance(item, (list, tuple)):
-                return ["list", [tell(one) for one in item]]
-            return ["value", item]
-
         if type(outcome.returned) is Failed:
-            done.returned = _refused(_with_seq(outcome.returned.failure, seq))
+            done.reply = Reply(failure=_with_seq(outcome.returned.failure, seq))
             return
         try:
-            done.returned = [tell(item) for item in outcome.returned]
-            done.written = [tell(item) for item in outcome.written]
+            returned = tuple(map(self._told, outcome.returned))
+            done.reply = Reply(returned, tuple(map(self._made, outcome.written)))
         except NotImplementedError as error:
-            done.returned = _refused(Failure(last, kind_of(error), str(error), seq))
+            done.reply = Reply(failure=Failure(last, kind_of(error), str(error), seq))
+
+    def _told(self, item: Any) -> Made | Several | Plain:
+        if isinstance(item, torch.Tensor):
+            return self._made(item)
+        if isinstance(item, (list, tuple)):
+            return Several(tuple(map(self._told, item)))
+        return Plain(item)
+
+    def _made(self, tensor: torch.Tensor) -> Made:
+        """Keep a tensor under an id of this worker's own."""
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"the result is a {tensor.layout} tensor; lazygt has dense strided ones only"
+            )
+        key = self._next_dynamic
+        self._next_dynamic += 1
+        value = _rooted(tensor)
+        self.store.put(key, value)
+        return Made(TensorMeta.of(value), key)
 
     def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, Failed):
@@ -381,15 +404,29 @@ class Worker:
         return Fetched(meta)
 
 
+def _checked(graph: Graph) -> Plan:
+    """The plan of a graph that was sent.
+
+    Raises:
+        ProtocolError: it can't be run.
+    """
+    try:
+        plan = Plan.build(graph)
+        for node in plan.steps.graph.nodes:
+            kernels.check(node.op)
+    except GraphError as error:
+        raise ProtocolError(str(error)) from error
+    except KeyError as error:
+        raise ProtocolError(f"unknown op {error.args[0]!r}") from error
+    except Exception as error:
+        raise ProtocolError(f"not a program: {type(error).__name__}: {error}") from error
+    return plan
+
+
 def _nothing(plan: Plan, failure: Failure) -> Outcome:
     """The outcome of a plan that was not run."""
     failed = Failed(failure)
     return Outcome([failed for _ in plan.graph.outputs], [failure], failed, [])
-
-
-def _refused(failure: Failure) -> list[Any]:
-    """What is told in place of what a data-dependent node would have returned."""
-    return ["failed", failure.node, failure.kind, failure.detail, failure.seq]
 
 
 def draws(plan: Plan) -> bool:

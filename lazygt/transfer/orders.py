@@ -7,7 +7,9 @@ buffer that is lent to them by a handle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer.routes import Bounds
@@ -118,11 +120,17 @@ class Order(NamedTuple):
             ProtocolError: it was made by something else.
         """
         try:
-            sender, live, kind, fields, verify, writes = given
-            place = None if kind is None else _PLACES[kind](*fields)
-            return Order(sender, tuple(live), place, verify, tuple(Write(*one) for one in writes))
-        except (TypeError, ValueError, KeyError) as error:
+            sender, live, kind, fields, verify, writes = msgspec.convert(given, _Packed)
+            place = None if kind is None else msgspec.convert(fields, _PLACES[kind])
+        except msgspec.ValidationError as error:
             raise ProtocolError(f"this is no order to write: {error}") from error
+        return Order(sender, live, place, verify, writes)
+
+
+#: An order as it travels.
+_Packed = tuple[
+    str, tuple[int, ...], Literal["memory", "meeting", "loan"] | None, Any, str, tuple[Write, ...]
+]
 
 
 class Answer(NamedTuple):

@@ -16,10 +16,10 @@ from lazygt.runtime.entries import Entries
 from lazygt.runtime.failures import Failures
 from lazygt.runtime.fetches import Fetches, wanted
 from lazygt.runtime.log import InstructionLog
+from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.shm import Arena
 from lazygt.runtime.uploads import Uploads
-from lazygt.runtime.wire import Done, Failure, Fetched
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
 
@@ -172,7 +172,7 @@ def test_the_same_failure_on_two_ranks_is_one_error_that_is_raised_once() -> Non
 
 def test_the_cause_is_raised_in_place_of_its_consequence() -> None:
     failures, errors = Failures(), []
-    stuck, cause = Failure(5, wire.COLLECTIVE_ERROR, "it left", 1), Failure(2, "KeyError", "bad", 1)
+    stuck, cause = Failure(5, COLLECTIVE_ERROR, "it left", 1), Failure(2, "KeyError", "bad", 1)
     failures.note(1, 0, stuck, describe, errors)
     failures.note(1, 1, cause, describe, errors)
     assert failures.first is failures.error(0, stuck)
@@ -182,7 +182,7 @@ def test_the_cause_is_raised_in_place_of_its_consequence() -> None:
 
 def test_a_collective_after_ranks_have_parted_names_why_they_did() -> None:
     failures = Failures()
-    early, late = (Failure(5, wire.COLLECTIVE_ERROR, "it left", seq) for seq in (7, 8))
+    early, late = (Failure(5, COLLECTIVE_ERROR, "it left", seq) for seq in (7, 8))
     failures.note(8, 0, late, describe, [])  # rank 0 is ahead of the others' answers
     errors: list[ExecutionError] = []
     failures.note(7, 1, early, describe, errors)
@@ -200,7 +200,7 @@ def test_a_failure_that_parts_ranks_in_a_later_run_is_still_their_cause() -> Non
     failures.note(1, 1, cause, describe, [])
     known = failures.take(failures.error(1, cause))
     errors: list[ExecutionError] = []
-    stuck = Failure(2, wire.COLLECTIVE_ERROR, "it left", seq=4)
+    stuck = Failure(2, COLLECTIVE_ERROR, "it left", seq=4)
     failures.note(4, 0, stuck, describe, errors)
     failures.note(4, 1, cause, describe, errors)  # told again: rank 1 parts with the others
     assert failures.take(failures.error(0, stuck)) is known
@@ -212,7 +212,7 @@ def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
 
     def parted(seq: int, why: str) -> list[ExecutionError]:
         errors: list[ExecutionError] = []
-        failures.note(seq, 0, Failure(5, wire.COLLECTIVE_ERROR, "it left", seq), describe, errors)
+        failures.note(seq, 0, Failure(5, COLLECTIVE_ERROR, "it left", seq), describe, errors)
         failures.note(seq, 1, Failure(2, why, "bad", seq), describe, errors)
         return errors
 
@@ -223,16 +223,16 @@ def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
     assert failures.take(stuck) is cause
     failures.mended()
     told: list[ExecutionError] = []
-    failures.note(9, 0, Failure(5, wire.COLLECTIVE_ERROR, "it left", 3), describe, told)
-    failures.note(9, 1, Failure(7, wire.COLLECTIVE_ERROR, "it left", 9), describe, told)
+    failures.note(9, 0, Failure(5, COLLECTIVE_ERROR, "it left", 3), describe, told)
+    failures.note(9, 1, Failure(7, COLLECTIVE_ERROR, "it left", 9), describe, told)
     assert failures.take(told[1]) is cause, "a value of the first break was used in the third"
     assert not failures.mismatched
 
 
 def test_after_a_mismatch_a_collective_says_that_the_session_is_over() -> None:
     failures = Failures()
-    failures.note(1, 0, Failure(3, wire.MISMATCH, "other shapes", seq=1), describe, [])
-    late = Failure(5, wire.COLLECTIVE_ERROR, "it left", seq=2)
+    failures.note(1, 0, Failure(3, MISMATCH, "other shapes", seq=1), describe, [])
+    late = Failure(5, COLLECTIVE_ERROR, "it left", seq=2)
     failures.note(2, 0, late, describe, [])
     assert failures.mismatched
     with pytest.raises(ExecutionError, match="Open a new session to run collectives again"):
@@ -241,7 +241,7 @@ def test_after_a_mismatch_a_collective_says_that_the_session_is_over() -> None:
 
 def test_a_failure_can_be_reported_in_another_way() -> None:
     failures = Failures()
-    failure = Failure(3, wire.MISMATCH, "other shapes", seq=1)
+    failure = Failure(3, MISMATCH, "other shapes", seq=1)
     failures.note(1, 0, failure, describe, [])
     error = failures.first
     assert isinstance(error, CollectiveMismatch)

@@ -17,6 +17,7 @@ from lazygt import doctor
 from lazygt.errors import ProtocolError
 from lazygt.runtime import group, start, wire
 from lazygt.runtime.backends import HOST, NCCL, backend_for, why_host
+from lazygt.runtime.messages import Renew, encode
 from lazygt.runtime.worker import Worker
 
 
@@ -88,7 +89,7 @@ def renewed(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> list[bool]:
     worker = Worker(world_size=2)
     for key in (4, 5, 6):
         worker.store.put(key, torch.ones(2))
-    assert worker.handle([bytes(frame) for frame in wire.encode_renew(3, 5)]) == []
+    assert worker.handle([bytes(frame) for frame in encode(Renew(3, 5))]) == []
     assert numbers == [3]
     return [isinstance(worker.store.get(key), torch.Tensor) for key in (4, 5, 6)]
 
@@ -100,5 +101,5 @@ def test_what_nccl_may_not_have_carried_is_no_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_renewal_that_is_none_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="not a RENEW message"):
-        Worker(world_size=2).handle([wire.pack((wire.RENEW, 3))])
+    with pytest.raises(ProtocolError, match="not a Renew message"):
+        Worker(world_size=2).handle([wire.pack((10, 3))])

@@ -14,7 +14,8 @@ from lazygt.errors import ProtocolError
 from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
-from lazygt.runtime.wire import Prediction
+from lazygt.runtime.messages import TO_CLIENT, Put, Run, decode, encode, encode_plan
+from lazygt.runtime.prediction import Prediction
 from lazygt.runtime.worker import Worker
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
@@ -29,9 +30,9 @@ def messages() -> list[list[bytes]]:
     """A plan, and a run of it."""
     encoded = wire.encode_graph(GRAPH)
     name = digest(encoded)
-    run = wire.Run(1, name, 10, (0, (7,)), None, (), [wire.Put(7, META)], (), (10,))
-    plan = [bytes(frame) for frame in wire.encode_plan(name, GRAPH, True)]
-    return [plan, [bytes(frame) for frame in wire.encode_run(run, [bytes(16)])]]
+    run = Run(1, name, 10, (0, (7,)), None, (), [Put(7, META)], (), (10,))
+    plan = [bytes(frame) for frame in encode_plan(name, GRAPH, True)]
+    return [plan, [bytes(frame) for frame in encode(run, [bytes(16)])]]
 
 
 def test_a_worker_runs_what_it_is_sent() -> None:
@@ -39,7 +40,7 @@ def test_a_worker_runs_what_it_is_sent() -> None:
     plan, run = messages()
     assert worker.handle(list(plan)) == []
     [reply] = worker.handle(list(run))
-    done = wire.decode_done(wire.unpack(reply[0]))
+    done = decode(reply, TO_CLIENT)
     assert done.seq == 1
     assert not done.failures
     assert torch.frombuffer(bytearray(reply[1]), dtype=torch.float32).tolist() == [1.0] * 4
@@ -82,7 +83,7 @@ def test_a_damaged_message_is_refused_or_harmless(which: int, data: st.DataObjec
 def test_a_plan_that_breaks_the_rules_is_refused(graph: Graph, match: str) -> None:
     encoded = wire.encode_graph(graph)
     with pytest.raises(ProtocolError, match=match):
-        Worker().handle(wire.encode_plan(digest(encoded), graph, True))
+        Worker().handle(encode_plan(digest(encoded), graph, True))
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

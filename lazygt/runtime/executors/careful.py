@@ -14,9 +14,9 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.runtime import group, kernels
+from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
-from lazygt.runtime.wire import COLLECTIVE_ERROR, Failure
 
 
 class Careful:

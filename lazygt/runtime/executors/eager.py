@@ -19,9 +19,9 @@ from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref
 from lazygt.runtime.executors.careful import Careful
 from lazygt.runtime.kernels import restride, twin
+from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Value
-from lazygt.runtime.wire import Failure
 
 
 class Outcome:

@@ -22,7 +22,7 @@ class TimedExecutor(EagerExecutor):
     microseconds; on a GPU each node waits for its kernels to end.
 
     Attributes:
-        times: (step, count, begin, end) of the run, as ``wire.Timings`` has them.
+        times: (step, count, begin, end) of the run, as ``messages.Timings`` has them.
     """
 
     def __init__(self, executor: EagerExecutor) -> None:

@@ -1,0 +1,276 @@
+"""Messages between the client and a worker: one class each, which is also its schema.
+
+A message travels as a header, which is its number and its fields, and raw buffers. A reader takes
+what fits the schema and nothing else: whatever a peer sends becomes one of these classes, or one
+ProtocolError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from lazygt.errors import ProtocolError
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph
+from lazygt.runtime.wire import Buffer, Count, Part, encode_graph, pack, unpack
+
+#: The kind of failure of a collective: another rank's failure, most likely, is the cause.
+COLLECTIVE_ERROR = "CollectiveError"
+#: The kind of a failure when ranks were about to meet in different collectives.
+MISMATCH = "CollectiveMismatch"
+
+#: What a plan is called.
+Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: Of a list of ids; see ``Prediction``.
+Update = tuple[Literal[0, 1], tuple[Count, ...]]
+
+
+class Put(Part):
+    """A tensor sent to the workers: in the arena at ``offset``, or as the next buffer."""
+
+    id: Count
+    meta: TensorMeta
+    offset: Count | None = None
+
+
+class Fetched(Part, tag=0):
+    """A fetched value: its meta, and where it is (arena offset, or the next buffer)."""
+
+    meta: TensorMeta
+    offset: Count | None = None
+
+
+class Failure(Part, tag=1):
+    """Why a value could not be computed: node number, exception, message."""
+
+    node: int
+    kind: str
+    detail: str
+    seq: int = 0
+
+
+class Timings(Part):
+    """When a worker did what, in nanoseconds of its host's monotonic clock.
+
+    Attributes:
+        begin, end: from the run message taken to its answer ready.
+        steps: (step, count, begin, end) of each node that ran: it did ``count`` of
+            ``plan.steps`` in one, from ``step`` on.
+    """
+
+    begin: int
+    end: int
+    steps: tuple[tuple[Count, Count, int, int], ...] = ()
+
+
+class Made(Part, tag=0):
+    """A tensor that a data-dependent node returned or wrote, under an id that the worker chose."""
+
+    meta: TensorMeta
+    id: Count
+
+
+class Several(Part, tag=1):
+    """A list that a data-dependent node returned."""
+
+    items: tuple[Made | Several | Plain, ...] = ()
+
+
+class Plain(Part, tag=2):
+    """A Python value that a data-dependent node returned."""
+
+    value: Any = None
+
+
+class Reply(Part):
+    """What a data-dependent last node returned, and the tensors that it wrote; or its failure."""
+
+    returned: tuple[Made | Several | Plain, ...] = ()
+    written: tuple[Made, ...] = ()
+    failure: Failure | None = None
+
+
+# -- to a worker ---------------------------------------------------------------------------
+
+
+class Ship(Part, tag=1):
+    """Know a plan; its graph is the next buffer.
+
+    Attributes:
+        digest: its name.
+        fresh: its id lists begin anew.
+        forget: plans never used again.
+        salt: of a plan whose ranks have different graphs; see ``plan_name``.
+    """
+
+    digest: Name
+    fresh: bool
+    forget: tuple[Name, ...] = ()
+    salt: bytes = b""
+
+
+class Run(Part, tag=2):
+    """Run a plan (or nothing), after receiving ``puts``; then answer ``fetches``.
+
+    Attributes:
+        seq: number of the run, from 1.
+        digest: which plan; None runs nothing.
+        base: id of the plan's first output; the others follow.
+        inputs, frees: updates of predicted id lists; without a plan, ``frees`` is a whole one.
+        params: run-time numbers; None: the same as in the last run of this plan.
+        releases: arena offsets that the client has done with.
+        fetches: ids whose values are wanted.
+        timed: run it node by node, and say how long each took (``Done.timings``).
+    """
+
+    seq: Count
+    digest: Name | None = None
+    base: Count = 0
+    inputs: Update | None = None
+    frees: Update | None = None
+    params: tuple[Any, ...] | None = None
+    puts: list[Put] = []  # noqa: RUF012 - each gets its own
+    releases: tuple[Count, ...] = ()
+    fetches: tuple[Count, ...] = ()
+    timed: bool = False
+
+
+class Swap(Part, tag=5):
+    """From now on these fused nodes of a plan run as these artifacts: (node, key)."""
+
+    digest: Name
+    groups: tuple[tuple[Count, str], ...] = ()
+
+
+class Write(Part, tag=7):
+    """Copy blocks into a transfer's memory; see ``transfer.writer``."""
+
+    number: int
+    order: Any
+
+
+class Renew(Part, tag=10):
+    """Leave the process group there is, and join the one of this number.
+
+    Attributes:
+        since: id of the first value of which it is not certain that ranks have met for it.
+    """
+
+    number: Count
+    since: Count
+
+
+# -- to the client -------------------------------------------------------------------------
+
+
+class Done(Part, tag=3):
+    """The answer to a run.
+
+    Attributes:
+        failures: what failed in this run.
+        releases: upload arena offsets that are free again.
+        fetched: one Fetched or Failure a fetch.
+        reply: what a data-dependent last node returned and wrote.
+        timings: of a timed run.
+    """
+
+    seq: Count
+    failures: list[Failure] = []  # noqa: RUF012 - each gets its own
+    releases: list[Count] = []  # noqa: RUF012
+    fetched: list[Fetched | Failure] = []  # noqa: RUF012
+    reply: Reply | None = None
+    timings: Timings | None = None
+
+
+class Need(Part, tag=4):
+    """The worker has forgotten the plan of run ``seq``."""
+
+    seq: Count
+    digest: Name
+
+
+class Swapped(Part, tag=6):
+    """A plan was swapped, or why it stays on its tier."""
+
+    digest: Name
+    error: str = ""
+
+
+class Wrote(Part, tag=8):
+    """The checksums of blocks that were written, or why they could not be.
+
+    Attributes:
+        handles: by which receivers find the blocks; see ``transfer.orders``.
+    """
+
+    number: int
+    checks: tuple[int, ...] = ()
+    error: str = ""
+    handles: tuple[Any, ...] = ()
+
+
+class Left(Part, tag=9):
+    """The worker has left the session's process group of this number, for good."""
+
+    number: Count
+
+
+TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
+TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left)
+_BY_TAG: dict[Any, type[Part]] = {
+    kind.__struct_config__.tag: kind for kind in (*TO_WORKER, *TO_CLIENT)
+}
+
+P = TypeVar("P")
+
+
+def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+    """A message as it is sent.
+
+    Raises:
+        RuntimeError: a number in it does not fit into 64 bits.
+    """
+    try:
+        return [pack(message), *buffers]
+    except OverflowError as error:
+        raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
+
+
+def encode_plan(
+    digest: bytes, graph: Graph, fresh: bool, forget: Sequence[bytes] = (), salt: bytes = b""
+) -> list[Buffer]:
+    """A plan and its graph; see ``Ship``."""
+    return encode(Ship(digest, fresh, tuple(forget), salt), [encode_graph(graph)])
+
+
+def decode(frames: Sequence[Buffer], kinds: Sequence[type[Part]]) -> Part:
+    """The message of these frames.
+
+    Args:
+        kinds: that it may be.
+
+    Raises:
+        ProtocolError: it is none of them.
+    """
+    header = unpack(frames[0]) if frames else None
+    tag = header[0] if type(header) is tuple and header else None
+    kind = _BY_TAG.get(tag) if type(tag) is int else None
+    if kind is None or kind not in kinds:
+        raise ProtocolError(f"unknown message kind {tag!r}")
+    return fitting(header, kind)
+
+
+def fitting(value: Any, kind: type[P]) -> P:
+    """What was unpacked, as what it is to be.
+
+    Raises:
+        ProtocolError: it does not fit.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"not a {kind.__name__} message: {error}") from error
