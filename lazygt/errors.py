@@ -207,6 +207,14 @@ class GatherWarning(UserWarning):
     """
 
 
+class IdleWarning(UserWarning):
+    """The client does the work that a session was opened for.
+
+    The numbers are right; they are computed in this process. Said once a session, with the line
+    and what to write instead.
+    """
+
+
 class PipelineWarning(UserWarning):
     """The stages of a pipeline take one microbatch after the other: 1F1B order can't be kept.
 

@@ -21,6 +21,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark, user_mark
 from lazygt.history import History
+from lazygt.idle import Idle
 from lazygt.opened import NAME, current_session
 from lazygt.planning import Kept, Planner, Stages
 from lazygt.recorder import Recorder
@@ -83,10 +84,12 @@ class Session:
         self._hook: RemovableHandle | None = None
         self._closing = threading.Lock()
         self._workers: Workers | None = None
+        self._idle = Idle(self)
 
     # -- the context ---------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        self._idle.entered = True
         device.open_session(self)
         if self._logical.ranks.world_size > 1:
             self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -119,6 +122,7 @@ class Session:
             return
         self.recorder.closed = True
         self.recorder.generator.close()
+        self._idle.close()
         device.close_session(self)
         if self._hook is not None:
             self._hook.remove()
@@ -213,6 +217,7 @@ class Session:
             recorder.flush(reason)
 
     def _check_open(self) -> None:
+        self._idle.used()
         if self.recorder.closed:
             raise NoSession("this session is closed; open a new one with lazygt.session()")
 

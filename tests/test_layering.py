@@ -30,7 +30,9 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "optimizers",
                 "composites",
                 "formulas",
+                "constructors",
                 "copies",
+                "defaults",
                 "description",
                 "device",
                 "drawing",
@@ -60,6 +62,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
             {
                 "session",
                 "history",
+                "idle",
                 "planning",
                 "shipping",
                 "following",

@@ -1,0 +1,74 @@
+"""Says once when a session is there, and the client does the work that it was opened for.
+
+Nothing tells the CPU ops that somebody wants from those that should have gone to the workers. But
+where optimizers step on the CPU again and again, or a session is never entered, it is likely.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lazygt.errors import IdleWarning
+from lazygt.graph.source import expand, user_mark
+
+if TYPE_CHECKING:
+    from lazygt.session import Session
+
+#: Steps on the CPU that are taken for a comparison, or for something small aside.
+_MOST_STEPS = 3
+
+
+class Idle:
+    """Watches a session from the time it is made until it is closed; says one thing at most."""
+
+    def __init__(self, session: Session) -> None:
+        self.entered = self._said = False
+        self._made = expand(user_mark(1))
+        self._owner = os.getpid()
+        self._session = weakref.ref(session)
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+        #: of optimizers on the CPU, since one on the workers
+        self._steps = 0
+        self._end = weakref.finalize(session, self.close)
+
+    def used(self) -> None:
+        """A method was called that makes sense in a session only."""
+        if not self.entered:
+            self._say(
+                f"the session made at {self._made} was never entered: nothing goes to its workers, "
+                f"all is done by this process. Write `with lazygt.session() as s:` around the work."
+            )
+
+    def close(self) -> None:
+        """The session ends, or is collected."""
+        self.used()
+        self._hook.remove()
+        self._end.detach()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        session = self._session()
+        if session is None or not session.config.default_device:
+            return
+        here = [p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1]]
+        self._steps = self._steps + 1 if all(here) else 0
+        if not self.entered:
+            self.used()
+        elif self._steps == _MOST_STEPS:
+            self._say(
+                f"the optimizer that stepped at {expand(user_mark(1))} trains parameters on the "
+                f"CPU of this process, not on the workers of the session made at {self._made}. "
+                f"Make the model in the session, or move it with .to('lazygt') before the "
+                f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
+                f"meant so, open the session with default_device=False."
+            )
+
+    def _say(self, text: str) -> None:
+        said, self._said = self._said, True
+        if not said and os.getpid() == self._owner:
+            warnings.warn(text, IdleWarning, stacklevel=2)

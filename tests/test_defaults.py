@@ -1,0 +1,121 @@
+"""Every way to make a tensor without saying where goes to the open session, and only there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import FloatTensor, Tensor, full, nn
+from torch import tensor as renamed
+from torch.fft import fftfreq
+
+import lazygt
+
+pytestmark = pytest.mark.timeout(120)
+
+MAKES: dict[str, Callable[[], Tensor]] = {
+    "function": lambda: torch.full((2,), 3.0),
+    "imported function": lambda: full((2,), 3.0),
+    "imported under another name": lambda: renamed([1.0, 2.0]),
+    "imported from a submodule": lambda: fftfreq(4),
+    "Tensor of numbers": lambda: torch.Tensor([1, 2]),
+    "Tensor of sizes": lambda: torch.Tensor(2, 3).zero_(),
+    "imported Tensor": lambda: Tensor([1, 2]),
+    "no numbers": lambda: torch.Tensor(),
+    "parameter of old code": lambda: nn.Parameter(torch.Tensor(2).fill_(1)).detach(),
+    "FloatTensor": lambda: torch.FloatTensor([1, 2]),
+    "LongTensor": lambda: torch.LongTensor([1, 2]),
+    "BoolTensor": lambda: torch.BoolTensor([True, False]),
+    "imported type": lambda: FloatTensor([1, 2]),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_it_is_lazy_in_a_session_and_only_there(name: str) -> None:
+    eager = MAKES[name]()
+    with lazygt.session(executor="inline"):
+        made = MAKES[name]()
+        with CPU:
+            assert MAKES[name]().device.type == "cpu"
+        assert made.device.type == "lazygt"
+        assert made.dtype == eager.dtype
+        assert torch.equal(made.cpu(), eager)
+    assert MAKES[name]().device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_it_is_left_alone_without_a_default_device(name: str) -> None:
+    with lazygt.session(executor="inline", default_device=False):
+        assert MAKES[name]().device.type == "cpu"
+
+
+def test_everything_is_torchs_own_again() -> None:
+    before = full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor
+    with lazygt.session(executor="inline"):
+        assert full is torch.full
+        assert full is not before[0]
+    assert before == (full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor)
+
+
+def test_a_function_that_was_imported_in_a_session_outlives_it() -> None:
+    names: dict[str, Any] = {}
+    with lazygt.session(executor="inline"):
+        exec("from torch import ones, LongTensor", names)
+        assert names["ones"](2).device.type == "lazygt"
+    assert names["ones"](2).device.type == "cpu"
+    assert names["LongTensor"]([2]).device.type == "cpu"
+
+
+def test_memory_that_is_given_stays_where_it_is() -> None:
+    given = torch.ones(2)
+    with lazygt.session(executor="inline"):
+        assert torch.Tensor(given).data_ptr() == given.data_ptr()
+        assert torch.FloatTensor(given.untyped_storage()).data_ptr() == given.data_ptr()
+
+
+def test_types_are_types_still() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    with lazygt.session(executor="inline"):
+        x = torch.FloatTensor([1.5])
+        assert isinstance(x, torch.FloatTensor)
+        assert not isinstance(x, torch.LongTensor)
+        assert isinstance(torch.ones(1, device="cpu"), torch.FloatTensor)
+        assert torch.ones(1, device="cpu").type(torch.LongTensor).dtype == torch.int64
+        assert str(torch.LongTensor) == "<class 'torch.LongTensor'>"
+        assert torch.LongTensor.dtype == torch.int64
+        assert type(Own([1.0])) is Own
+
+
+SET_DOUBLE: dict[str, Callable[[], None]] = {
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "type": lambda: torch.set_default_tensor_type(torch.DoubleTensor),
+    "name of a type": lambda: torch.set_default_tensor_type("torch.DoubleTensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+@pytest.mark.parametrize("name", SET_DOUBLE)
+def test_a_default_dtype_set_meanwhile_stays(name: str) -> None:
+    try:
+        with lazygt.session(executor="inline"):
+            SET_DOUBLE[name]()
+            assert torch.Tensor([1]).dtype == torch.float64
+            assert torch.ones(1).dtype == torch.float64
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_forked_child_makes_cpu_tensors() -> None:
+    with lazygt.session(executor="inline"):
+        pid = os.fork()
+        if pid == 0:
+            kinds = {make().device.type for make in MAKES.values()}
+            os._exit(0 if kinds == {"cpu"} else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
