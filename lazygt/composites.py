@@ -203,10 +203,10 @@ def _lstm_cell(
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gates = torch.nn.functional.linear(x, w_ih, b_ih)
-    return _lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
+    return lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
 
 
-def _lstm_step(
+def lstm_step(
     gates: torch.Tensor,
     h: torch.Tensor,
     c: torch.Tensor,
@@ -231,10 +231,10 @@ def _gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
+    return gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
 
 
-def _gru_step(
+def gru_step(
     gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
 ) -> torch.Tensor:
     chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
@@ -281,12 +281,12 @@ def _lstm(
     def finals(states: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.stack([s[0] for s in states], 0), torch.stack([s[1] for s in states], 0)
 
-    out, states = _stack(x, layer, num_layers, directions, dropout, train, batch_first)
+    out, states = stack(x, layer, num_layers, directions, dropout, train, batch_first)
     h, c = finals(states)
     return out, h, c
 
 
-def _stack(
+def stack(
     x: torch.Tensor,
     layer: Callable[[torch.Tensor, int, bool], Any],
     num_layers: int,
@@ -346,7 +346,7 @@ def _lstm_layer(
     gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
     outs = []
     for gate in reversed(gates) if reverse else gates:
-        h, c = _lstm_step(gate, h, c, weights[1], b_hh, w_hr)
+        h, c = lstm_step(gate, h, c, weights[1], b_hh, w_hr)
         outs.append(h)
     return torch.stack(outs[::-1] if reverse else outs, 0), (h, c)
 
@@ -363,7 +363,7 @@ def _gru(
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _simple_rnn(
-        _gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
     )
 
 
@@ -393,7 +393,7 @@ def _simple_rnn(
             outs.append(h)
         return torch.stack(outs[::-1] if reverse else outs, 0), h
 
-    out, states = _stack(x, layer, num_layers, 2 if bidirectional else 1, dropout, train,
+    out, states = stack(x, layer, num_layers, 2 if bidirectional else 1, dropout, train,
                          batch_first)  # fmt: skip
     return out, torch.stack(states, 0)
 

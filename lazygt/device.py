@@ -27,6 +27,7 @@ from lazygt import (
     factories,
     generator,
     identity,
+    loaders,
     storages,
     subclasses,
     tensor,
@@ -37,6 +38,7 @@ from lazygt.formulas import register_formulas
 from lazygt.opened import NAME, OpenSession, recorder
 from lazygt.opened import stack as _open
 from lazygt.optimizers import register_optimizers
+from lazygt.packed import register_packed
 from lazygt.recorder import closed_error
 from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
@@ -319,6 +321,7 @@ def register() -> None:
     identity.install()
     subclasses.install()
     storages.install()
+    loaders.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
@@ -339,6 +342,7 @@ def register() -> None:
     _libraries.extend((everything, aten))
     _libraries.append(register_composites(_workers_device, _fallback))
     _libraries.append(register_formulas(_computes))
+    _libraries.append(register_packed())
     _libraries.append(register_autocast())
     register_optimizers(_workers_device)
     # before torch's own (priority 23), which asks for a storage in this process and crashes

@@ -8,6 +8,8 @@ before go on. While a session is open, what torch asks and does here is asked an
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,15 +130,38 @@ def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
         _host_data.__set__(t, value)
 
 
+@contextmanager
+def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
+    """Have lazy tensors be CPU tensors with the same values for the length of a block."""
+    pairs = [(t, t._cell.recorder.host_copy(t)) for t in tensors]
+    lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
+    swapped = 0
+    try:
+        for t, twin in pairs:
+            _swap(t, twin, host_class(t))
+            for name in OF_LAZY:
+                del t.__dict__[name]
+            swapped += 1
+        yield
+    finally:
+        for (t, twin), (cls, shown) in list(zip(pairs, lazy, strict=True))[:swapped]:
+            _swap(t, twin, cls)
+            t.__dict__.update(shown)
+
+
+def _swap(t: torch.Tensor, twin: torch.Tensor, cls: type) -> None:
+    """Exchange the TensorImpls and classes of two tensors; ``t`` gets class ``cls``."""
+    torch._C._swap_tensor_impl(t, twin)
+    object.__setattr__(twin, "__class__", type(t))
+    object.__setattr__(t, "__class__", cls)
+
+
 def _exchange(
     t: torch.Tensor, twin: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
 ) -> None:
     """Put ``twin``'s TensorImpl under ``t``, with all that autograd is to know of ``t``."""
     grad, needs_grad = t.grad, t.requires_grad
-    torch._C._swap_tensor_impl(t, twin)
-    before = type(t)
-    object.__setattr__(t, "__class__", cls)
-    object.__setattr__(twin, "__class__", before)
+    _swap(t, twin, cls)
     t.requires_grad, twin.grad = needs_grad, None
     defer_hooks(t)
     if needs_grad:

@@ -8,6 +8,7 @@ raises torch's own exception on the user's line.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import Mark, user_mark
 from lazygt.infer import Inference
 from lazygt.misses import NUMBERS, new_step
+from lazygt.mixed import mixed_error
 from lazygt.stretch import Place, Shipper, Stretch, returned, written_tensors
 from lazygt.tensor import (
     DEVICE_0,
@@ -43,6 +45,7 @@ Handler = Callable[..., Any]
 #: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
 _CALLER = 4
 _ref = weakref.ref
+_PID = os.getpid()
 #: Types whose values stand in a step's key as they are.
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 
@@ -248,11 +251,7 @@ class Recorder:
         """A CPU tensor among lazy ones: torch lets 0-dim ones mix, and CPU indices."""
         if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
             return self.to_lazy(t)
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, "
-            f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
-            f"move it with .to('lazygt')"
-        )
+        raise mixed_error(t, f)
 
     # -- values --------------------------------------------------------------------------
 
@@ -543,7 +542,13 @@ def _either(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def closed_error() -> NoSession:
-    """The error for a tensor of a session that has ended."""
+    """The error for a tensor of a session that has ended, or of another process."""
+    if os.getpid() != _PID:
+        return NoSession(
+            "this lazygt tensor belongs to the process that this one was forked from, and can't be "
+            "read here; what a DataLoader's worker process reads has to hang on its dataset, or to "
+            "be on the CPU (device='cpu')"
+        )
     return NoSession(
         "this lazygt tensor belongs to a session that is closed; its values went with the "
         "workers. Do the work inside `with lazygt.session():`, or fetch what you need later "

@@ -233,7 +233,10 @@ def names(ops: Iterable[str]) -> str:
 
 def shown(line: str) -> str:
     """``file:line`` with a path below the current folder made relative."""
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder was removed
+        return line
     return line.removeprefix(here)
 
 

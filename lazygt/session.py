@@ -89,6 +89,7 @@ class Session:
     # -- the context ---------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        self._check_open()
         self._idle.entered = True
         device.open_session(self)
         if self._logical.ranks.world_size > 1:

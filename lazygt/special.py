@@ -6,6 +6,7 @@ have the op recorded in the ordinary way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -97,6 +98,29 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return target
     lazy = recorder.to_lazy(source.cpu().to(target.dtype))
     return recorder.record(aten.copy_.default, (target, lazy), {})
+
+
+def _pack_padded(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``pack_padded_sequence``: the runs of steps with as many samples in each, one after another.
+
+    The lengths are numbers of the client, as with CUDA; lazy ones are fetched.
+    """
+    source, lengths, batch_first = args
+    if isinstance(lengths, LazyTensor):
+        lengths = recorder.fetch(lengths, "pack_padded_sequence")
+    metas = TensorMeta.of(source).empty("cpu"), lengths, batch_first
+    # torch's own kernel says what is wrong with the lengths, and how many samples a step has
+    batch_sizes = aten._pack_padded_sequence.default(*metas)[1]
+    steps = aten.transpose.int(source, 0, 1) if batch_first else source
+    runs, start = [], 0
+    for samples, length in itertools.groupby(batch_sizes.tolist()):
+        end = start + len(list(length))
+        run = aten.slice.Tensor(aten.slice.Tensor(steps, 0, start, end), 1, 0, samples)
+        runs.append(aten.reshape.default(run, (-1, *steps.shape[2:])))
+        start = end
+    return aten.cat.default(runs), batch_sizes
 
 
 # -- handles -------------------------------------------------------------------------------
@@ -268,7 +292,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
+    aten._pack_padded_sequence.default: _pack_padded,
     aten.lift_fresh.default: _same,
+    aten._pin_memory.default: _same,
     aten.detach_.default: _same,
     aten.detach.default: _alias,
     aten.alias.default: _alias,

@@ -151,7 +151,10 @@ class LazyTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        text = repr(self.detach().cpu())
+        if self._cell.recorder.closed:  # a debugger shows such ones too
+            text = f"tensor(..., size={tuple(self.size())}, dtype={self.dtype}, session closed)"
+        else:
+            text = repr(self.detach().cpu())
         suffix = f", device='{self.device}'"
         if self.grad_fn is not None:
             suffix += f", grad_fn=<{self.grad_fn.name()}>"
@@ -163,7 +166,8 @@ class LazyTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else str(self), spec)
+        readable = self.dim() == 0 and not self._cell.recorder.closed
+        return format(self.item() if readable else str(self), spec)
 
     # -- identity and aliasing -----------------------------------------------------------
 

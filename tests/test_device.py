@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -341,10 +342,66 @@ def test_forked_loader_workers_make_cpu_tensors(s: lazygt.Session) -> None:
     assert [batch.device.type for batch in loader] == ["cpu", "cpu"]
 
 
-def test_pin_memory_of_a_cpu_tensor(s: lazygt.Session) -> None:
-    x = torch.ones(3, device="cpu")
-    assert torch.equal(x.pin_memory(), x)
+class _Held(Dataset[torch.Tensor]):
+    """Reads what lies in the session: by an attribute, and in a list."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(16.0).reshape(8, 2)
+        self.offsets = [nn.Parameter(torch.ones(2)), self.table[0]]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.table[index] + self.offsets[0] + self.offsets[1]).detach()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_loader_workers_read_a_dataset_of_the_session(s: lazygt.Session, start: str) -> None:
+    data = _Held()
+    tensors = [data.table, *data.offsets]
+    loader = DataLoader(data, 4, num_workers=2, multiprocessing_context=start, pin_memory=True)
+    for _ in range(2):  # each epoch starts processes
+        batches = list(loader)
+        assert [batch.device.type for batch in batches] == ["lazygt", "lazygt"]
+        assert (
+            torch.cat(batches).tolist()
+            == (torch.arange(16.0).reshape(8, 2) + 1).add(torch.tensor([0.0, 1.0])).tolist()
+        )
+    assert all(a is b for a, b in zip(tensors, [data.table, *data.offsets], strict=True))
+    data.table[0] = 5
+    assert data.offsets[1].tolist() == [5, 5]  # a view of it still
+    assert isinstance(data.offsets[0], nn.Parameter)
+    assert {t.device.type for t in tensors} == {"lazygt"}
+
+
+def test_a_forked_process_says_why_it_can_not_read(s: lazygt.Session) -> None:
+    global _TABLE
+    _TABLE = torch.ones(8, 2)
+    loader = DataLoader(_OfAGlobal(), 4, num_workers=1, multiprocessing_context="fork")
+    batches: Any = iter(loader)
+    with pytest.raises(lazygt.NoSession, match=r"forked from.*has to hang on its dataset"):
+        next(batches)
+    batches._shutdown_workers()
+
+
+_TABLE: torch.Tensor
+
+
+class _OfAGlobal(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return _TABLE[index]
+
+
+def test_pin_memory_gives_the_tensor_itself(s: lazygt.Session) -> None:
+    for x in (torch.ones(3, device="cpu"), torch.ones(3)):
+        assert torch.equal(x.pin_memory(), x)
     assert not torch.ones(3).is_pinned()
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, pin_memory=True)
+    assert [x.device.type for (x,) in loader] == ["lazygt", "lazygt"]
 
 
 # -- autograd --------------------------------------------------------------------------------
@@ -627,13 +684,31 @@ def test_no_session() -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda x: x + 1, lambda x: x.cpu(), lambda x: x.sum().item(), lambda x: x.tolist(), repr],
+    [lambda x: x + 1, lambda x: x.cpu(), lambda x: x.sum().item(), lambda x: x.tolist()],
 )
 def test_a_tensor_of_a_closed_session(use: Callable[[torch.Tensor], Any]) -> None:
     with lazygt.session(executor="inline"):
         x = torch.ones(3) * 2
     with pytest.raises(lazygt.NoSession, match=r"closed.*\.cpu\(\)"):
         use(x)
+
+
+def test_a_debugger_can_show_tensors_of_a_closed_session() -> None:
+    with lazygt.session(executor="inline"):
+        x, p, number = torch.ones(3), nn.Parameter(torch.ones(2)), torch.tensor(2.0)
+    text = "tensor(..., size=(3,), dtype=torch.float32, session closed, device='lazygt:0')"
+    assert repr(x) == str(x) == f"{x}" == text
+    assert "size=()" in f"{number}"
+    with lazygt.session(executor="inline"):
+        assert repr(p).startswith("Parameter containing:\ntensor(..., size=(2,)")
+
+
+def test_entering_a_closed_session() -> None:
+    with lazygt.session(executor="inline") as s:
+        pass
+    with pytest.raises(lazygt.NoSession, match="session is closed; open a new one"), s:
+        pass
+    assert torch.ones(1).device.type == "cpu"
 
 
 def test_a_tensor_of_another_session(s: lazygt.Session) -> None:
@@ -673,3 +748,23 @@ def test_other_mixes_raise_and_say_what_to_do(
 ) -> None:
     with pytest.raises(RuntimeError, match=r"\.to\('lazygt'\)"):
         mix(torch.ones(3), torch.ones(3, device="cpu"))
+
+
+def test_the_error_for_an_array_gives_the_line_to_write(s: lazygt.Session) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    images = torch.from_numpy(np.ones((4, 3), dtype=np.float32))
+    with pytest.raises(RuntimeError) as caught:
+        model(images)
+    line = caught.traceback[0].lineno + 1
+    assert str(caught.value).endswith(
+        f"aten.addmm.default got a f32[4, 3] on cpu; move it with .to('lazygt'): what "
+        f"torch.from_numpy or a DataLoader's worker process makes is on the CPU. Before "
+        f"{__file__}:{line}, write\n    images = images.to('lazygt')"
+    )
+
+
+def test_the_error_for_a_model_on_the_cpu_gives_the_line_to_write(s: lazygt.Session) -> None:
+    with torch.device("cpu"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match=r"a model's weight. (.|\n)*model\.to\('lazygt'\)"):
+        model(torch.ones(4, 3))

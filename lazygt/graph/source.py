@@ -22,7 +22,8 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _library: dict[str, bool] = {}
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to torch, lazygt or the interpreter."""
     found = filename.startswith((_TORCH, _OWN, "<frozen", "<string>"))
     found = found or filename.endswith("contextlib.py")
     _library[filename] = found
@@ -44,7 +45,7 @@ def user_mark(depth: int) -> Mark | None:
         name = code.co_filename
         library = known.get(name)
         if library is None:
-            library = _is_library(name)
+            library = is_library(name)
         if not library:
             return code, frame.f_lasti
         frame = frame.f_back

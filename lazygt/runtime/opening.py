@@ -9,6 +9,7 @@ import torch
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.folder import some_folder, start_folder
 from lazygt.runtime.link import InlineLink, Link
 
 
@@ -25,6 +26,8 @@ def open_link(config: Config, mesh: Mesh) -> Link:
     Raises:
         WorkerDied, WorkerFrozen: one did not come up.
     """
+    if start_folder() is not None:
+        _load_meanwhile()  # where meta kernels would load it later, it can't be
     if config.executor == "inline":
         # why: only here does the client run plans itself
         from lazygt.runtime.worker import Worker
@@ -70,5 +73,6 @@ def open_link(config: Config, mesh: Mesh) -> Link:
 
 def _load_meanwhile() -> None:
     """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
-    importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
-    importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python
+    with some_folder():
+        importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
+        importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python

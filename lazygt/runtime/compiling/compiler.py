@@ -19,6 +19,7 @@ import msgpack
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.group import Group
+from lazygt.runtime.folder import start_folder
 from lazygt.runtime.killings import Killings
 from lazygt.runtime.proc import is_stopped
 
@@ -200,6 +201,7 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
             str(os.getpid()),
             str(cache),
         ],
+        cwd=start_folder(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

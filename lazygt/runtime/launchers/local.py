@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from lazygt.runtime import proc
+from lazygt.runtime.folder import start_folder
 from lazygt.runtime.launchers.base import Boot, Launcher, Process
 
 TAIL_BYTES = 8 << 10
@@ -42,6 +43,7 @@ class LocalLauncher(Launcher):
                 [sys.executable, "-P", "-m", "lazygt.runtime.process", str(lifeline_read)],
                 env={**os.environ, **_environment(boot.threads), **environment},
                 pass_fds=(lifeline_read, *boot.descriptors),
+                cwd=start_folder(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,0 +1,44 @@
+"""A session in a working directory that was removed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROGRAM = """
+import os, sys, torch, lazygt
+os.rmdir(os.getcwd())
+with lazygt.session(executor=sys.argv[1], workers=1, compile=sys.argv[2]) as s:
+    x = torch.ones(4)
+    for _ in range(3):
+        print(((x * 2 + 1).relu() * x).sum().item(), torch.eye(3).sum().item())
+    assert s.compiled()
+    assert not [one.error for one in s.compiles() if one.error], s.compiles()
+    str(s.why())
+try:
+    os.getcwd()
+except FileNotFoundError:
+    print("still removed")
+"""
+
+
+@pytest.mark.parametrize(("executor", "compile_"), [("inline", "off"), ("process", "now")])
+def test_the_working_directory_was_removed(executor: str, compile_: str, tmp_path: Path) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, executor, compile_],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n") == ["12.0 3.0"] * 3 + ["still removed", ""]

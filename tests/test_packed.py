@@ -1,0 +1,85 @@
+"""Packed sequences give eager torch's bits, whatever their lengths are given as."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import lazygt
+
+pytestmark = pytest.mark.timeout(120)
+
+#: name -> (lengths of 4 samples on a device, whether they are sorted)
+LENGTHS: dict[str, tuple[Callable[[str], Any], bool]] = {
+    "list": (lambda device: [5, 4, 4, 1], True),
+    "cpu": (lambda device: torch.tensor([5, 4, 4, 1], device="cpu"), True),
+    "lazy": (lambda device: torch.tensor([5, 4, 4, 1], device=device), True),
+    "unsorted": (lambda device: torch.tensor([1, 5, 4, 4], device=device), False),
+}
+LAYERS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"proj_size": 2, "bidirectional": True, "num_layers": 2, "bias": False}),
+    (nn.GRU, {"bidirectional": True, "num_layers": 2, "dropout": 0.5}),
+    (nn.GRU, {"bias": False}),
+    (nn.RNN, {}),
+    (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
+]
+
+
+def step(device: str, kind: type[nn.RNNBase], sizes: dict[str, Any], name: str) -> Any:
+    """Outputs, lengths, states and gradients of one forward and backward pass."""
+    lengths, is_sorted = LENGTHS[name]
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model, x = kind(3, 4, **sizes), torch.randn(5, 4, 3)
+    model.to(device)
+    x = x.to(device).requires_grad_()
+    torch.manual_seed(1)  # for dropout
+    packed = pack_padded_sequence(x, lengths(device), enforce_sorted=is_sorted)
+    out, state = model(packed)
+    padded, found = pad_packed_sequence(out)
+    states = state if isinstance(state, tuple) else (state,)
+    (padded.square().sum() + sum(part.sum() for part in states)).backward()
+    grads = [p.grad for p in model.parameters()]
+    return [t.detach().cpu() for t in (padded, found, x.grad, *states, *grads)]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("kind", "sizes"), LAYERS)
+def test_layers_over_packed_sequences(kind: Any, sizes: dict[str, Any], name: str) -> None:
+    expected = step("cpu", kind, sizes, name)
+    with lazygt.session(executor="inline"):
+        found = step("lazygt", kind, sizes, name)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_lengths_of_the_client_cost_no_sync_point() -> None:
+    with lazygt.session(executor="inline") as s:
+        packed = pack_padded_sequence(torch.randn(3, 4, 2), [4, 3, 1], batch_first=True)
+        nn.GRU(2, 2)(packed)
+        assert s.stats()["flushes"] == {}
+        assert packed.batch_sizes.device.type == "cpu"
+        pack_padded_sequence(torch.randn(4, 3, 2), torch.tensor([4, 3, 1]))
+        assert s.stats()["flushes"] == {"pack_padded_sequence": 1}
+
+
+def test_sequences_packed_in_a_session() -> None:
+    with lazygt.session(executor="inline"):
+        packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+        assert packed.data.tolist() == [0, 0, 1, 1, 2]
+        assert pad_packed_sequence(packed)[0].tolist() == [[0, 0], [1, 1], [2, 0]]
+
+
+@pytest.mark.parametrize("lengths", [[1, 2, 3], [3, 2, 0], [3, 2]])
+def test_wrong_lengths_raise_what_torch_raises(lengths: list[int]) -> None:
+    def message() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            pack_padded_sequence(torch.ones(4, 3, 2), lengths)
+        return str(caught.value)
+
+    expected = message()
+    with lazygt.session(executor="inline"):
+        assert message() == expected
