@@ -54,7 +54,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run \
-	workloads peak_memory compile_cost placement sharded transfer transfer_sharded
+	workloads peak_memory compile_cost placement sharded collectives transfer transfer_sharded
 
 bench: $(STAMP)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done
