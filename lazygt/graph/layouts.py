@@ -53,9 +53,22 @@ def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
 def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """As torch's own loop over elements lays out what it makes of two operands.
 
-    One of them may be a number.
+    One of them may be a number, which torch makes a tensor of: it is on the CPU, where a meta
+    kernel leaves it out, and so keeps strides of dims of one element that the loop does not.
     """
-    return torch.ne(operands[0], operands[-1]).stride()
+    other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
+    return torch.ne(operands[0], other).stride()
+
+
+def _selected(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+    """The same of up to three operands of any dtypes."""
+    if len(operands) < 3:
+        return _iterated(operands, shape)
+    floats = [
+        torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
+        for t in operands
+    ]
+    return torch.lerp(*floats).stride()
 
 
 def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
@@ -116,6 +129,21 @@ _EVERYWHERE = _table(
         logical_xor.default native_dropout_backward.default special_xlog1py.default
         xlogy.Tensor""",
     ),
+    (
+        (_iterated,),
+        """_conj_physical.default add.Scalar add.Tensor bitwise_and.Scalar
+        bitwise_and.Scalar_Tensor bitwise_left_shift.Scalar_Tensor
+        bitwise_left_shift.Tensor_Scalar bitwise_or.Scalar bitwise_or.Scalar_Tensor
+        bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
+        bitwise_xor.Scalar_Tensor clamp_max.Tensor clamp_min.Tensor copysign.Scalar
+        deg2rad.default div.Scalar div.Tensor eq.Scalar fmod.Scalar ge.Scalar gt.Scalar
+        hardtanh.default isfinite.default isinf.default lcm.default le.Scalar lt.Scalar
+        mul.Scalar mul.Tensor nan_to_num.default ne.Scalar rad2deg.default relu6.default
+        remainder.Scalar remainder.Scalar_Tensor rsub.Scalar special_xlog1py.other_scalar
+        special_xlog1py.self_scalar special_zeta.other_scalar special_zeta.self_scalar
+        sub.Scalar sub.Tensor true_divide.Tensor xlogy.Scalar_Other xlogy.Scalar_Self""",
+    ),
+    ((_selected,), "clamp.Tensor where.self"),
     ((_rows,), "pow.Scalar"),
     ((_power,), "ldexp.Tensor"),
     ((_like(0),), "binary_cross_entropy.default resize_as.default"),

@@ -107,3 +107,40 @@ def test_copies_of_expanded_values_are_expanded() -> None:
         x = torch.arange(3.0).expand(4, 3)
         chunks = torch.unsafe_chunk(x, 2)
         assert [c.tolist() for c in chunks] == [[[0.0, 1.0, 2.0]] * 2] * 2
+
+
+#: Pointwise ops of an operand that is channels-last but for a stride that finds no element. torch
+#: keeps or mends that stride op by op, and later kernels choose their formula by it.
+POINTWISE_OF_ONE_SAMPLE = {
+    "add": lambda x, y: x + 1,
+    "sub": lambda x, y: 1 - x,
+    "mul": lambda x, y: x * 2,
+    "div": lambda x, y: x / 2,
+    "gt": lambda x, y: x > 0,
+    "pow": lambda x, y: x**2,
+    "relu": lambda x, y: x.relu(),
+    "clamp": lambda x, y: x.clamp(0),
+    "clamp to a tensor": lambda x, y: x.clamp(min=y),
+    "both": lambda x, y: x + y,
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "where a number": lambda x, y: torch.where(y > 0, x, 0.0),
+    "hardtanh": lambda x, y: torch.nn.functional.hardtanh(x),
+    "nan_to_num": lambda x, y: x.nan_to_num(),
+    "remainder": lambda x, y: x % 2,
+    "logaddexp": lambda x, y: torch.logaddexp(x, y),
+    "copysign": lambda x, y: torch.copysign(x, 1.0),
+    "lerp": lambda x, y: x.lerp(y, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE_OF_ONE_SAMPLE)
+@pytest.mark.parametrize("first", [8, 128])
+def test_strides_that_find_no_element_are_those_of_the_kernel(name: str, first: int) -> None:
+    function = POINTWISE_OF_ONE_SAMPLE[name]
+
+    def strides(device: str) -> tuple[int, ...]:
+        x = torch.ones(128, device=device).as_strided((1, 8, 4, 4), (first, 1, 32, 8))
+        return function(x, torch.ones(1, 8, 4, 4, device=device)).stride()
+
+    with lazygt.session(executor="dry"):
+        assert strides("lazygt") == strides("cpu")
