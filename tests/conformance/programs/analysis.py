@@ -101,7 +101,7 @@ def moving_average(device: str) -> dict[str, Any]:
         schedule.step()
         average.update()
     with average.average_parameters():
-        averaged = {f"average {n}": p.detach().cpu() for n, p in model.named_parameters()}
+        averaged = {f"average {n}": p.detach().clone() for n, p in model.named_parameters()}
     return {**averaged, **{n: p.detach().cpu() for n, p in model.named_parameters()}}
 
 
