@@ -89,8 +89,8 @@ class Session:
     # -- the context ---------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        self._check_open()
         self._idle.entered = True
+        self._check_open()
         device.open_session(self)
         if self._logical.ranks.world_size > 1:
             self._hook = register_optimizer_step_post_hook(self._after_step)
