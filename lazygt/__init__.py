@@ -7,9 +7,12 @@ with lazygt.session() as s:
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from typing import Any
 
 from lazygt import transfer
 from lazygt.errors import (
+    CodeError,
     CollectiveMismatch,
     ExecutionError,
     GatherWarning,
@@ -26,13 +29,18 @@ from lazygt.errors import (
 
 __version__ = "0.1.0"
 
+#: What users name stands in these, and in ``errors`` and ``transfer``.
+_FRONT = ("session", "functions", "parallel", "pipeline", "sharding", "styles", "tensor", "units")
+
 # A worker process runs plans; the front (device, recorder, session) is the client's alone.
 if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
     from lazygt.following import register as _follow
+    from lazygt.functions import apply
     from lazygt.parallel import data_parallel, parallelize
     from lazygt.pipeline import stage
+    from lazygt.registrations import watch as _watch
     from lazygt.session import Session, current
     from lazygt.session import Session as session  # noqa: N813 - used like torch.device
     from lazygt.sharding import distribute, redistribute
@@ -48,8 +56,22 @@ if os.environ.get("LAZYGT_WORKER") != "1":
 
     _register()
     _follow()
+    _watch()
+else:
+
+    def __getattr__(name: str) -> Any:
+        """What a module of the user's names that a worker imports; nothing is registered here."""
+        if name not in __all__:
+            raise AttributeError(f"module 'lazygt' has no attribute {name!r}")
+        wanted = "Session" if name == "session" else name
+        fronts = map(import_module, (f"lazygt.{each}" for each in _FRONT))
+        found = next(getattr(front, wanted) for front in fronts if hasattr(front, wanted))
+        globals()[name] = found
+        return found
+
 
 __all__ = [
+    "CodeError",
     "CollectiveMismatch",
     "ExecutionError",
     "GatherWarning",
@@ -64,6 +86,7 @@ __all__ = [
     "Session",
     "WorkerDied",
     "WorkerFrozen",
+    "apply",
     "column_parallel",
     "current",
     "data_parallel",

@@ -91,6 +91,9 @@ class Config:
         300.0, "seconds that a wait for compiled code lasts without an answer", float
     )
     cache_dir: str | None = _setting(None, "where compiled code lies; None: ~/.cache/lazygt", str)
+    ship_code: bool = _setting(
+        True, "workers may be sent pickled code of ops and functions that they can't import", _flag
+    )
     bucket_cap_mb: float = _setting(
         25.0, "MiB of values that travel in one collective; 0: each alone", float
     )

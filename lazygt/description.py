@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.node import Arg, Graph, Param, Ref
+from lazygt.graph.ops import title
 from lazygt.graph.source import Mark, expand
 from lazygt.trie import Step, build_graph
 
@@ -61,7 +62,7 @@ class Description:
             return "a number" if isinstance(arg, Param) else str(arg)
 
         shown = [show(arg) for arg in node.args]
-        return node.op, tuple(shown), graph.line(number)
+        return title(node.op), tuple(shown), graph.line(number)
 
 
 def lines_of(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def ask(
             target._cell.blank = False
         else:
             value = recorder.remote_tensor(meta, remote)
+            recorder.index_of(target)  # a new stretch has begun: what it is a view of enters
             write(recorder, target, recorder.index_of(value))
     out: list[Any] = []
     fresh = iter(reply.returned)

@@ -5,6 +5,7 @@
     ├── ExecutionError      an op failed on a worker; names the op and the line that recorded it,
     │   │                   and is also what eager torch would raise there: an IndexError ...
     │   └── CollectiveMismatch  ranks were about to run different collectives
+    ├── CodeError           the code of an op or function can't be brought to the workers
     ├── WorkerDied          a worker process ended
     ├── WorkerFrozen        a worker process no longer answers
     ├── ProtocolError       a message that is not of the wire schema
@@ -61,7 +62,7 @@ class ExecutionError(LazyGTError):
     ) -> None:
         self.op, self.inputs, self.where = op, inputs, where
         self.kind, self.detail, self.rank = kind, detail, rank
-        super().__init__(self._message())
+        Exception.__init__(self, self._message())  # the eager class may take other arguments
 
     def __str__(self) -> str:
         return str(self.args[0])  # a KeyError's own would quote it
@@ -148,6 +149,23 @@ class CollectiveMismatch(ExecutionError):
             f"  recorded at {self.where}\n"
             f"  This is a bug in lazygt; please report it. Open a new session to go on."
         )
+
+
+class CodeError(LazyGTError):
+    """The code of an op or a function, which is not torch's, can't be brought to the workers.
+
+    Raised where the op is recorded if the client knows; what a worker finds out (a module that
+    it can't import) is an ExecutionError that is a CodeError, too.
+
+    Attributes:
+        name: of the op or function.
+        module: where it is defined, if that is known.
+    """
+
+    def __init__(self, name: str, module: str, why: str) -> None:
+        self.name, self.module = name, module
+        where = f" (defined in {module})" if module else ""
+        super().__init__(f"{name}{where} can't be brought to the workers: {why}")
 
 
 class WorkerDied(LazyGTError):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lazygt import copies, dynamic, hostnumbers, placing, views
+from lazygt.definitions import Definitions
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.generator import SessionGenerator
 from lazygt.graph.exact import exact
@@ -53,8 +54,11 @@ _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch
 class Recorder:
     """Records ops into the current stretch, and says when it has to be shipped."""
 
-    def __init__(self, shipper: Shipper, trie: Trie, worker_device: str) -> None:
+    def __init__(
+        self, shipper: Shipper, trie: Trie, worker_device: str, ship_code: bool = True
+    ) -> None:
         self.shipper = shipper
+        self.definitions = Definitions(worker_device, ship_code)
         self.trie = trie
         #: what the workers compute on
         self.worker_device = worker_device
@@ -118,7 +122,7 @@ class Recorder:
     def _record(
         self,
         f: OpFacts,
-        func: torch._ops.OpOverload,
+        func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
@@ -188,6 +192,27 @@ class Recorder:
         if step.node is not None and step.node.dynamic:
             return dynamic.ask(self, stretch, f, args, kwargs or {})
         return self._results(stretch, step, f, args, kwargs or {})
+
+    def foreign_op(
+        self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record an op that torch alone does not have, in the midst of ``record``."""
+        if f.random:
+            args, kwargs = self.generator.before_draw(args, kwargs)
+        return self._record(f, f.func, args, kwargs)
+
+    def record_foreign(self, f: OpFacts, args: tuple[Any, ...]) -> Any:
+        """Record an op that torch has never dispatched."""
+        try:
+            if self.closed:
+                raise closed_error()
+            result = self.foreign_op(f, args)
+        except BaseException:
+            self.stretch.settle()
+            raise
+        if self.anchor is not None or self.stretch.step.full:
+            self.overflow()
+        return result
 
     def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None]:
         # why: special's handlers are written against this module

@@ -67,7 +67,7 @@ class Session:
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
-        self.recorder = Recorder(self, trie, kind)
+        self.recorder = Recorder(self, trie, kind, config.ship_code)
         self._tiers = Tiers(
             self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
             config.compile_timeout,

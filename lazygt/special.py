@@ -17,6 +17,7 @@ from torch._prims_common import suggest_memory_format
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts, facts
 from lazygt.placing import is_placed
+from lazygt.sources import is_foreign
 from lazygt.storages import LazyStorage
 from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
 
@@ -32,6 +33,8 @@ def handler_of(f: OpFacts) -> Handler | None:
     found = _HANDLERS.get(f.func)
     if found is not None:
         return found
+    if is_foreign(f.func):
+        return _foreign
     if f.inplace_view:
         return _inplace_view
     if "device" in f.hoist_named:
@@ -42,6 +45,11 @@ def handler_of(f: OpFacts) -> Handler | None:
 def is_whole(t: Any) -> bool:
     """Whether a handle shows all of its cell, in the cell's own layout."""
     return isinstance(t, LazyTensor) and t._view is None
+
+
+def _foreign(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op of the user's or of a library: which one it is may change from call to call."""
+    return recorder.foreign_op(recorder.definitions.facts(func), args, kwargs)
 
 
 # -- values that come and go ---------------------------------------------------------------

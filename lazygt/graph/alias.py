@@ -75,7 +75,8 @@ def analyse(graph: Graph) -> Writes:
 
 def op_facts(node: Node) -> OpFacts | None:
     """The schema facts of a node's op; None for lazygt's own ops."""
-    return _facts(node.op)
+    op = node.op
+    return facts(overload(op)) if "@" in op else _facts(op)
 
 
 @cache

@@ -7,7 +7,7 @@ may stand where a tensor of one element would give the same result, which the co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -65,12 +65,12 @@ def is_member(node: Node, metas: Metas) -> bool:
     return _ordinary(node, metas) and _takes_numbers(node, metas)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _is_pointwise(op: str) -> bool:
     """Whether each element of the result follows from those of the operands at its place."""
     if op in _COPIES:
         return True
-    if op.startswith("lazygt.") or "_foreach" in op:
+    if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
         return False
     try:
         pure, _ = pure_form(op)
@@ -90,7 +90,7 @@ def _ordinary(node: Node, metas: Metas) -> bool:
     )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def pure_form(op: str) -> tuple[str, str]:
     """The functional overload of a pointwise op or reduction, and the keyword that falls away.
 

@@ -41,7 +41,7 @@ def run_on_metas(
     Raises:
         Exception: torch's own, when the op does not take such arguments.
     """
-    by_device = _by_device(f, metas, device_type)
+    by_device = _by_device(f, metas, device_type) or f.foreign
     device = torch.device(device_type if by_device else "meta")
     made: list[torch.Tensor] = []
 
@@ -55,15 +55,19 @@ def run_on_metas(
             return [leaf(item) for item in arg]
         return device if arg is DEVICE else arg
 
-    with undispatched(), torch.no_grad(), FakeTensorMode() if by_device else nullcontext():
+    # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks
+    mode = FakeTensorMode(allow_fallback_kernels=not f.foreign) if by_device else nullcontext()
+    with undispatched(), torch.no_grad(), mode:
         margs = [leaf(arg) for arg in args]
         mkwargs = {name: leaf(arg) for name, arg in kwargs}
         try:
             returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
         except NotImplementedError:
-            if f.outputs:
+            # a foreign op that has no fake kernel is not one of those that resize what they write
+            only_writes = f.foreign and all(kind[0] == "w" for kind in f.outputs)
+            if f.outputs and not only_writes:
                 return None
-            returned = None  # it has no meta kernel, and no result but what it writes
+            returned = (None,) * len(f.outputs)  # it has no result but what it writes
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, made)
     found = _described(f, returned, margs, mkwargs)

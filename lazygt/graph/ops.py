@@ -6,7 +6,9 @@ may stand. The few things they leave out stand in the tables at the top.
 
 from __future__ import annotations
 
-from functools import cache
+import weakref
+from collections.abc import Callable, Collection
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -119,12 +121,75 @@ _SCALAR_TYPES = ("number", "Scalar", "Optional[number]", "Optional[Scalar]", "fl
 _SCALAR_LISTS = ("List[number]", "List[Scalar]")
 
 
+class Foreign:
+    """An op that torch alone does not have: the user's, or a library's.
+
+    It stands for an overload wherever facts are asked, also where the op is not defined. Two
+    definitions of one op have two names, so that no graph is taken for another.
+
+    Attributes:
+        name: ``namespace.op.overload@`` and the module that defines it, or a hash of its code.
+        infer: runs it on meta or fake tensors; None: only values can tell what it returns.
+        definition: what tells workers of it.
+    """
+
+    __slots__ = ("__weakref__", "_facts", "_schema", "definition", "infer", "name", "tags")
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        tags: Collection[torch.Tag] = (),
+        infer: Callable[..., Any] | None = None,
+        definition: Any = None,
+    ) -> None:
+        self.name, self.infer, self.definition = name, infer, definition
+        self.tags = list(tags)
+        self._schema = torch._C.parse_schema(schema)
+        self._facts: OpFacts | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Its results on meta or fake tensors.
+
+        Raises:
+            NotImplementedError: there is no fake kernel.
+        """
+        if self.infer is None:
+            raise NotImplementedError(f"{self.name} has no fake kernel")
+        return self.infer(*args, **kwargs)
+
+    @property
+    def facts(self) -> OpFacts:
+        """Its facts; kept here, since the op may be forgotten."""
+        if self._facts is None:
+            self._facts = OpFacts(self)
+        return self._facts
+
+
+#: The foreign ops that somebody holds, by name.
+_FOREIGN: weakref.WeakValueDictionary[str, Foreign] = weakref.WeakValueDictionary()
+
+
+def add_foreign(op: Foreign) -> None:
+    """Have graphs name an op. Whoever needs it holds it: nothing else does."""
+    _FOREIGN[op.name] = op
+
+
+def title(name: str) -> str:
+    """The op that a graph names, as the user knows it."""
+    return name.partition("@")[0]
+
+
 class OpFacts:
     """What recorder and executor need to know of one overload."""
 
     __slots__ = (
         "aliases",
         "dynamic",
+        "foreign",
         "func",
         "hoist",
         "hoist_named",
@@ -139,11 +204,14 @@ class OpFacts:
         "writes_named",
     )
 
-    def __init__(self, func: Overload, extra_writes: tuple[int, ...] = ()) -> None:
+    def __init__(self, func: Overload | Foreign, extra_writes: tuple[int, ...] = ()) -> None:
         schema = func._schema
         self.func = func
         self.name = str(func)
+        #: nothing is known but the schema: a number may shape results, and it may draw any number
+        self.foreign = isinstance(func, Foreign)
         shaped = schema.name.split("::")[1].split(".")[0] in SHAPED_BY_SCALARS
+        shaped = shaped or (self.foreign and bool(schema.returns))
         arguments = schema.arguments
         positional = [a for a in arguments if not a.kwarg_only]
         #: position -> 1 when a number there is data, 2 when a list of numbers is
@@ -155,7 +223,8 @@ class OpFacts:
         self.writes_named = tuple(a.name for a in arguments if a.kwarg_only and _is_written(a))
         #: one letter a return: f(resh), w(ritten argument), v(iew); i(nt that the shapes tell),
         #: p(ython value that they do not); l = list
-        self.outputs = tuple(_return_kind(r) for r in schema.returns)
+        kinds = (_return_kind(r) for r in schema.returns)
+        self.outputs = tuple("p" if self.foreign and kind == "i" else kind for kind in kinds)
         self.views = any("v" in kind for kind in self.outputs)
         self.one_view = self.outputs == ("v",)
         self.inplace_view = torch.Tag.inplace_view in func.tags
@@ -170,6 +239,8 @@ class OpFacts:
             or "::_foreach_" in schema.name
             or self.name in UNTAGGED_POINTWISE
         )
+        if self.foreign:  # nothing is known of it but its schema
+            self.random, self.pointwise = not self.views, False
         self.aliases = self.views or self.name in UNDECLARED_ALIASES
 
     def __repr__(self) -> str:
@@ -199,9 +270,13 @@ def _return_kind(ret: Any) -> str:
     return ("w" if ret.alias_info.is_write else "v") + listed
 
 
-@cache
-def facts(func: Overload) -> OpFacts:
+def facts(func: Overload | Foreign) -> OpFacts:
     """The facts of an overload."""
+    return func.facts if isinstance(func, Foreign) else _facts(func)
+
+
+@cache
+def _facts(func: Overload) -> OpFacts:
     return OpFacts(func)
 
 
@@ -222,7 +297,7 @@ def returned_write(f: OpFacts, position: int) -> int | str:
     raise AssertionError(f"{f.name}: return {position} aliases no written argument")
 
 
-@cache
+@lru_cache(maxsize=4096)
 def viewed_argument(f: OpFacts) -> int:
     """The position of the argument that a view op's result is a view of."""
     for i, argument in enumerate(f.func._schema.arguments):
@@ -231,9 +306,13 @@ def viewed_argument(f: OpFacts) -> int:
     return 0
 
 
-@cache
-def overload(name: str) -> Overload:
+def overload(name: str) -> Any:
     """The overload called ``name`` (``namespace.op.overload``); KeyError when there is none."""
+    return _FOREIGN[name] if "@" in name else _torchs(name)
+
+
+@cache
+def _torchs(name: str) -> Overload:
     parts = name.split(".")
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise KeyError(name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from lazygt.graph.node import Arg, Node, Ref, map_arg
 from lazygt.graph.ops import OpFacts, overload
 
 
-@cache
+@lru_cache(maxsize=4096)
 def schema(op: str) -> tuple[tuple[str, bool, Any], ...]:
     """(name, keyword only, default) of each argument of an overload."""
     return tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -87,7 +87,7 @@ def _writing(node: Node, target: int) -> Node | None:
     return replace(node, op=out, kwargs=kwargs, fresh=(), writes=(target,), written=(made,))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _overwriting(op: str) -> tuple[str, str, str] | None:
     """The overloads of a pointwise op that write in place and to a given tensor.
 

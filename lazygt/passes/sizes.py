@@ -12,7 +12,7 @@ graphs that read the same:
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, op_facts
@@ -115,7 +115,7 @@ class _Reader:
             self._size(size)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _sized(op: str) -> frozenset[int | str]:
     """The positions and keywords in which a whole number is a size, and not data."""
     if op == WRITE_BACK:

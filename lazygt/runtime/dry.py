@@ -13,6 +13,8 @@ import torch
 from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
+from lazygt.graph.ops import title
+from lazygt.runtime import learnt
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.messages import Failure, Fetched
 from lazygt.runtime.plan import Plan, Schedule
@@ -30,6 +32,9 @@ class DryWorker(Worker):
     Its values are meta tensors. It fails, with a RuntimeError, what can't be told without values:
     the shape of a data-dependent result.
     """
+
+    def _learn(self, definitions: Buffer) -> list[learnt.Learnt]:
+        return learnt.learn(definitions, None, self._takes_code)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return [self.store.get(key) for key in ids]
@@ -74,7 +79,7 @@ def _answer(plan: Plan) -> Any:
         kinds = [str(each.type) for each in known.func._schema.returns]
         return tuple(False if kind == "bool" else 0 for kind in kinds)
     detail = (
-        f"{node.op}: the shape of its result depends on values, and nothing is computed here, so "
-        f"what comes after this line can't be known before the script really runs"
+        f"{title(node.op)}: the shape of its result depends on values, and nothing is computed "
+        f"here, so what comes after this line can't be known before the script really runs"
     )
     return Failed(Failure(len(plan.steps.graph.nodes) - 1, "RuntimeError", detail))

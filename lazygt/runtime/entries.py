@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lazygt.runtime import wire
+from lazygt.runtime import code, wire
 from lazygt.runtime.messages import Swap, encode, encode_plan
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.prediction import Prediction
@@ -20,6 +20,7 @@ class PlanEntry:
 
     __slots__ = (
         "considered",
+        "foreign",
         "frees",
         "inputs",
         "names",
@@ -36,6 +37,8 @@ class PlanEntry:
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
         self.salt, self.names = _names(self.plans)
+        #: for each of ``plans`` the foreign ops that it names
+        self.foreign = tuple([code.foreign_ops(plan.graph) for plan in self.plans])
         self.inputs, self.frees = Prediction(), Prediction()
         #: the bits of the last run's run-time numbers
         self.numbers: bytes | None = None
@@ -114,7 +117,9 @@ class Entries:
                 name = entry.names[which]
                 forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
                 graph = entry.plans[which].graph
-                made[which] = encode_plan(name, graph, True, forget, entry.salt)
+                made[which] = encode_plan(
+                    name, graph, True, forget, entry.salt, code.encode(entry.foreign[which])
+                )
         return [made[entry.of(rank)] for rank in range(self._ranks)]
 
     def swap_messages(self, entry: PlanEntry) -> list[list[Buffer]]:
@@ -146,8 +151,11 @@ def swap_message(entry: PlanEntry, rank: int) -> list[Buffer]:
 
 def again_message(entry: PlanEntry, rank: int) -> list[Buffer]:
     """What brings a rank the plan that it has forgotten."""
-    graph = entry.plans[entry.of(rank)].graph
-    return encode_plan(entry.name(rank), graph, False, salt=entry.salt)
+    which = entry.of(rank)
+    foreign = code.encode(entry.foreign[which])
+    return encode_plan(
+        entry.name(rank), entry.plans[which].graph, False, salt=entry.salt, code=foreign
+    )
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:

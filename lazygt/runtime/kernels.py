@@ -22,7 +22,7 @@ from lazygt.graph.label import (
     WAIT,
 )
 from lazygt.graph.ops import overload
-from lazygt.runtime import collectives, flights, group
+from lazygt.runtime import collectives, flights, group, learnt
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def viewed(base: torch.Tensor, chain: tuple[Any, ...]) -> torch.Tensor:
     """``base`` through a chain of views (see ``graph.alias.view_step``)."""
     for op, position, args, kwargs, which in chain:
         operands = (*args[:position], base, *args[position + 1 :])
-        result = overload(op)(*(_as_list(a) for a in operands), **dict(kwargs))
+        result = kernel(op)(*(_as_list(a) for a in operands), **dict(kwargs))
         base = result[which] if isinstance(result, (list, tuple)) else result
     return base
 
@@ -113,6 +113,8 @@ def check(name: str) -> None:
     """Raise KeyError unless there is an op of this name."""
     if name.startswith("lazygt."):
         _ = KERNELS[name]
+    elif "@" in name:
+        learnt.learnt(name)
     else:
         overload(name)
 
@@ -123,9 +125,13 @@ def kernel(name: str) -> Callable[..., Any]:
     Raises:
         KeyError: there is no such op.
         LazyGTError: a collective, and this worker has no process group.
+        CodeError: a foreign op whose code could not be loaded.
     """
     if name.startswith("lazygt."):
         return KERNELS[name]
+    if "@" in name:
+        return learnt.learnt(name).kernel
     if name.startswith(COLLECTIVES):
         group.wait()
-    return overload(name)
+    found: Callable[..., Any] = overload(name)
+    return found

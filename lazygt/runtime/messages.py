@@ -98,7 +98,7 @@ class Reply(Part):
 
 
 class Ship(Part, tag=1):
-    """Know a plan; its graph is the next buffer.
+    """Know a plan; its graph is the next buffer. The one after it, if any: its foreign ops' code.
 
     Attributes:
         digest: its name.
@@ -241,10 +241,20 @@ def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 def encode_plan(
-    digest: bytes, graph: Graph, fresh: bool, forget: Sequence[bytes] = (), salt: bytes = b""
+    digest: bytes,
+    graph: Graph,
+    fresh: bool,
+    forget: Sequence[bytes] = (),
+    salt: bytes = b"",
+    code: Buffer = b"",
 ) -> list[Buffer]:
-    """A plan and its graph; see ``Ship``."""
-    return encode(Ship(digest, fresh, tuple(forget), salt), [encode_graph(graph)])
+    """A plan and its graph; see ``Ship``.
+
+    Args:
+        code: where the code of its foreign ops is (``runtime.code``), if it has any.
+    """
+    frames: list[Buffer] = [encode_graph(graph), *([code] if code else [])]
+    return encode(Ship(digest, fresh, tuple(forget), salt), frames)
 
 
 def decode(frames: Sequence[Buffer], kinds: Sequence[type[Part]]) -> Part:

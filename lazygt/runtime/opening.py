@@ -63,6 +63,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
             "LAZYGT_MAX_PLANS": str(config.max_plans),
             "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+            "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )

@@ -14,7 +14,7 @@ from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
-from lazygt.runtime import agreement, group, kernels, wire
+from lazygt.runtime import agreement, group, kernels, learnt, wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
@@ -66,6 +66,8 @@ class _Known:
         self.params: tuple[Any, ...] = ()
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1
+        #: foreign ops that it names
+        self.learnt: list[learnt.Learnt] = []
         self.mismatch: Failure | None = None
 
 
@@ -113,6 +115,7 @@ class Worker:
         self._known: dict[bytes, _Known] = {}
         self._shm_threshold = config.shm_threshold
         self._cache = Cache(config.cache_dir)
+        self._takes_code = config.ship_code
         self._waiting: list[list[Buffer]] = []
         self._writer: Writer | None = None
         self._next_dynamic = DYNAMIC_IDS
@@ -164,15 +167,22 @@ class Worker:
 
     def _plan(self, message: Ship, frames: Sequence[Buffer]) -> None:
         digest = message.digest
-        if len(frames) != 2 or wire.plan_name(frames[1], message.salt) != digest:
+        if len(frames) not in (2, 3) or wire.plan_name(frames[1], message.salt) != digest:
             raise ProtocolError("a plan's content does not match its name")
+        ops = self._learn(frames[2]) if len(frames) > 2 else []
         plan = _checked(wire.decode_graph(frames[1]))
         for old in message.forget:
             self._executors.drop(old)
             self._known.pop(old, None)
         if message.fresh or digest not in self._known:
             self._known[digest] = _Known(bool(message.salt))
-        self._executors.keep(digest, EagerExecutor(plan, self.device), plan.graph.nbytes)
+        self._known[digest].learnt = ops
+        size = plan.graph.nbytes + sum(map(len, frames[2:]))
+        self._executors.keep(digest, EagerExecutor(plan, self.device), size)
+
+    def _learn(self, definitions: Buffer) -> list[learnt.Learnt]:
+        """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
+        return learnt.learn(definitions, self.device, self._takes_code)
 
     def _swap(self, message: Swap) -> Swapped:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""

@@ -15,7 +15,15 @@ DOCUMENTS = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("concepts", "passes", "tuning", "seeing", "sharding", "transfer")
+        for name in (
+            "concepts",
+            "custom_ops",
+            "passes",
+            "tuning",
+            "seeing",
+            "sharding",
+            "transfer",
+        )
     ),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

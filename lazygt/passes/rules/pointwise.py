@@ -7,7 +7,7 @@ operands takes partial sums of them; what never decreases takes partial maxima a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -128,7 +128,7 @@ def _widens(have: torch.dtype, want: torch.dtype) -> bool:
     return torch.promote_types(have, want) == want
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _pure(op: str) -> tuple[str, str]:
     """The functional overload, and the keyword of what an ``out=`` overload writes."""
     try:
@@ -137,10 +137,10 @@ def _pure(op: str) -> tuple[str, str]:
         return op, ""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def is_pointwise(op: str) -> bool:
     """Whether torch tags an op, or its functional form, as pointwise; lists are another family."""
-    if op.startswith("lazygt.") or "_foreach" in op:
+    if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
         return False
     f, pure = facts(overload(op)), facts(overload(_pure(op)[0]))
     return (f.pointwise or pure.pointwise) and not (f.random or f.dynamic)

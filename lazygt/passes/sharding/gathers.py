@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lazygt.graph.amounts import amount
 from lazygt.graph.label import Cut, Replicated
 from lazygt.graph.node import Node
+from lazygt.graph.ops import title
 from lazygt.passes import rules
 from lazygt.passes.rules import Metas
 from lazygt.passes.sharding.shard import AxisStep
@@ -55,7 +56,7 @@ def _on_axis(step: AxisStep) -> Iterator[Gather]:
             continue
         shown = [f"{metas[value]} in {next(iter(values[value]))}" for value in taken]
         nbytes = sum(meta.nbytes for value in taken if (meta := metas[value]) is not None)
-        yield Gather(node.op, tuple(shown), nbytes, step.name, step.graph.line(number))
+        yield Gather(title(node.op), tuple(shown), nbytes, step.name, step.graph.line(number))
 
 
 def _has_no_rule(node: Node, metas: Metas, parts: int) -> bool:

@@ -187,9 +187,11 @@ class Careful:
     @staticmethod
     def _same_kind(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
         if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
+            title, _, foreign = node.op.partition("@")
+            whose = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
+            mend = "mend that (torch.library.register_fake)" if foreign else "please report this"
             raise GraphError(
-                f"torch's meta kernel of {node.op} promised {meta}, but the op returned "
-                f"{TensorMeta.of(value)}; please report this"
+                f"{whose} promised {meta}, but the op returned {TensorMeta.of(value)}; {mend}"
             )
 
 
