@@ -9,6 +9,7 @@ Workers on GPUs have a stream of their own, as GPUs do.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,16 @@ Kwargs = dict[str, Any]
 
 #: The session whose CPU workers have the state of the stream; none: the client's generator has it.
 _holders: list[SessionGenerator] = []
+
+
+def is_state(meta: TensorMeta | None) -> bool:
+    """Whether a tensor looks as the state of a CPU generator does."""
+    return meta is not None and meta.dtype is torch.uint8 and meta.shape == _state_shape()
+
+
+@cache
+def _state_shape() -> tuple[int, ...]:
+    return tuple(torch.Generator().get_state().shape)
 
 
 class SessionGenerator:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import io
 import linecache
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from lazygt.graph.amounts import amount, duration
 from lazygt.graph.cost import Cost
 
+#: The way to an installed package.
+_INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
 _LONGEST = 48
+#: What a column of texts is to be wide at least.
+_NARROWEST = 20
+#: The column of what the user wrote.
+SOURCE = "source"
 _WIDEST = 1_000
 _HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
@@ -129,22 +136,23 @@ class Report:
         """The most bytes that any plan needs at once."""
         return max((plan.peak for plan in self.plans), default=0)
 
-    def __rich__(self) -> Group:
-        parts: list[Text | Table] = [Text(line) for line in self.head]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from (Text(line) for line in self.head)
         for title, table in (
             ("lines", self._lines()),
             ("plans, one run of each", self._plans()),
             ("fused, one run of each (estimates)", self._fused()),
             ("not fused", self._unfused()),
         ):
-            parts += [Text(f"\n{title}", style="bold"), table if table.row_count else Text("none")]
+            yield Text(f"\n{title}", style="bold")
+            yield table.fitting(options.max_width) if table.rows else Text("none")
         for title, table in (
             ("collectives, one run of each (times are estimates)", self._exchanges()),
             ("and without them, axis by axis, before buckets (estimates)", self._dearer()),
         ):
-            if table.row_count:
-                parts += [Text(f"\n{title}", style="bold"), table]
-        return Group(*parts)
+            if table.rows:
+                yield Text(f"\n{title}", style="bold")
+                yield table.fitting(options.max_width)
 
     def __str__(self) -> str:
         console = Console(
@@ -161,57 +169,59 @@ class Report:
         console.print(self)
         return console.export_html(inline_styles=True, code_format=_HTML)
 
-    def _lines(self) -> Table:
-        table = _table("line", ">ops", ">launches", ">flops", ">share", ">read",
-                       ">written", ">share", ">peak", "source")  # fmt: skip
+    def _lines(self) -> _Grid:
+        table = _Grid("line", ">ops", ">launches", ">flops", ">share", ">read",
+                      ">written", ">share", ">peak", SOURCE,
+                      spare=(">read", ">written", ">launches", ">ops"))  # fmt: skip
         total = self.total
         for line, ops, cost, peak in self.lines:
-            _add(table, shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
+            table.add(shown(line), ops, *_amounts(cost, total), _bytes(peak), source(line))
         ops = sum(each.ops for each in self.lines)
-        _add(table, "total", ops, *_amounts(total, total), _bytes(self.peak), "")
+        table.add("total", ops, *_amounts(total, total), _bytes(self.peak), "")
         return table
 
-    def _plans(self) -> Table:
-        table = _table("plan", ">runs", ">ops", ">groups", ">launches",
-                       ">flops", ">read", ">written", ">inputs", ">peak")  # fmt: skip
+    def _plans(self) -> _Grid:
+        table = _Grid("plan", ">runs", ">ops", ">groups", ">launches",
+                      ">flops", ">read", ">written", ">inputs", ">peak",
+                      spare=(">groups", ">inputs", ">read", ">written"))  # fmt: skip
         for name, runs, ops, groups, cost, inputs, peak in self.plans:
-            _add(table, name, runs, ops, groups, cost.launches, amount(cost.flops, ""),
+            table.add(name, runs, ops, groups, cost.launches, amount(cost.flops, ""),
                  _bytes(cost.bytes_read), _bytes(cost.bytes_written), _bytes(inputs),
                  _bytes(peak))  # fmt: skip
         return table
 
-    def _fused(self) -> Table:
-        table = _table(">runs", ">ops", "members", "line",
+    def _fused(self) -> _Grid:
+        table = _Grid(">runs", ">ops", "members", "line",
                        ">bytes saved", ">gain")  # fmt: skip
         for runs, members, line, saved, gain in self.fused:
-            _add(table, runs, len(members), names(members), shown(line), _bytes(saved),
+            table.add(runs, len(members), names(members), shown(line), _bytes(saved),
                  duration(gain))  # fmt: skip
         return table
 
-    def _exchanges(self) -> Table:
-        table = _table(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
+    def _exchanges(self) -> _Grid:
+        table = _Grid(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
                        ">ranks", ">time", "line", "why")  # fmt: skip
         for each in self.exchanges:
-            _add(table, each.runs, each.times, _met(each.kind, each.reduce_op),
+            table.add(each.runs, each.times, _met(each.kind, each.reduce_op),
                  _bytes(each.nbytes), _bytes(each.ring), each.axis, each.ranks,
                  duration(each.seconds), shown(each.line), each.why)  # fmt: skip
         return table
 
-    def _dearer(self) -> Table:
-        table = _table(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
+    def _dearer(self) -> _Grid:
+        table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
                        "line", "comes of", "instead")  # fmt: skip
         for each in self.dearer:
             forced = each.extra is None
             extra = "-" if each.extra is None else _signed(each.extra)
             instead = "nothing: the annotations force it" if forced else each.instead
-            _add(table, each.runs, each.times, each.kind, _bytes(each.nbytes), each.axis,
+            table.add(each.runs, each.times, each.kind, _bytes(each.nbytes), each.axis,
                  duration(each.seconds), extra, shown(each.line), each.cause, instead)  # fmt: skip
         return table
 
-    def _unfused(self) -> Table:
-        table = _table(">runs", ">ops", "members", "line", "why")
+    def _unfused(self) -> _Grid:
+        table = _Grid(">runs", ">ops", "members", "line", "why")
         for runs, members, line, why in self.unfused:
-            _add(table, runs, len(members), names(members), shown(line), why)
+            table.add(runs, len(members), names(members), shown(line), why)
         return table
 
 
@@ -232,12 +242,12 @@ def names(ops: Iterable[str]) -> str:
 
 
 def shown(line: str) -> str:
-    """``file:line`` with a path below the current folder made relative."""
+    """``file:line`` as short as it can be told: below the current folder, or as it is imported."""
     try:
         here = os.getcwd() + os.sep
-    except OSError:  # the folder was removed
-        return line
-    return line.removeprefix(here)
+    except FileNotFoundError:
+        here = ""  # the folder has been removed: nothing lies below it
+    return _INSTALLED.sub("", line.removeprefix(here))
 
 
 def source(line: str) -> str:
@@ -246,8 +256,8 @@ def source(line: str) -> str:
     return _cut(linecache.getline(path, int(number)).strip()) if path and number.isdigit() else ""
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+def _cut(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def _bytes(number: int) -> str:
@@ -269,15 +279,49 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
-def _table(*columns: str) -> Table:
-    """An empty table; columns whose name begins with ``>`` stand to the right."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left",
-                         no_wrap=right, overflow="fold")  # fmt: skip
-    return table
+class _Grid:
+    """Rows that are to become a table.
 
+    Args:
+        columns: their names; those that begin with ``>`` stand to the right.
+        spare: columns that are left out, one after another, where a terminal is too narrow.
+    """
 
-def _add(table: Table, *cells: object) -> None:
-    table.add_row(*(Text(str(cell)) for cell in cells))
+    def __init__(self, *columns: str, spare: Sequence[str] = ()) -> None:
+        self.columns, self.spare = columns, spare
+        self.rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: object) -> None:
+        """Add a row."""
+        self.rows.append(tuple(map(str, cells)))
+
+    def fitting(self, width: int) -> Table:
+        """The table in so many columns of characters: without what is spare, what the user wrote
+        cut short, other texts going on below.
+        """
+        shown = list(range(len(self.columns)))
+        spare = list(self.spare)
+        while spare and sum(map(self._least, shown)) > width:
+            name = spare.pop(0)
+            shown = [at for at in shown if self.columns[at] != name]
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for at in shown:
+            right = self.columns[at].startswith(">")
+            table.add_column(self.columns[at].removeprefix(">"), no_wrap=right, overflow="fold",
+                             justify="right" if right else "left")  # fmt: skip
+        taken = sum(self._width(at) for at in shown if self.columns[at] != SOURCE)
+        room = max(width - taken, _NARROWEST)
+        for row in self.rows:
+            table.add_row(*(
+                Text(_cut(row[at], room) if self.columns[at] == SOURCE else row[at]) for at in shown
+            ))  # fmt: skip
+        return table
+
+    def _width(self, at: int) -> int:
+        """Of a column, with the space before the next one."""
+        return 2 + max(len(cell) for cell in (self.columns[at], *(row[at] for row in self.rows)))
+
+    def _least(self, at: int) -> int:
+        """The same, where texts go on below or are cut short."""
+        width = self._width(at)
+        return width if self.columns[at].startswith(">") else min(width, _NARROWEST)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lazygt.generator import is_state
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Param, Ref
 from lazygt.graph.ops import OpFacts
@@ -94,7 +95,7 @@ class Miss:
         if self.first is None:
             return None
         if isinstance(self.first.key, TensorMeta):
-            return f"input {self.first.key}"
+            return f"input {_text(self.first.key)}"
         return self.first.facts.name if self.first.facts is not None else str(self.first.key[0])
 
     @cached_property
@@ -144,7 +145,7 @@ class Miss:
 def shown(step: Step) -> str:
     """A step as the user would know it: the op with its inputs' metas and its numbers."""
     if step.node is None:
-        return f"input {step.input}"
+        return f"input {_text(step.input)}"
     assert step.parent is not None
     inputs, values = _metas(step.parent)
     keys = iter(step.key[1:] if isinstance(step.key, tuple) else ())
@@ -152,7 +153,7 @@ def shown(step: Step) -> str:
     def show(arg: Arg, key: Any) -> str:
         if type(arg) is Ref:
             at = arg.index
-            return str(inputs[~at] if at < 0 else values[at])
+            return _text(inputs[~at] if at < 0 else values[at])
         if type(arg) is Param:
             return key.__name__ if isinstance(key, type) else "number"
         if type(arg) is tuple:
@@ -182,7 +183,11 @@ def _metas(step: Step) -> tuple[list[TensorMeta | None], list[TensorMeta | None]
 def _name(step: Step) -> str:
     if step.facts is not None:
         return step.facts.name
-    return f"input {step.input}" if step.node is None else step.node.op
+    return f"input {_text(step.input)}" if step.node is None else step.node.op
+
+
+def _text(meta: TensorMeta | None) -> str:
+    return "generator state" if is_state(meta) else str(meta)
 
 
 def _is_input(step: Step) -> bool:
@@ -201,7 +206,7 @@ def newly_alive(
     missing = needed.difference(similar)
     shift = len(graph.inputs)
     return tuple(
-        f"{node.op} {meta}  {graph.line(number)}"
+        f"{node.op} {_text(meta)}  {graph.line(number)}"
         for number, (node, results) in enumerate(graph.numbered())
         for index, meta in zip(results, node.results, strict=True)
         if index - shift in missing

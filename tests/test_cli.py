@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from lazygt import cli
-from lazygt.commands.base import own_first
+from lazygt.commands.base import Option, own_first
 from lazygt.commands.diff import read_plans
-from lazygt.commands.dump import STAGES
+from lazygt.commands.dump import STAGES, wrapped
 from lazygt.graph.text import parse_graph
 from lazygt.passes import PIPELINE
 
@@ -125,10 +125,15 @@ def wasteful(tmp_path: Path) -> Path:
         ("a.py -- --plan 1 --flag", "a.py --plan 1 --flag"),
         ("a.py -- x -- --flag", "a.py x -- --flag"),
         ("a.py --plan", "--plan a.py"),
+        ("--plan 1 a.py --plan 2", "--plan 1 a.py --plan 2"),
+        ("--output x a.py -o y --flag", "--output x --flag a.py -o y"),
+        ("a.py --flag --flag", "--flag --flag a.py"),
     ],
 )
 def test_own_options_may_stand_behind_the_script(args: str, expected: str) -> None:
-    known = {"--plan": True, "-o": True, "--flag": False}
+    output = Option("output", True)
+    known = {"--plan": Option("plan", True), "-o": output, "--output": output,
+             "--flag": Option("flag", False)}  # fmt: skip
     assert own_first(args.split(), known) == expected.split()
 
 
@@ -182,7 +187,7 @@ def test_an_interrupted_script_is_shown_up_to_there(
 
 
 def test_dump_of_a_script_without_a_session(plain: Path) -> None:
-    result = _run("dump", "--inline", "--stage=recorded", plain, "--lr", "0.1")
+    result = _run("dump", "--inline", "--all", "--stage=recorded", plain, "--lr", "0.1")
     assert result.exit_code == 0, result.output
     text = _scrubbed(result.stdout, plain.parent)
     assert text.startswith(DUMP), text
@@ -202,6 +207,24 @@ def test_dump_of_one_plan(plain: Path) -> None:
     result = _run("dump", plain, "--plan", "1", "--inline")
     assert result.output.count("# plan ") == 1
     assert "# plan 1:" in result.output
+
+
+def test_dump_prints_the_plan_of_most_ops(plain: Path) -> None:
+    """The first step makes the weight, too."""
+    text = _run("dump", plain, "--inline").stdout
+    assert text.count("shipped") == 1
+    assert "# plan 0: shipped" in text
+    assert text.endswith(
+        "# plan 0 of 2 has the most ops; --plan NUMBER prints another, --all prints them all\n"
+    )
+
+
+def test_long_lines_go_on_in_the_next(plain: Path) -> None:
+    text = _run("dump", plain, "--inline").stdout
+    narrow = wrapped(text, 80)
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, text.splitlines()))
+    assert narrow.split() == text.split()
+    assert "\n        " in narrow
 
 
 @pytest.mark.parametrize("number", ["7", "-1"])
@@ -250,7 +273,7 @@ def test_dump_leaves_a_script_its_own_sessions(tmp_path: Path) -> None:
         "    with lazygt.session(executor='inline', keep_stages=False):\n"
         "        print((torch.ones(size) + 1).tolist())\n"
     )
-    result = _run("dump", path, "--stage", "recorded")
+    result = _run("dump", path, "--stage", "recorded", "--all")
     assert result.exit_code == 0, result.output
     assert "# plan 0: shipped 1" in result.output
     assert "# plan 1: shipped 1" in result.output
@@ -272,7 +295,7 @@ def _dumped(script: Path, text: str, output: str) -> Path:
     """A file with the dump of a script."""
     script.write_text(text)
     dump = script.parent / output
-    dump.write_text(_run("dump", script, "--inline").stdout)
+    dump.write_text(_run("dump", script, "--inline", "--all").stdout)
     return dump
 
 
@@ -332,7 +355,8 @@ def test_diff_of_what_is_no_dump(plain: Path) -> None:
     assert f"lazygt diff: can't read {missing}: " in result.stderr
     result = _run("diff", plain, plain)
     assert result.exit_code == 2
-    assert f"there is no plan in {plain}; write one with `lazygt dump SCRIPT >" in result.stderr
+    how = "write one with `lazygt dump --all SCRIPT >"
+    assert f"there is no plan in {plain}; {how}" in result.stderr
     binary = plain.parent / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     assert f"can't read {binary}" in _run("diff", binary, plain).stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import time
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -16,8 +19,9 @@ import lazygt
 import lazygt.explain as explaining
 from lazygt import cli
 from lazygt.graph import Graph, parse_graph
-from lazygt.graph.cost import graph_costs, peak_bytes
+from lazygt.graph.cost import Cost, graph_costs, peak_bytes
 from lazygt.passes.fuse import CALL, Fuse, candidates
+from lazygt.report import LineCost, PlanCost, Report, shown
 from lazygt.runtime.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
 
@@ -118,7 +122,7 @@ def _short(found: re.Match[str]) -> str:
 def test_the_plans_are_those_of_a_real_run(here: Path) -> None:
     explained = re.findall(r"^\d ([0-9a-f]{12}) ", _explained(here, SCRIPT).stdout, re.MULTILINE)
     dumped = re.findall(
-        r"^plan ([0-9a-f]{12}) ", _run("dump", "--inline", "script.py").stdout, re.M
+        r"^plan ([0-9a-f]{12}) ", _run("dump", "--all", "--inline", "script.py").stdout, re.M
     )
     assert len(explained) == 3
     assert explained == dumped[:3]
@@ -337,3 +341,43 @@ def test_an_empty_graph_has_a_report() -> None:
 def test_a_plan_counts_no_more_than_its_graph() -> None:
     plan = Plan.build(parse_graph(CHAIN.format(n=8)))
     assert plan.explain().lines == plan.graph.explain().lines
+
+
+# -- in a terminal -------------------------------------------------------------------------------
+
+
+def printed(report: Report, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(report)
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_report_is_as_wide_as_the_terminal(width: int) -> None:
+    """Numbers stay whole: columns are left out instead, and what the user wrote is cut short."""
+    line = f"{__file__}:1"
+    costs = [LineCost(line, 1234, Cost(123_456_789, 1 << 30, 1 << 20, 1000), 1 << 31)] * 2
+    plan = PlanCost("0 0123456789ab", 1, 123, 4, Cost(5, 6, 7, 8), 9, 10)
+    rows = printed(Report(("head",), costs, [plan], [], []), width)
+    assert max(map(len, rows)) <= width
+    text = "\n".join(rows).partition("plans, one run of each")[0]
+    assert text.count("123 M") == 2
+    assert text.count("2.15 GB") >= 2
+    assert ("launches" in text) == ("written" in text) == (width >= 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py:5",
+         "torch/nn/modules/linear.py:5"),
+        ("/usr/lib/python3/dist-packages/numpy/core.py:7", "numpy/core.py:7"),
+        ("/elsewhere/net.py:3", "/elsewhere/net.py:3"),
+        (f"{os.getcwd()}/net.py:3", "net.py:3"),
+        (f"{os.getcwd()}/.venv/lib/site-packages/einops/x.py:3", "einops/x.py:3"),
+        ("?", "?"),
+    ],
+)  # fmt: skip
+def test_a_line_is_told_as_short_as_it_can_be(line: str, expected: str) -> None:
+    assert shown(line) == expected

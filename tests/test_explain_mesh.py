@@ -135,7 +135,9 @@ def test_settings_of_a_script_that_are_not_its_own_to_say() -> None:
 
 
 def test_dump_shows_where_every_value_lies(here: Path) -> None:
-    result = _run("dump", "--stage", "placements", "--mesh", "data=2,model=2", _script(here))
+    result = _run(
+        "dump", "--all", "--stage", "placements", "--mesh", "data=2,model=2", _script(here)
+    )
     assert result.exit_code == 0, result.output
     text = re.sub(r"\b[0-9a-f]{12}\b", "DIGEST", result.stdout).replace(f"{here}/", "")
     assert PLACEMENTS in text
@@ -147,7 +149,7 @@ def test_dump_shows_where_every_value_lies(here: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["shard", "overlap", "plan"])
 def test_dump_shows_the_bytes_of_collectives(here: Path, stage: str) -> None:
-    result = _run("dump", "--stage", stage, "--mesh", "data=8,model=4", _script(here))
+    result = _run("dump", "--all", "--stage", stage, "--mesh", "data=8,model=4", _script(here))
     assert result.exit_code == 0, result.output
     (row,) = re.findall(r"^.*all_reduce sum along model.*$", result.stdout, re.MULTILINE)
     assert "all_reduce sum along model: 32768 bytes, 49152 in a ring of 4" in row

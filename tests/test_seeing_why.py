@@ -246,3 +246,11 @@ def test_stages_go_with_their_plans() -> None:
         assert all(s.stages(plan) for plan in s.plans())
         with pytest.raises(ValueError, match="keeps no plan"):
             s.stages(first)
+
+
+def test_the_generators_state_is_called_so() -> None:
+    with lazygt.session(executor="inline") as s:
+        torch.rand(3).sum().item()
+        text = str(s.why())
+    assert "input generator state" in text
+    assert "u8[" not in text

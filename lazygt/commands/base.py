@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -33,38 +33,55 @@ SETTINGS = {
 }
 
 
+class Option(NamedTuple):
+    """An option of a command under one of its names; all of them have the same ``key``."""
+
+    key: str
+    takes_value: bool
+
+
 class ScriptCommand(TyperCommand):
-    """A command whose options may stand before the script or behind it; ``--`` ends them."""
+    """A command whose options may stand before the script or behind it; ``--`` ends them.
+
+    One that stands before the script is the script's own when it comes again behind it.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the command's own options to the front; the rest is the script's."""
-        takes_value = {
-            name: not getattr(option, "is_flag", False)
+        options = {
+            name: Option(str(option.name), not getattr(option, "is_flag", False))
             for option in self.params
             if option.param_type_name == "option"
             for name in (*option.opts, *option.secondary_opts)
         }
-        return super().parse_args(ctx, own_first(args, takes_value))
+        return super().parse_args(ctx, own_first(args, options))
 
 
-def own_first(args: list[str], takes_value: Mapping[str, bool]) -> list[str]:
-    """``args`` with the options of ``takes_value`` in front; a first ``--`` ends them.
+def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
+    """``args`` with the command's own options in front; a first ``--`` ends them.
 
     An option is only known by its whole name, so that none of the script's is taken apart.
+
+    Args:
+        options: by name.
     """
     own: list[str] = []
     others: list[str] = []
+    before: set[str] = set()
     rest = iter(args)
     for arg in rest:
         if arg == "--":
             break
         name, equals, _ = arg.partition("=")
-        if name not in takes_value:
+        option = options.get(name)
+        if option is None or (others and option.key in before):
             others.append(arg)
-        elif takes_value[name] and not equals:
-            own += [arg, *([value] if (value := next(rest, None)) is not None else [])]
-        else:
-            own.append(arg)
+            continue
+        if not others:
+            before.add(option.key)
+        own.append(arg)
+        if option.takes_value and not equals and (value := next(rest, None)) is not None:
+            own.append(value)
     return [*own, *others, *rest]
 
 

@@ -47,7 +47,8 @@ def _read(context: typer.Context, path: Path, lines: bool) -> dict[int, list[str
         fail(context, f"can't read {path}: {error}")
     plans = dict(read_plans(text.splitlines()))
     if not plans:
-        fail(context, f"there is no plan in {path}; write one with `lazygt dump SCRIPT > {path}`")
+        how = f"write one with `lazygt dump --all SCRIPT > {path}`"
+        fail(context, f"there is no plan in {path}; {how}")
     return plans if lines else {n: [_LINE.sub("", r) for r in rows] for n, rows in plans.items()}
 
 

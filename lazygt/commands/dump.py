@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -40,42 +43,56 @@ def dump(
     stage: Annotated[
         str, typer.Option(help=f"print the graphs of this stage: {', '.join(STAGES)}")
     ] = "plan",
-    plan: Annotated[int | None, typer.Option(help="print this plan only, counted from 0")] = None,
+    plan: Annotated[
+        int | None,
+        typer.Option(help="print this plan, counted from 0; by default the one of most ops"),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="print every plan")] = False,
     inline: Inline = False,
     mesh: OnMesh = None,
 ) -> None:
-    """Run an unchanged script and print every plan that its sessions built, and what they cost.
+    """Run an unchanged script and print a plan that its sessions built, and what it costs.
 
-    A script that opens no session is run inside one. With --mesh nothing is computed.
+    A script that opens no session is run inside one. With --mesh nothing is computed. In a terminal
+    long lines go on in the next one.
     """
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
     settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
     ran = run(context, script, inline, settings)
-    number = 0
-    for session in ran.sessions:
-        number = _print_session(session, number, plan, stage)
-    if not number and not ran.failed:
+    built = [(session, entry) for session in ran.sessions for entry in session.entries()]
+    if everything and plan is None:
+        _print_all(ran.sessions, stage)
+    elif built:
+        number = most_ops([entry.plan for _, entry in built]) if plan is None else plan
+        if not 0 <= number < len(built):
+            fail(context, f"there is no plan {number}, only 0 to {len(built) - 1}")
+        _print_plan(*built[number], number, stage)
+        if plan is None and len(built) > 1:
+            typer.echo(f"# plan {number} of {len(built)} has the most ops; --plan NUMBER prints "
+                       f"another, --all prints them all")  # fmt: skip
+    elif plan is not None and not ran.failed:
+        fail(context, f"there is no plan {plan}, the script built none")
+    if not built and not ran.failed:
         typer.echo("no plan was built: the script recorded nothing on device lazygt")
-    elif plan is not None and not 0 <= plan < number:
-        fail(context, f"there is no plan {plan}, {_only(number)}")
     finish(ran)
 
 
-def _only(number: int) -> str:
-    return f"only 0 to {number - 1}" if number else "the script built none"
+def most_ops(plans: Sequence[Plan]) -> int:
+    """Which plan has the most ops."""
+    return max(range(len(plans)), key=lambda number: len(plans[number].steps.graph.nodes))
 
 
-def _print_session(session: Session, number: int, only: int | None, stage: str) -> int:
-    """Print a session's plans, counted from ``number``; returns the next number."""
-    first = number
-    for entry in session.entries():
-        if only is None or only == number:
+def _print_all(sessions: Iterable[Session], stage: str) -> None:
+    """Print every plan, counted from 0, and what each session counted."""
+    number = 0
+    for session in sessions:
+        entries = session.entries()
+        for entry in entries:
             _print_plan(session, entry, number, stage)
-        number += 1
-    if only is None and number > first:
-        _print_counts(session)
-    return number
+            number += 1
+        if entries:
+            _print_counts(session)
 
 
 def _print_plan(session: Session, entry: PlanEntry, number: int, stage: str) -> None:
@@ -85,9 +102,22 @@ def _print_plan(session: Session, entry: PlanEntry, number: int, stage: str) -> 
     texts = list(_texts(session, plan, stage))
     if not texts:
         typer.echo(f"# it went through no stage {stage!r}\n")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for graph, text in texts:
         typer.echo(f"# {_sizes(graph)}")
-        typer.echo(text + "\n")
+        typer.echo((text if width is None else wrapped(text, width)) + "\n")
+
+
+def wrapped(text: str, width: int) -> str:
+    """A graph's text in lines of so many columns; what goes on is indented further."""
+    rows = []
+    for row in text.splitlines():
+        indent = " " * (len(row) - len(row.lstrip()) + 6)
+        more = indent if len(indent) < width // 2 else ""
+        rows += textwrap.wrap(
+            row, width, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(rows)
 
 
 def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, str]]:

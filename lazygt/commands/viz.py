@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lazygt.commands.base import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
-from lazygt.commands.dump import GRAPHS
+from lazygt.commands.dump import GRAPHS, most_ops
 from lazygt.errors import LazyGTError
 from lazygt.graph.amounts import count
 from lazygt.graph.node import Graph
@@ -47,7 +47,7 @@ def viz(
     ran = run(context, script, inline, settings)
     plans = [(session, found) for session in ran.sessions for found in _plans(session)]
     if plans:
-        number = _most_ops(plans) if plan is None else plan
+        number = most_ops([found for _, found in plans]) if plan is None else plan
         if not 0 <= number < len(plans):
             fail(context, f"there is no plan {number}, only 0 to {len(plans) - 1}")
         graph = _graph(*plans[number], stage)
@@ -89,10 +89,6 @@ def _plans(session: Session) -> list[Plan]:
 
 def _graph(session: Session, plan: Plan, stage: str) -> Graph | None:
     return plan.graph if stage == "plan" else dict(session.stages(plan)).get(stage)
-
-
-def _most_ops(plans: list[tuple[Session, Plan]]) -> int:
-    return max(range(len(plans)), key=lambda number: len(plans[number][1].steps.graph.nodes))
 
 
 def _ops(graph: Graph) -> str:
