@@ -23,6 +23,15 @@ _new_parameter = Parameter.__new__
 _OURS = ("__deepcopy__", "__repr__", "__reduce_ex__")
 
 
+class Subclassed(LazyTensor):
+    """Joined with users' classes: ``super().__torch_function__`` in them is torch's own."""
+
+
+# here, because torch turns off that of a class with __torch_dispatch__ when it is made
+_subclassed: Any = Subclassed
+_subclassed.__torch_function__ = inspect.getattr_static(torch.Tensor, "__torch_function__")
+
+
 def is_convertible(cls: type) -> bool:
     """Whether a tensor of a class can become lazy and stay of that class: it leaves its ops to
     torch, and keeps what it knows besides in the tensor's ``__dict__``."""
@@ -65,8 +74,7 @@ def _joined(cls: type) -> type[LazyTensor]:
         members["__setattr__"] = _set_attribute
     if not issubclass(cls, Parameter):
         members["__new__"] = _new
-    joined: Any = type(cls)(cls.__name__, (cls, LazyTensor), members)
-    # torch turns off that of a class with __torch_dispatch__ when it is made
+    joined: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
     joined.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
     lazy: type[LazyTensor] = joined
     return lazy

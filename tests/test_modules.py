@@ -32,6 +32,26 @@ class Image(torch.Tensor):
     """A user's class of tensors: what is computed of an image is one."""
 
 
+class Titled(torch.Tensor):
+    """A user's class that makes itself, and hands on what it knows."""
+
+    title: str
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, title: str) -> "Titled":
+        made: Titled = torch.Tensor._make_subclass(cls, values)
+        made.title = title
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        titles = [t.title for t in args if isinstance(t, Titled) and hasattr(t, "title")]
+        if isinstance(result, Titled) and titles:
+            result.title = titles[0]
+        return result
+
+
 class Wrapped(torch.Tensor):
     """A class that takes its ops in its own hands."""
 
@@ -290,6 +310,26 @@ def test_as_subclass(s: lazygt.Session) -> None:
     (image * image).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 2, 4]
+
+
+def test_a_class_with_a_torch_function_of_its_own(s: lazygt.Session) -> None:
+    for values in (torch.ones(3), torch.ones(3, device="cpu")):
+        tensor = Titled(values, "mine")
+        for made in (
+            tensor + 1,
+            tensor.to("lazygt"),
+            tensor.cpu(),
+            nn.Linear(3, 2).cpu()(tensor.cpu()),
+        ):
+            assert isinstance(made, Titled)
+            assert made.title == "mine"
+    file = io.BytesIO()
+    torch.save(Titled(torch.ones(3), "mine"), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is Titled
+    assert loaded.title == "mine"
+    assert loaded.device.type == "cpu"
 
 
 def test_a_class_with_ops_of_its_own_is_refused(s: lazygt.Session) -> None:
