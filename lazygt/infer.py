@@ -5,12 +5,14 @@ tensors (``graph.metarun``), once a signature.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
+from lazygt.graph.alias import op_facts
 from lazygt.graph.exact import exact
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.metarun import run_on_metas
-from lazygt.graph.node import Arg, Param, Ref
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.rules.base import Results
 from lazygt.graph.shapes import Shapes
@@ -29,6 +31,8 @@ class Inference:
         self._device_type = device_type
         self._shapes = Shapes()
         self._seen: OrderedDict[Any, Results | None] = OrderedDict()
+        #: what workers found out; the same signature is never corrected twice
+        self._corrected: dict[Any, Results] = {}
         self.quick = self.runs = 0
 
     def results(
@@ -49,11 +53,15 @@ class Inference:
         Raises:
             Exception: torch's own, when the op does not take such arguments.
         """
+        if self._corrected:
+            known = self._corrected.get(_key(f, args, kwargs, metas, params))
+            if known is not None:
+                return known
         quick = self._shapes.results(f, args, kwargs, metas, params)
         if quick is not None:
             self.quick += 1
             return quick
-        key = (f, _signature(args, metas, params), _signature(kwargs, metas, params))
+        key = _key(f, args, kwargs, metas, params)
         if key in self._seen:
             self._seen.move_to_end(key)
             return self._seen[key]
@@ -66,6 +74,35 @@ class Inference:
             self._seen.popitem(last=False)
         return found
 
+    def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
+        """Take note of the strides that a kernel gave to results of a node.
+
+        Args:
+            strides: fresh result -> its strides.
+
+        Returns:
+            Whether other strides were inferred before.
+        """
+        f = op_facts(node)
+        if f is None or len(self._corrected) >= _LIMIT:
+            return False
+        values = graph.values
+        metas = {n: meta for n in node.refs() if (meta := values[n]) is not None}
+        params = [_SAMPLES[kind] for kind in graph.params]
+        key = _key(f, node.args, node.kwargs, metas, params)
+        if key in self._corrected:
+            return False
+        known = self.results(f, node.args, node.kwargs, metas, params)
+        if known is None:
+            return False
+        fresh = list(known.fresh)
+        for place, stride in strides.items():
+            meta = fresh[place]
+            if meta is not None:
+                fresh[place] = intern(meta.shape, stride, meta.dtype)
+        self._corrected[key] = known._replace(fresh=tuple(fresh))
+        return tuple(fresh) != known.fresh
+
     def _run(
         self,
         f: OpFacts,
@@ -75,6 +112,21 @@ class Inference:
         params: list[Any],
     ) -> Results | None:
         return run_on_metas(f, args, kwargs, metas, params, self._device_type)
+
+
+#: A number of each kind that a graph's params may be of.
+_SAMPLES: dict[str, Any] = {"int": 1, "float": 1.0, "bool": True, "complex": 1j}
+
+
+def _key(
+    f: OpFacts,
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    metas: dict[int, TensorMeta],
+    params: list[Any],
+) -> tuple[Any, ...]:
+    """All that an op's results are inferred from."""
+    return f, _signature(args, metas, params), _signature(kwargs, metas, params)
 
 
 def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:

@@ -16,6 +16,7 @@ from lazygt.graph.source import Mark
 from lazygt.history import History
 from lazygt.planning import Kept, Planner
 from lazygt.recorder import Recorder
+from lazygt.relaid import learn
 from lazygt.runtime.blocks import sent
 from lazygt.runtime.client import Client
 from lazygt.runtime.fetches import Answer, Regions
@@ -85,12 +86,16 @@ class Shipping:
             self._tiers.ran(kept.entry)
             self._rebind(kept, outputs, cells, values, stretch.marks)
         del values
+        answer: Any = None
         if fetch is not None:
-            return self._fetched(seq, fetch, regions)
-        if ask:
-            return self._asked(seq, describe)
-        self._client.hold_back()
-        return None
+            answer = self._fetched(seq, fetch, regions)
+        elif ask:
+            answer = self._asked(seq, describe)
+        else:
+            self._client.hold_back()
+        if self._client.relaid:
+            learn(self._recorder, self._client)
+        return answer
 
     def _run(
         self, stretch: Stretch, kept: Kept | None, reason: str, fetch: Cell | None

@@ -197,6 +197,32 @@ class Trie:
             dropped.append(self._drop(old, place, step))
         return dropped
 
+    def cut(self, stale: Callable[[Step], bool]) -> list[Any]:
+        """Forget the steps for which ``stale`` holds, and all below; the plans that stood there."""
+        todo, dropped = [self.root], []
+        while todo:
+            step = todo.pop()
+            for key, child in list(step.children.items()):
+                if stale(child):
+                    del step.children[key]
+                    dropped += self._forget(child)
+                else:
+                    todo.append(child)
+        return dropped
+
+    def _forget(self, top: Step) -> list[Any]:
+        """Take a step that nothing leads to any more, and all below it, out of the counts."""
+        todo, dropped = [top], []
+        while todo:
+            step = todo.pop()
+            self.steps -= 1
+            for outputs, plan in step.plans.items():
+                self._recent.drop((id(step), outputs))
+                dropped.append(plan)
+            step.plans.clear()
+            todo += step.children.values()
+        return dropped
+
     def _drop(self, outputs: tuple[int, ...], place: Step, keep: Step) -> Any:
         """Take a plan from where it stands, and the steps that led there alone."""
         plan = place.plans.pop(outputs)

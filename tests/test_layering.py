@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[frozenset[str], ...], ...] = (
                 "idle",
                 "planning",
                 "shipping",
+                "relaid",
                 "following",
                 "function",
                 "parallel",

@@ -12,6 +12,7 @@ import torch
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.exact import bits
 from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph
 from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.fetches import Answer, Fetches, Regions, drained, wanted
@@ -23,6 +24,7 @@ from lazygt.runtime.messages import (
     Failure,
     Left,
     Need,
+    Relaid,
     Renew,
     Run,
     Swapped,
@@ -91,6 +93,8 @@ class Client:
         self.entries = Entries(link.world_size)
         #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
+        #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
+        self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._line = WaitLine()
         self._death: WorkerDied | None = None
         #: why no worker's answers can be relied on any more
@@ -413,6 +417,8 @@ class Client:
                 self._resend(rank, told)
             case Left():
                 self._left(told)
+            case Relaid():
+                self._relaid(rank, told)
             case Wrote():
                 checks, handles = told.checks, told.handles
                 self._written.append((rank, told.number, checks, told.error, handles))
@@ -425,6 +431,20 @@ class Client:
             raise ProtocolError(f"it left process group {told.number} in no run")
         if self._parted is None:
             self._parted = next(flight.base for flight in self._flights.values())
+
+    def _relaid(self, rank: int, told: Relaid) -> None:
+        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
+        if entry is None:
+            return  # forgotten meanwhile
+        graph = entry.plans[entry.of(rank)].steps.graph
+        for number, position, strides in told.rows:
+            fresh = graph.nodes[number].fresh if number < len(graph.nodes) else ()
+            meta = fresh[position] if position < len(fresh) else None
+            if meta is None or len(meta.shape) != len(strides):
+                raise ProtocolError(
+                    f"plan {told.digest.hex()[:12]} has no result {told.rows!r:.80}"
+                )
+        self.relaid.append((graph, told.rows))
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
         self.entries.swapped(rank, digest)

@@ -219,8 +219,19 @@ class Left(Part, tag=9):
     number: Count
 
 
+class Relaid(Part, tag=11):
+    """A plan's kernels gave other strides than it says.
+
+    Attributes:
+        rows: (node of the plan's steps, fresh result, its strides).
+    """
+
+    digest: Name
+    rows: tuple[tuple[Count, Count, tuple[int, ...]], ...]
+
+
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
-TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left)
+TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid)
 _BY_TAG: dict[Any, type[Part]] = {
     kind.__struct_config__.tag: kind for kind in (*TO_WORKER, *TO_CLIENT)
 }

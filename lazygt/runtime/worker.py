@@ -30,6 +30,7 @@ from lazygt.runtime.messages import (
     Need,
     Plain,
     Put,
+    Relaid,
     Renew,
     Reply,
     Run,
@@ -155,7 +156,7 @@ class Worker:
             self._waiting.append([bytes(frame) for frame in frames])
             return [encode(Need(run.seq, run.digest))] if first and run.digest else []
         done = self._run(run, frames[1:])
-        return [*self._departure(), done]
+        return [*self._departure(), *self._layouts(run.digest), done]
 
     def close(self) -> None:
         """Drop all values."""
@@ -206,6 +207,17 @@ class Worker:
             return []
         self._left = self._group
         return [encode(Left(self._group))]
+
+    def _layouts(self, name: bytes | None) -> list[list[Buffer]]:
+        """What tells the client, before the answer to a plan's first run, which of its results
+        lie otherwise than the plan says."""
+        executor = None if name is None else self._executors.get(name)
+        if name is None or executor is None or not executor.careful.relaid:
+            return []
+        rows, executor.careful.relaid = executor.careful.relaid, []
+        # in compiled plans nodes have other numbers; their steps were compared before
+        plain = executor.schedule is executor.plan.steps
+        return [encode(Relaid(name, tuple(rows)))] if plain else []
 
     def _renew(self, message: Renew) -> None:
         """Join a new process group. All ranks are told so, when all have answered all runs."""

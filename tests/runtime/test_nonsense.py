@@ -26,6 +26,7 @@ from lazygt.runtime.messages import (
     Part,
     Plain,
     Put,
+    Relaid,
     Renew,
     Reply,
     Run,
@@ -57,7 +58,7 @@ EVERY: tuple[Part, ...] = (
          Timings(1, 2, ((0, 1, 1, 2),))),
     Done(3, reply=Reply(failure=Failure(-1, "KeyError", "", 3))),
     Need(0, NAME), Swapped(NAME), Swapped(NAME, "why"), Wrote(1, (2**64 - 1,), "", (b"handle",)),
-    Left(0),
+    Left(0), Relaid(NAME, ((0, 1, (3, -1)),)),
 )  # fmt: skip
 
 

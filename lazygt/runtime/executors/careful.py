@@ -27,6 +27,8 @@ class Careful:
 
     Attributes:
         restrided: node number -> positions of results whose strides the kernel gets wrong.
+        relaid: (node number, result, strides that its kernel gave it) of such results, as found
+            since the worker looked last.
         returned, written: of the data-dependent last node of the last run.
     """
 
@@ -38,6 +40,7 @@ class Careful:
     ) -> None:
         self.schedule, self.device = schedule, device
         self.restrided: dict[int, tuple[int, ...]] = {}
+        self.relaid: list[tuple[int, int, tuple[int, ...]]] = []
         self.returned: Any = None
         self.written: list[Any] = []
         self._results = [results for _, results in schedule.graph.numbered()]
@@ -170,6 +173,7 @@ class Careful:
     def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
         """Compare results with what the client inferred; lay out anew what only differs there."""
         wrong = []
+        f = op_facts(node)
         for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
             if meta is None or value is None or _is_as_promised(value, meta):
                 continue
@@ -177,22 +181,29 @@ class Careful:
                 continue
             self._same_kind(node, value, meta)
             if not _same_layout(value, meta):
+                if position >= len(node.fresh) or (f is not None and f.views):
+                    # a copy would no longer share its memory
+                    raise _broken_promise(node, value, meta)
                 wrong.append(position)
+                self.relaid.append((number, position, value.stride()))
                 made[position] = kernels.restride(value, meta.stride)
-        f = op_facts(node)
-        if wrong and (f is None or not f.views):
-            self.restrided[number] = tuple(p for p in wrong if p < len(node.fresh))
+        if wrong:
+            self.restrided[number] = tuple(wrong)
         return made
 
     @staticmethod
     def _same_kind(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
         if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
-            title, _, foreign = node.op.partition("@")
-            whose = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
-            mend = "mend that (torch.library.register_fake)" if foreign else "please report this"
-            raise GraphError(
-                f"{whose} promised {meta}, but the op returned {TensorMeta.of(value)}; {mend}"
-            )
+            raise _broken_promise(node, value, meta)
+
+
+def _broken_promise(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
+    title, _, foreign = node.op.partition("@")
+    whose = "its fake kernel" if foreign else f"torch's meta kernel of {title}"
+    mend = "mend that (torch.library.register_fake)" if foreign else "please report this"
+    return GraphError(
+        f"{whose} promised {meta}, but the op returned {TensorMeta.of(value)}; {mend}"
+    )
 
 
 def _failure(number: int, node: Node, error: Exception) -> Failure:
