@@ -18,13 +18,15 @@ SECONDS = 3000 if DEEP else 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 
-@pytest.mark.parametrize("mode", ["off", "auto", "now"])
-def test_interrupts_at_random_moments_leave_everything_right(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "workers"), [("off", 1), ("auto", 1), ("now", 1), ("off", 2)])
+def test_interrupts_at_random_moments_leave_everything_right(
+    mode: str, workers: int, tmp_path: Path
+) -> None:
     """The process lives, the session goes on, no value is lost, and the bits are right."""
     seed = int.from_bytes(os.urandom(4), "little") if DEEP else 1
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.faults.interrupted"]
-    command += [f"--interrupts={INTERRUPTS}", f"--compile={mode}", f"--seed={seed}"]
-    command += [f"--cache={tmp_path}"]
+    command += [f"--interrupts={INTERRUPTS}", f"--seed={seed}"]
+    command += [f"--workers={workers}", f"--compile={mode}", f"--cache={tmp_path}"]
     done = subprocess.run(
         command,
         cwd=ROOT,

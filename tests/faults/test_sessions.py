@@ -73,6 +73,18 @@ def test_a_stopped_worker_is_frozen_at_the_deadline() -> None:
         torch.ones(3).sum().item()
 
 
+def test_a_worker_that_has_dropped_the_session_is_named_at_every_wait() -> None:
+    with pytest.raises(lazygt.ProtocolError) as last, lazygt.session(workers=1, threads=1) as s:
+        x = torch.ones(3)
+        s.synchronize()
+        s._client.link.send(0, [b"nonsense"])
+        for wait in (s.synchronize, x.sum().item, x.tolist, s.synchronize):
+            with pytest.raises(lazygt.ProtocolError, match="worker 0 dropped this session"):
+                wait()
+        raise lazygt.ProtocolError("the end")
+    assert str(last.value) == "the end"
+
+
 def test_a_busy_worker_is_not_frozen() -> None:
     with lazygt.session(workers=1, threads=1, frozen_after=1.0) as s:
         began = time.monotonic()
