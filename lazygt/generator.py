@@ -62,8 +62,9 @@ class SessionGenerator:
         """
         if not self.holds:
             self.take()
-        if any(isinstance(a, torch.Generator) and self.is_own(a) for a in args):
-            args = tuple([None if isinstance(a, torch.Generator) else a for a in args])
+        if torch.Generator in map(type, args):
+            args = tuple([None if type(a) is torch.Generator and self.is_own(a) else a
+                          for a in args])  # fmt: skip
         if kwargs and (given := kwargs.get("generator")) is not None and self.is_own(given):
             kwargs = {name: a for name, a in kwargs.items() if name != "generator"}
         return args, kwargs
