@@ -16,8 +16,11 @@ from lazygt.runtime.learnt import Bundle, InnerOp, NamedOp, namespace
 from lazygt.sources import inner_kernels, source_of
 
 
-def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...]]:
-    """``value`` pickled, with the ops that it may call; and the modules that define other such ops.
+def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
+    """``value`` pickled, with the ops that it may call.
+
+    Returns:
+        It, and the modules and shared libraries that define other such ops.
 
     Raises:
         CodeError: something of it can't be pickled.
@@ -39,7 +42,8 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...]]
                     _inner(func), qualname, ", ".join(source.modules), _reduced
                 )
                 todo.append(inner[qualname])
-    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules)
+    libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
+    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules), tuple(libraries)
 
 
 def _named_in(text: bytes) -> Iterator[OpOverload]:

@@ -98,13 +98,13 @@ class Definitions:
             made = Definition(f"{title}@{first}", schema, tags, source.modules, source.libraries)
             witness = None
         else:
-            module = getattr(source.kernel, "__module__", None) or ", ".join(source.modules)
+            module = ", ".join(name for name in source.modules if not name.startswith("torch."))
             self.check_shipping(title, module)
             if source.kernel is None:
                 raise _no_kernel(title, module, self.device_type)
             witness = Witness.of(source.kernel)
-            code, modules = bundle(source.kernel, title, module)
-            made = Definition(f"{title}@{code_name(code)}", schema, tags, modules, (), code)
+            code, modules, libraries = bundle(source.kernel, title, module)
+            made = Definition(f"{title}@{code_name(code)}", schema, tags, modules, libraries, code)
         infer = None if fake is None else _Infer(func, fake)
         return _Known(func, known_op(made, infer), fake, witness, source.modules)
 

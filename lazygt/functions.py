@@ -134,9 +134,9 @@ class _Call:
         known = definitions.functions.get(key)
         if known is not None and witness is not None and known[0] == witness:
             return known[1]
-        code, modules = bundle(plain, plain.name, plain.module)
+        code, modules, libraries = bundle(plain, plain.name, plain.module)
         name = f"function.{plain.name}.default@{code_name(code)}"
-        made = Definition(name, f"function::{plain.name}{_SCHEMA}", (), modules, (), code)
+        made = Definition(name, f"function::{plain.name}{_SCHEMA}", (), modules, libraries, code)
         op = known_op(made, _Results(name, plain, torch.device(definitions.device_type)))
         if witness is not None:
             if len(definitions.functions) >= _FUNCTIONS:

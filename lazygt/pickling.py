@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from lazygt.errors import CodeError
+from lazygt.runtime.jitted import OPTIONS, jitted
 from lazygt.tensor import LazyTensor
 
 #: module -> (its spec, its file) when it was first asked about, and whether workers can import it
@@ -37,7 +39,7 @@ def importable(name: str) -> bool:
 
 
 def is_imported(obj: Any) -> bool:
-    """Whether workers get a function or class by importing its module: it has a name there."""
+    """Whether workers get a function, class or kernel by importing its module, by its name."""
     found: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -57,6 +59,15 @@ def _is_found(name: str, module: ModuleType) -> bool:
         if found is not None:
             return found.origin == getattr(module.__spec__, "origin", None)
     return False
+
+
+def kernel_function(obj: Any) -> FunctionType | None:
+    """The function that a Triton kernel is made of; None for anything else."""
+    kind = type(obj)
+    if (kind.__module__, kind.__name__) != ("triton.runtime.jit", "JITFunction"):
+        return None
+    fn: FunctionType = obj.fn
+    return fn
 
 
 def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]) -> bytes:
@@ -111,6 +122,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             )
         if kind in _OPERATIONS:
             return self._operation(obj)
+        if (fn := kernel_function(obj)) is not None:
+            if is_imported(obj):
+                return getattr, (sys.modules[obj.__module__], obj.__qualname__)
+            options = {name: value for name in OPTIONS if (value := getattr(obj, name, None))}
+            lines, first = inspect.getsourcelines(fn)
+            return jitted, (fn, tuple(lines), first, options)
         if kind is FunctionType or issubclass(kind, type):
             self._look_at(obj.__module__)
         elif isinstance(obj, ModuleType):

@@ -14,7 +14,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from lazygt import registrations
-from lazygt.pickling import importable, is_imported
+from lazygt.pickling import importable, is_imported, kernel_function
 
 #: What never changes, and refers to nothing that may.
 _ATOMS = frozenset(
@@ -87,6 +87,8 @@ def _walk(value: Any, seen: list[Any], known: set[int]) -> None:
         if not is_imported(value):
             raise _Mutable
         seen.append(sys.modules[value.__module__].__spec__)
+    elif (kernel := kernel_function(value)) is not None:
+        _walk(kernel, seen, known)
     elif kind is CustomOpDef:
         _walk_all((*value._backend_fns.values(), value._backward_fn), seen, known)
     elif kind not in (OpOverload, OpOverloadPacket):

@@ -1,6 +1,9 @@
 """Ops that torch alone does not have: the workers learn them, from a module or from their code."""
 
 import importlib
+import os
+import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -318,7 +321,7 @@ def test_what_can_not_be_pickled_is_said_at_the_call(s: lazygt.Session) -> None:
     with held, pytest.raises(lazygt.CodeError, match="can't be brought to the workers") as caught:
         holds(torch.ones(2))
     assert caught.value.name == "lazygt_tests.holds.default"
-    assert caught.value.module == __name__
+    assert __name__ in caught.value.module
     assert torch.ones(2).tolist() == [1, 1]
 
 
@@ -411,6 +414,78 @@ def test_a_module_loaded_again_is_sent_as_it_is_now(
         path.write_text(path.read_text().replace('"3"', '"44"'))
         importlib.reload(found)
         assert found.f(torch.ones(2)).tolist() == [144, 144]
+
+
+LIBRARY_SOURCE = """
+    #include <torch/library.h>
+    at::Tensor copied(const at::Tensor& x) { return x.clone(); }
+    TORCH_LIBRARY(lazygt_cpp, m) { m.def("copied(Tensor x) -> Tensor"); }
+    TORCH_LIBRARY_IMPL(lazygt_cpp, CPU, m) { m.impl("copied", &copied); }
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_a_worker_loads_the_library_that_defines_an_op(tmp_path: Path) -> None:
+    source, library = tmp_path / "op.cpp", tmp_path / "libop.so"
+    source.write_text(LIBRARY_SOURCE)
+    torch_at = Path(torch.__file__).parent
+    subprocess.run(
+        ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library),
+         f"-I{torch_at}/include", f"-L{torch_at}/lib", "-ltorch_cpu", "-lc10"],
+        check=True,
+    )  # fmt: skip
+    torch.ops.load_library(str(library))
+    with lazygt.session(workers=1):
+        x = values()
+        assert torch.ops.lazygt_cpp.copied(x).tolist() == [1, -2, 2, 2]
+        assert lazygt.apply(lambda x: torch.ops.lazygt_cpp.copied(x), x).tolist() == [1, -2, 2, 2]
+    with lazygt.session(workers=1, ship_code=False):
+        assert torch.ops.lazygt_cpp.copied(values()).tolist() == [1, -2, 2, 2]
+
+
+TRITON = """
+    import torch, lazygt, triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(p, o, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(o + i, tl.load(p + i, mask=i < n) * 2, mask=i < n)
+
+    @torch.library.triton_op("lazygt_triton::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.library.wrap_triton(kernel)[(1,)](x, out, x.numel(), 16)
+        return out
+
+    def outcome():
+        try:
+            return double(torch.arange(4.0, device=device)).tolist()
+        except RuntimeError as error:
+            return getattr(error, "detail", str(error))  # without a GPU: there is no driver
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    eager = outcome()
+    with lazygt.session(workers=1) as s:
+        device = None
+        assert outcome() == eager, (outcome(), eager)
+        assert torch.ones(2).tolist() == [1, 1]
+        assert s.stats()["flushes"].get("data-dependent", 0) == 0
+"""
+
+
+@pytest.mark.slow
+def test_a_triton_kernel_of_a_script_is_made_anew_on_the_worker(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(TRITON))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 # -- the message -----------------------------------------------------------------------------
