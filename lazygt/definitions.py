@@ -36,21 +36,26 @@ _ONLY_VALUES_TELL = (
 
 @dataclass(slots=True)
 class _Known:
-    """An op as it was recorded last."""
+    """An op as it was recorded last.
+
+    Attributes:
+        modules: that workers import for it; none: its code travels.
+        witness: what that code depends on; None: on something that may change without a trace.
+    """
 
     func: Any
     op: Foreign
     fake: Any
-    #: what its code depends on (see ``lazygt.witness``); None: modules, which are looked at only
+    modules: tuple[str, ...] | None
     witness: Witness | None
-    modules: tuple[str, ...]
 
     def is_current(self) -> bool:
+        """Whether the op is still that one."""
         if self.fake is not _fake_kernel(self.func):
             return False
-        if self.witness is None:
+        if self.modules is not None:
             return all(map(importable, self.modules))
-        return self.witness.holds()
+        return self.witness is not None and self.witness.holds()
 
 
 class Definitions:
@@ -96,17 +101,17 @@ class Definitions:
         if source.can_be_imported:
             first = [*source.modules, *map(os.path.basename, source.libraries)][0]
             made = Definition(f"{title}@{first}", schema, tags, source.modules, source.libraries)
-            witness = None
+            imported, witness = source.modules, None
         else:
             module = ", ".join(name for name in source.modules if not name.startswith("torch."))
             self.check_shipping(title, module)
             if source.kernel is None:
                 raise _no_kernel(title, module, self.device_type)
-            witness = Witness.of(source.kernel)
+            imported, witness = None, Witness.of(source.kernel)
             code, modules, libraries = bundle(source.kernel, title, module)
             made = Definition(f"{title}@{code_name(code)}", schema, tags, modules, libraries, code)
         infer = None if fake is None else _Infer(func, fake)
-        return _Known(func, known_op(made, infer), fake, witness, source.modules)
+        return _Known(func, known_op(made, infer), fake, imported, witness)
 
 
 def _no_kernel(title: str, module: str, device_type: str) -> Exception:
@@ -128,7 +133,8 @@ def _fake_kernel(func: Any) -> Any:
     qualname = func.name()
     defined: CustomOpDef | None = OPDEFS.get(qualname)
     if defined is not None:
-        if defined._abstract_fn is None and utils.can_generate_trivial_fake_impl(func):
+        trivial = getattr(utils, "can_generate_trivial_fake_impl", None)  # not in older torch
+        if defined._abstract_fn is None and trivial is not None and trivial(func):
             return True
         return defined._abstract_fn
     holder = fake_kernels.find(qualname).fake_impl.kernel

@@ -350,9 +350,11 @@ MODULE = """
     if os.environ.get("LAZYGT_WORKER") == "1" and {breaks}:
         raise OSError("only the client has this")
 
+    KEPT = [0]
+
     @torch.library.custom_op("{name}::f", mutates_args=())
     def f(x: torch.Tensor) -> torch.Tensor:
-        return x * int(os.environ.get("LAZYGT_WORKER", "0") + "{by}")
+        return x * int(os.environ.get("LAZYGT_WORKER", "0") + "{by}") + KEPT[0]
 
     f.register_fake(lambda x: torch.empty_like(x))
 """
@@ -414,6 +416,8 @@ def test_a_module_loaded_again_is_sent_as_it_is_now(
         path.write_text(path.read_text().replace('"3"', '"44"'))
         importlib.reload(found)
         assert found.f(torch.ones(2)).tolist() == [144, 144]
+        found.KEPT[0] = 6
+        assert found.f(torch.ones(2)).tolist() == [150, 150]
 
 
 LIBRARY_SOURCE = """
