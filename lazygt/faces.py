@@ -5,6 +5,7 @@ They are set here because the classes stand below what draws and explains them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +39,26 @@ def _explain_session(session: Session) -> Report:
     return explain_session(session)
 
 
-def _to_networkx(graph: Graph, mesh: Mesh | None = None) -> Any:
+def _to_networkx(graph: Graph, mesh: Mesh | None = None, backward: Collection[int] = ()) -> Any:
     """The graph as networkx has it; see ``graph.picture.to_networkx``."""
     # why: networkx takes a tenth of a second to load
     from lazygt.graph.picture import to_networkx
 
-    return to_networkx(graph, mesh)
+    return to_networkx(graph, mesh, backward)
 
 
 def _render(
-    graph: Graph, path: str | Path, collapse: Any = "auto", mesh: Mesh | None = None
+    graph: Graph,
+    path: str | Path,
+    collapse: Any = "auto",
+    mesh: Mesh | None = None,
+    backward: Collection[int] = (),
 ) -> Path:
     """Write a picture of the graph to a file; see ``graph.picture.render``."""
     # why: networkx takes a tenth of a second to load
     from lazygt.graph.picture import render
 
-    return render(graph, path, collapse, mesh)
+    return render(graph, path, collapse, mesh, backward)
 
 
 Graph.to_networkx, Graph.render, Graph.explain = _to_networkx, _render, _explain_graph

@@ -174,7 +174,8 @@ class Planner:
             return self._sharded(recorded, steps, given, stages, decided)
         if marked:
             recorded = without_places(recorded, MARKS)
-        plan = Plan(self.templates.optimised(recorded, self._config.check_passes, stages))
+        made = self.templates.optimised(recorded, self._config.check_passes, stages)
+        plan = Plan(made, backward=_backward(steps))
         return (plan,), (None,) * len(recorded.outputs)
 
     def _sharded(
@@ -195,7 +196,7 @@ class Planner:
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
-        ops = [step for step in steps if step.node is not None]
+        backward = _backward(steps)
         made = programs(
             recorded,
             ranks,
@@ -206,12 +207,12 @@ class Planner:
             decided,
             self._mesh if config.invariant else None,
             bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
-            backward={number for number, step in enumerate(ops) if step.backward},
+            backward=backward,
         )
         self._gathered(gathers(decided))
         self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
-        graphs = {id(graph): Plan(graph, mesh=workers) for graph in made.graphs}
+        graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
         plans = tuple([graphs[id(graph)] for graph in made.graphs])
         whole = Stored((Replicated(),) * len(workers.names))
         stored = tuple([None if each == whole else each for each in made.outputs])
@@ -240,6 +241,12 @@ class Planner:
                 PipelineWarning,
                 stacklevel=2,
             )
+
+
+def _backward(steps: Sequence[Step]) -> frozenset[int]:
+    """The ops that autograd ran, by number."""
+    ops = [step for step in steps if step.node is not None]
+    return frozenset(number for number, step in enumerate(ops) if step.backward)
 
 
 def _stored(step: Step) -> Stored | None:

@@ -54,7 +54,8 @@ def viz(
         if graph is None:
             fail(context, f"plan {number} went through no stage {stage!r}")
         try:
-            graph.render(output, _COLLAPSE[collapse], plans[number][1].mesh)
+            found = plans[number][1]
+            graph.render(output, _COLLAPSE[collapse], found.mesh, found.backward)
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
         typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")

@@ -43,6 +43,8 @@ COLOURS = {
 #: For each node the boxes around it, from the outside.
 Paths = Mapping[str, tuple[str, ...]]
 
+#: Behind the line of a box: the gradients of what stands there.
+BACKWARD = " backward"
 _SWEEPS = 4
 _NARROWEST = 8
 _LONGEST = 40
@@ -120,7 +122,7 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
     tip += tuple(" ".join(_exchange(each)) for each in met[:_NAMED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source(line)
-    source = "".join(map(_cut, _source(title)[1:]))
+    source = "".join(map(_cut, _source(title.removesuffix(BACKWARD))[1:]))
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
     if met:
         sent = amount(sum(each.nbytes for each in met), "B")

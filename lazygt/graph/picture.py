@@ -12,7 +12,7 @@ depend on values) has a double frame.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,41 +25,53 @@ from lazygt.graph.cost import Cost, family, member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
-from lazygt.graph.page import Label, Paths, labels, legend, quotient, to_html
+from lazygt.graph.page import BACKWARD, Label, Paths, labels, legend, quotient, to_html
 
 #: Above so many ops ``collapse="auto"`` draws one box a line.
 MANY = 150
+#: Among more boxes than this edges are straight: to lead them around boxes takes dot minutes.
+_ROUTED = 300
 SUFFIXES = (".dot", ".svg", ".png", ".html")
+
+#: What the legend says besides the colours.
+_FRAMES = (
+    "larger letters: dearer; double frame: the client waits for it; hexagon: ranks exchange it; "
+    "dashed: back to an earlier line"
+)
 
 #: True: one box a source line; False: one an op; "auto": lines when there are more than MANY ops.
 Collapse = Literal["auto"] | bool
 
 
-def to_networkx(graph: Graph, mesh: Mesh | None = None) -> nx.DiGraph:
+def to_networkx(
+    graph: Graph, mesh: Mesh | None = None, backward: Collection[int] = ()
+) -> nx.DiGraph:
     """The graph as networkx has it: inputs, ops and outputs, and an edge from maker to user.
 
     A fused node is not a node here: its members are, and their ``group`` is its id. The ids of
     all fused nodes are ``drawing.graph["groups"]``.
 
     Node attributes: ``kind`` (``"input"``, ``"op"`` or ``"output"``), ``op``, ``family`` (see
-    ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``meta`` (text of the
-    results' metas), ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits
-    for it), ``exchange`` (the Communication that it launches, or None), ``group`` (id or None).
-    Ids are ``in0``, ``n3``, ``n3.1`` (a member of the fused
-    node ``n3``) and ``out0``. The sum of all costs is the graph's.
+    ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``backward`` (whether autograd
+    ran it; its line is that of the op whose gradient it is), ``meta`` (text of the results' metas),
+    ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits for it),
+    ``exchange`` (the Communication that it launches, or None), ``group`` (id or None). Ids are
+    ``in0``, ``n3``, ``n3.1`` (a member of the fused node ``n3``) and ``out0``. The sum of all costs
+    is the graph's.
 
     Edge attributes: ``values`` (a tuple: the numbers of the values that flow; between members of
     one fused node, in its own numbering) and ``meta`` (their metas as text).
 
     Args:
         mesh: of the ranks that run the graph, if it is known; tells how many meet.
+        backward: numbers of the recorded ops that autograd ran, as ``Plan.backward``.
     """
-    return _Drawing(graph, mesh).drawing
+    return _Drawing(graph, mesh, backward).drawing
 
 
 class _Drawing:
-    def __init__(self, graph: Graph, mesh: Mesh | None) -> None:
-        self.graph, self.metas = graph, graph.values
+    def __init__(self, graph: Graph, mesh: Mesh | None, backward: Collection[int]) -> None:
+        self.graph, self.metas, self.backward = graph, graph.values, backward
         self.exchanges = communications_by_node(graph, mesh)
         self.drawing = nx.DiGraph(groups=[])
         #: the id of what makes each value
@@ -69,18 +81,18 @@ class _Drawing:
             self.makers.append(f"in{number}")
         costs = member_costs(graph)
         for number, node in enumerate(graph.nodes):
-            self._node(f"n{number}", node, graph.line(number), costs[number])
+            self._node(f"n{number}", node, number, costs[number])
             if number in self.exchanges:
                 self.drawing.nodes[f"n{number}"]["exchange"] = self.exchanges[number]
         for number, value in enumerate(graph.outputs):
             self._add(f"out{number}", "output", "output", _text(self.metas[value]), sync=True)
             self._edge(self.makers[value], f"out{number}", value, self.metas[value])
 
-    def _node(self, name: str, node: Node, line: str, costs: list[Cost]) -> None:
+    def _node(self, name: str, node: Node, number: int, costs: list[Cost]) -> None:
         if node.body is not None:
             self._members(name, node, node.body, costs)
             return
-        self._op(name, node, line, costs[0], None)
+        self._op(name, node, self.graph, number, costs[0], None)
         for value in dict.fromkeys(node.refs()):
             self._edge(self.makers[value], name, value, self.metas[value])
         self.makers.extend([name] * len(node.results))
@@ -91,16 +103,19 @@ class _Drawing:
         makers = [self.makers[value] for value in outer]
         for number, member in enumerate(body.nodes):
             name = f"{group}.{number}"
-            self._op(name, member, body.line(number), costs[number], group)
+            self._op(name, member, body, number, costs[number], group)
             for value in dict.fromkeys(member.refs()):
                 shown = outer[value] if value < len(outer) else value
                 self._edge(makers[value], name, shown, metas[value])
             makers.extend([name] * len(member.results))
         self.makers.extend(makers[value] for value in body.outputs)
 
-    def _op(self, name: str, node: Node, line: str, cost: Cost, group: str | None) -> None:
+    def _op(
+        self, name: str, node: Node, graph: Graph, number: int, cost: Cost, group: str | None
+    ) -> None:
         shown = ", ".join(map(_text, node.results)) or "no result"
-        self._add(name, node.op, family(node), shown, line, cost, node.dynamic, group)
+        self._add(name, node.op, family(node), shown, graph.line(number), cost, node.dynamic, group)
+        self.drawing.nodes[name]["backward"] = graph.origin(number) in self.backward
 
     def _add(
         self,
@@ -117,6 +132,7 @@ class _Drawing:
         self.drawing.add_node(
             name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
             flops=cost.flops, bytes=cost.bytes, sync=sync, exchange=None, group=group,
+            backward=False,
         )  # fmt: skip
 
     def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
@@ -129,9 +145,16 @@ def _text(meta: TensorMeta | None) -> str:
     return "unknown" if meta is None else str(meta)
 
 
-def to_dot(graph: Graph, collapse: Collapse = "auto", mesh: Mesh | None = None) -> str:
-    """The source of the picture in Graphviz's language; ``mesh``: see ``to_networkx``."""
-    drawing = to_networkx(graph, mesh)
+def to_dot(
+    graph: Graph,
+    collapse: Collapse = "auto",
+    mesh: Mesh | None = None,
+    backward: Collection[int] = (),
+) -> str:
+    """The source of the picture in Graphviz's language; ``mesh``, ``backward``: see
+    ``to_networkx``.
+    """
+    drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
     paths = _paths(drawing, by_line)
     shown = labels(drawing, paths)
@@ -144,7 +167,9 @@ def to_dot(graph: Graph, collapse: Collapse = "auto", mesh: Mesh | None = None) 
         drawing = quotient(drawing, {name: path[0] for name, path in paths.items()})
         paths = dict.fromkeys(drawing, ())
     if len(drawing) > MANY:  # unbounded, dot spends minutes on the layout of 1,000 nodes
-        dot.attr(nslimit="1", nslimit1="1", mclimit="0.1", splines="line")
+        dot.attr(nslimit="1", nslimit1="1", mclimit="0.1")
+    if len(drawing) > _ROUTED:
+        dot.attr(splines="line")
     _draw_nodes(dot, paths, shown)
     _draw_edges(dot, drawing)
     return str(dot.source)
@@ -209,11 +234,17 @@ def _quoted(name: str) -> str:
 
 def _legend_table(colours: Mapping[str, str]) -> str:
     cells = "".join(f'<td bgcolor="{colour}">{name}</td>' for name, colour in colours.items())
-    return f'<<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>>'
+    table = f'<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>'
+    rows = f"<tr><td>{table}</td></tr><tr><td>{_FRAMES}</td></tr>"
+    return f'<<table border="0">{rows}</table>>'
 
 
 def render(
-    graph: Graph, path: str | Path, collapse: Collapse = "auto", mesh: Mesh | None = None
+    graph: Graph,
+    path: str | Path,
+    collapse: Collapse = "auto",
+    mesh: Mesh | None = None,
+    backward: Collection[int] = (),
 ) -> Path:
     """Write the picture to a file; its suffix (one of SUFFIXES) says how.
 
@@ -223,6 +254,8 @@ def render(
     Args:
         mesh: of the ranks that run the graph, if it is known: collectives then tell the bytes that
             a rank sends.
+        backward: numbers of the recorded ops that autograd ran (``Plan.backward``); they get a box
+            of their own a line.
 
     Returns:
         The path.
@@ -238,11 +271,11 @@ def render(
             f"what to write"
         )
     if path.suffix == ".html":
-        path.write_text(_page(graph, collapse, path.stem, mesh), encoding="utf-8")
+        path.write_text(_page(graph, collapse, path.stem, mesh, backward), encoding="utf-8")
     elif path.suffix == ".dot":
-        path.write_text(to_dot(graph, collapse, mesh), encoding="utf-8")
+        path.write_text(to_dot(graph, collapse, mesh, backward), encoding="utf-8")
     else:
-        path.write_bytes(_with_graphviz(to_dot(graph, collapse, mesh), path))
+        path.write_bytes(_with_graphviz(to_dot(graph, collapse, mesh, backward), path))
     return path
 
 
@@ -265,8 +298,10 @@ def _with_graphviz(source: str, path: Path) -> bytes:
     return done.stdout
 
 
-def _page(graph: Graph, collapse: Collapse, title: str, mesh: Mesh | None) -> str:
-    drawing = to_networkx(graph, mesh)
+def _page(
+    graph: Graph, collapse: Collapse, title: str, mesh: Mesh | None, backward: Collection[int]
+) -> str:
+    drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
     opened = () if by_line else drawing.graph["groups"]
     return to_html(drawing, _paths(drawing, by_line), title, opened)
@@ -288,7 +323,8 @@ def _paths(drawing: nx.DiGraph, by_line: bool) -> dict[str, tuple[str, ...]]:
     paths: dict[str, tuple[str, ...]] = {}
     for name, data in drawing.nodes(data=True):
         group = data["group"]
-        home = {"input": "inputs", "output": "outputs"}.get(data["kind"], data["line"])
+        line = f"{data['line']}{BACKWARD}" if data["backward"] else data["line"]
+        home = {"input": "inputs", "output": "outputs"}.get(data["kind"], line)
         if group is not None:
             home = homes.setdefault(group, home)
         lines = (home,) if by_line else ()

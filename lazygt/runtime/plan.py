@@ -53,6 +53,7 @@ class Plan:
         graph: as the passes left it, with fused nodes.
         decided: the schedule of its steps, if it is not the one that follows from the graph.
         mesh: the ranks that it is run on, for those who ask; no part of what it is.
+        backward: numbers of the recorded ops that autograd ran; no part of it either.
     """
 
     #: Set by ``lazygt.faces``: what a run costs.
@@ -61,6 +62,7 @@ class Plan:
     graph: Graph
     decided: Schedule | None = None
     mesh: Mesh | None = field(default=None, compare=False)
+    backward: frozenset[int] = field(default=frozenset(), compare=False)
 
     @staticmethod
     def build(graph: Graph) -> Plan:

@@ -36,7 +36,7 @@ graph {
 
 #: With two spaces for each tab.
 TINY_DOT = r"""digraph "graph" {
-  label=<<table border="0" cellborder="1" cellspacing="2"><tr><td bgcolor="#b8dba6">pointwise</td><td bgcolor="#ffffff">input</td><td bgcolor="#b8c4ca">output</td></tr></table>> nodesep=0.2 ranksep=0.35
+  label=<<table border="0"><tr><td><table border="0" cellborder="1" cellspacing="2"><tr><td bgcolor="#b8dba6">pointwise</td><td bgcolor="#ffffff">input</td><td bgcolor="#b8c4ca">output</td></tr></table></td></tr><tr><td>larger letters: dearer; double frame: the client waits for it; hexagon: ranks exchange it; dashed: back to an earlier line</td></tr></table>> nodesep=0.2 ranksep=0.35
   fontname=Helvetica fontsize=10
   node [color="#78909c" fontname=Helvetica shape=box style="filled,rounded"]
   edge [arrowsize=0.6 color="#90a4ae"]
@@ -136,6 +136,7 @@ def test_attributes() -> None:
         "sync": False,
         "exchange": None,
         "group": None,
+        "backward": False,
     }
     assert drawing.nodes["in0"]["kind"] == drawing.nodes["in0"]["family"] == "input"
     assert drawing.nodes["out0"]["sync"]
@@ -361,3 +362,20 @@ def test_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
     odd = Graph(graph.inputs, graph.params, graph.nodes, graph.outputs, ('<cell "\\N">:1', "b:2"))
     svg = render(odd, tmp_path / "g.svg", collapse=True).read_text()
     assert "&lt;cell &quot;\\N&quot;&gt;:1" in svg
+
+
+def test_what_autograd_ran_has_boxes_of_its_own() -> None:
+    graph = parse_graph(
+        "graph {\n%0: f32[4] = input\n"
+        "%1: f32[4] = aten.exp.default(%0)  # net.py:1\n"
+        "%2: f32[] = aten.sum.default(%1)  # net.py:2\n"
+        "%3: f32[4] = aten.expand.default(%2, [4])  # net.py:2\n"
+        "%4: f32[4] = aten.mul.Tensor(%3, %1)  # net.py:1\nreturn %4\n}"
+    )
+    drawing = to_networkx(graph, backward={2, 3})
+    assert [drawing.nodes[f"n{n}"]["backward"] for n in range(4)] == [False, False, True, True]
+    assert "style=dashed" in to_dot(graph, collapse=True)
+    parted = to_dot(graph, collapse=True, backward={2, 3})
+    assert "style=dashed" not in parted
+    for line in ("net.py line 1", "net.py line 1 backward", "net.py line 2 backward"):
+        assert f'"{line}" [' in parted
