@@ -1,18 +1,15 @@
 """What of torch's operator database does not run as on the CPU, and why."""
 
-UNWRITTEN = "its result is memory that nobody has written: there is nothing to compare"
 SPARSE = "sparse tensors are refused: lazygt holds dense strided ones only"
 CUDA = "torch runs it on CUDA alone"
 
+#: Their results are memory that nobody has written: shapes and dtypes are all there is to compare.
+UNWRITTEN = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+
 FORWARD = {
-    "empty": UNWRITTEN,
-    "empty_like": UNWRITTEN,
-    "empty_permuted": UNWRITTEN,
-    "empty_strided": UNWRITTEN,
-    "new_empty": UNWRITTEN,
-    "new_empty_strided": UNWRITTEN,
     "resize_": "refused with a reason: it would expose memory that no op has written",
-    "as_strided.partial_views": "it looks at memory around its input, which does not move along",
     "sparse.sampled_addmm": SPARSE,
     "sparse.mm.reduce": SPARSE,
     "to_sparse": SPARSE,
@@ -24,8 +21,48 @@ FORWARD = {
 }
 
 BACKWARD = {
-    "as_strided.partial_views": FORWARD["as_strided.partial_views"],
     "sparse.sampled_addmm": SPARSE,
     "sparse.mm.reduce": SPARSE,
     "to_sparse": SPARSE,
+}
+
+# -- recorded for GPUs by a session that computes nothing -----------------------------------------
+
+VALUES = "its shape depends on values"
+KERNEL = "torch has no meta kernel of it: only the workers can tell the shape of its result"
+CHECKED = "torch checks a value, which is 0 where nothing is computed"
+STATISTICS = "without training the statistics are empty on a CPU and not on a GPU"
+
+UNKNOWN_FORWARD = FORWARD | {
+    "argwhere": VALUES,
+    "bincount": VALUES,
+    "combinations": VALUES,
+    "masked_select": VALUES,
+    "nn.functional.one_hot": VALUES,
+    "nonzero": VALUES,
+    "unique": VALUES,
+    "unique_consecutive": VALUES,
+    "cov": CHECKED,
+    "geqrf": KERNEL,
+    "histogram": KERNEL,
+    "histogramdd": KERNEL,
+    "linalg.lstsq": KERNEL,
+    "linalg.lstsq.grad_oriented": KERNEL,
+    "nn.functional.ctc_loss": KERNEL,
+    "native_batch_norm": STATISTICS,
+    "_native_batch_norm_legit": STATISTICS,
+}
+
+UNKNOWN_BACKWARD = BACKWARD | {
+    "combinations": VALUES,
+    "masked_select": VALUES,
+    "index_fill": VALUES,
+    "index_put": VALUES,
+    "cov": CHECKED,
+    "linalg.lstsq": KERNEL,
+    "linalg.lstsq.grad_oriented": KERNEL,
+    "nn.functional.ctc_loss": KERNEL,
+    "nn.functional.fractional_max_pool3d": KERNEL,
+    "nn.functional.multi_margin_loss": KERNEL,
+    "nn.functional.multilabel_margin_loss": KERNEL,
 }

@@ -46,6 +46,17 @@ def _noted() -> Iterator[list[tuple[Any, Any, Any]]]:
         _calls = None
 
 
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Ops of the test itself are not the program's."""
+    global _calls
+    kept, _calls = _calls, None
+    try:
+        yield
+    finally:
+        _calls = kept
+
+
 def eager(program: Callable[[], Any]) -> Stream:
     """What a program on CPU tensors runs."""
     with _noted() as calls, torch._C._IncludeDispatchKeyGuard(_KEY):
@@ -103,7 +114,7 @@ _MADE = {
     "zeros_like": "zero", "ones_like": "fill", "_efficientzerotensor": "zero", "rand": "uniform",
     "randn": "normal", "randint": "random", "eye": "eye", "arange": "arange",
     "linspace": "linspace", "logspace": "logspace", "fill": "fill", "zero": "zero",
-    "uniform": "uniform", "random": "random",
+    "uniform": "uniform", "random": "random", "normal": "normal",
 }  # fmt: skip
 
 _PLACES = ("device", "layout", "pin_memory", "generator", "non_blocking")
@@ -115,11 +126,10 @@ def _normal(calls: list[tuple[Any, Any, Any]]) -> Stream:
 
 def _line(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """An op with what it is given; written into its operand or not, it computes the same."""
-    name, overload = str(op).removeprefix("aten.").split(".")
+    *_, name, overload = str(op).split(".")
     name = name.rstrip("_")
-    made = _MADE.get(name) or ("normal" if overload == "float_float" else None)
-    if made is not None:
-        return made
+    if name in _MADE:
+        return _MADE[name]
     given = [
         _text(args[i] if i < len(args) else kwargs.get(a.name, a.default_value))
         for i, a in enumerate(op._schema.arguments)

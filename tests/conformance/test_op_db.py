@@ -1,66 +1,58 @@
 """Every operator of torch's database, forward and backward, on device lazygt against the CPU.
 
+Each sample's ops are recorded and run checked, then its plan is run again, then once more as
+generated code; and they are recorded for GPUs that this machine need not have.
+
 ``LAZYGT_ALL_SAMPLES=1`` runs all samples of each operator instead of the first few.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
-import lazygt
 from tests.conformance import harness
-from tests.conformance.refusals import BACKWARD, FORWARD
+from tests.conformance.refusals import BACKWARD, FORWARD, UNKNOWN_BACKWARD, UNKNOWN_FORWARD
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3600 if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 900),
     # the samples are torch's, and so are the warnings about them
     pytest.mark.filterwarnings("ignore"),
 ]
 
-LIMIT = None if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 4
+LIMIT = None if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 3
 #: Shares of operators whose samples all agree; they must not fall.
-FLOORS = {"forward": 0.97, "backward": 0.99}
+FLOORS = {"forward": 0.98, "backward": 0.99, "inferred forward": 0.96, "inferred backward": 0.97}
 
 Report = dict[str, harness.Tally]
+Check = Callable[[harness.OpInfo, bool, int | None], harness.Tally]
 
 
-def run(ops: list[harness.OpInfo], grad: bool) -> Report:
+def run(check: Check, grad: bool) -> Report:
     found = {}
-    for op in ops:
-        with lazygt.session(executor="inline"):
-            try:
-                found[harness.name_of(op)] = harness.check(op, grad, LIMIT)
-            except Exception as error:  # noqa: BLE001 - torch can't make the samples here
-                found[harness.name_of(op)] = harness.Tally(failures=[f"no samples: {error}"])
+    for op in harness.operators():
+        if grad and not harness.with_gradient(op):
+            continue
+        try:
+            tally = check(op, grad, LIMIT)
+        except Exception as error:  # noqa: BLE001 - torch can't make the samples here
+            tally = harness.Tally(failures=[f"no samples: {error}"])
+        found[harness.name_of(op)] = tally
     return found
-
-
-def with_gradient(op: harness.OpInfo) -> bool:
-    return bool(op.supports_autograd) and harness.dtype_of(op).is_floating_point
-
-
-@pytest.fixture(scope="module")
-def forward() -> Report:
-    return run(harness.operators(), grad=False)
-
-
-@pytest.fixture(scope="module")
-def backward() -> Report:
-    return run([op for op in harness.operators() if with_gradient(op)], grad=True)
 
 
 def judge(kind: str, report: Report, refused: dict[str, str]) -> None:
     """Print the rates; fail for what is not in the table, and for what need not be."""
     good = [name for name, tally in report.items() if not tally.failures]
     passed = sum(tally.passed for tally in report.values())
-    exact = sum(tally.exact for tally in report.values())
+    generated = sum(tally.generated for tally in report.values())
     total = sum(tally.total for tally in report.values())
     print(
         f"\n{kind}: {len(good)} of {len(report)} operators ({len(good) / len(report):.1%}), "
-        f"{passed} of {total} samples ({passed / total:.1%}), {exact} of them bit for bit"
+        f"{passed} of {total} samples ({passed / total:.1%}), {generated} by generated code"
     )
     broken = {
         name: tally.failures[0]
@@ -73,9 +65,21 @@ def judge(kind: str, report: Report, refused: dict[str, str]) -> None:
     assert len(good) / len(report) >= FLOORS[kind]
 
 
-def test_forward(forward: Report) -> None:
-    judge("forward", forward, FORWARD)
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("forward", FORWARD), ("backward", BACKWARD)], ids=["forward", "backward"]
+)
+def test_bits_of_three_runs(kind: str, refused: dict[str, str]) -> None:
+    report = run(harness.check, grad=kind == "backward")
+    judge(kind, report, refused)
+    # the rest are data-dependent, which are checked at each run, or record nothing
+    generated = sum(tally.generated for tally in report.values())
+    assert generated >= 0.8 * sum(tally.passed for tally in report.values())
 
 
-def test_backward(backward: Report) -> None:
-    judge("backward", backward, BACKWARD)
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [("inferred forward", UNKNOWN_FORWARD), ("inferred backward", UNKNOWN_BACKWARD)],
+    ids=["forward", "backward"],
+)
+def test_shapes_and_dtypes_for_gpus_that_are_not_there(kind: str, refused: dict[str, str]) -> None:
+    judge(kind, run(harness.infer, grad="backward" in kind), refused)
