@@ -33,6 +33,7 @@ INDICES = "a kernel for CPUs alone, without indices: the same elements"
 LENGTHS = "the lengths stay a tensor; on a CPU eager torch makes a list of them"
 VIEWS = "a write through a view is recorded by the views, not by strides: the same elements"
 ORDER = "the same ops, some in another order that no number depends on"
+SUMMED = "a sum into a tensor of its own dtype, or one that makes it"
 FOLDED = (
     "torch folds a batch of 1 for any tensor that is not plain: its rounding is that of one matrix "
     "product. A choice in Python would make every matmul slower to record"
@@ -47,6 +48,8 @@ FORWARD_DIFFERENCES = {
     "nn.functional.ctc_loss": LENGTHS,
     "tensor_split": "the sections are fetched",
     "empty_permuted": VIEWS,
+    "linalg.matrix_rank": SUMMED,
+    "linalg.matrix_rank.hermitian": SUMMED,
 }
 BACKWARD_DIFFERENCES = {
     "quantile": CHECKED,
