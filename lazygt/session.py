@@ -136,7 +136,7 @@ class Session:
 
     def flush(self) -> None:
         """Ship what is recorded; does not wait for it."""
-        self._check_open()
+        self._check_used()
         self.recorder.flush("flush()")
 
     def synchronize(self) -> None:
@@ -146,7 +146,7 @@ class Session:
             ExecutionError: an op failed since the last sync point.
             WorkerDied, WorkerFrozen: a worker is gone or does not answer.
         """
-        self._check_open()
+        self._check_used()
         with self.recorder.lock, HOLD:
             self.recorder.flush("synchronize()")
             self._client.synchronize()
@@ -157,7 +157,7 @@ class Session:
 
         A sync point, as ``synchronize``, and raises what that does.
         """
-        self._check_open()
+        self._check_used()
         with self.recorder.lock, torch.no_grad():
             handles: list[LazyTensor] = []
             for t in tensors:
@@ -194,7 +194,7 @@ class Session:
         Returns:
             False when the time was not enough.
         """
-        self._check_open()
+        self._check_used()
         with self.recorder.lock, HOLD:
             return self._tiers.wait(timeout)
 
@@ -217,8 +217,12 @@ class Session:
         if self._planner.is_sharded(recorder.stretch) == sharded:
             recorder.flush(reason)
 
-    def _check_open(self) -> None:
+    def _check_used(self) -> None:
+        """For what makes sense in an entered session only."""
         self._idle.used()
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self.recorder.closed:
             raise NoSession("this session is closed; open a new one with lazygt.session()")
 
