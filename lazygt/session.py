@@ -130,6 +130,7 @@ class Session:
         if os.getpid() == self._owner:
             self._tiers.close()
             self._link.close()
+        self._client.close()
         self._log.close()
 
     # -- sync points ---------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""The workers' process group stands: a plan with an all-reduce runs on two real workers."""
+"""torch's functional collectives in a session: what they need, and what to write instead."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.tensor import Shard
 
 import lazygt
 
@@ -13,13 +14,15 @@ GROUP = "0"  # torch's name of the default group
 
 
 @pytest.mark.timeout(120)
-def test_two_workers_sum_their_values() -> None:
+def test_workers_on_cpus_have_no_process_group_of_torchs() -> None:
     assert functional_collectives is not None  # importing it registers the ops
-    with lazygt.session(workers=2, threads=1) as s:
+    with lazygt.session(workers=2, threads=1):
         x = torch.full((4,), 3.0)
-        total = functional.wait_tensor(functional.all_reduce(x, "sum", GROUP))
-        assert total.tolist() == [6.0] * 4
-        assert len(set(s.worker_pids)) == 2
+        total = functional.all_reduce(x, "sum", GROUP)
+        with pytest.raises(lazygt.ExecutionError, match=r"place values with lazygt\.distribute"):
+            total.tolist()
+        placed = lazygt.distribute(x, [Shard(0)])
+        assert placed.sum().item() == 12.0
 
 
 @pytest.mark.timeout(60)

@@ -1,11 +1,13 @@
 """Errors: at the call where torch raises there; else at the next sync point, with the line."""
 
+import gc
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -360,3 +362,23 @@ def test_an_exception_that_needs_arguments_to_exist_leaves_a_plain_execution_err
     kind = f"{__name__}.Mine.Strict"
     assert exception_class(kind) is Strict
     assert type(execution_error("op", (), "here", kind, "why")) is lazygt.ExecutionError
+
+
+def test_a_closed_session_is_freed_though_its_errors_went_through_frames_with_its_tensors() -> None:
+    def failing() -> None:
+        table, message = torch.ones(3), ""
+        try:
+            table[torch.tensor([7])].sum().item()
+        except IndexError as error:
+            message = str(error)
+        assert "index 7 is out of bounds" in message
+
+    def opened() -> weakref.ref[lazygt.Session]:
+        with lazygt.session(executor="inline") as session:
+            failing()
+        return weakref.ref(session)
+
+    closed = [opened() for _ in range(3)]
+    for _ in range(2):  # a tensor in a cycle outlives the first
+        gc.collect()
+    assert [session() for session in closed] == [None] * 3

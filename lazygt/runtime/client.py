@@ -113,6 +113,12 @@ class Client:
         #: id of the first value for which ranks may not have met, once one has left the group
         self._parted: int | None = None
 
+    def close(self) -> None:
+        """Forget what failed: a raised error holds the frames that it went through, and these the
+        user's tensors, and they the session."""
+        self._failures = Failures()
+        self._flights.clear()
+
     # -- values --------------------------------------------------------------------------
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from lazygt.errors import LazyGTError
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.label import (
     ALL_GATHER,
@@ -105,7 +107,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-#: torch's functional collectives; they run on the workers' process group.
+#: torch's functional collectives; they run on torch's own process group, which GPUs have.
 COLLECTIVES = "_c10d_functional."
 
 
@@ -117,6 +119,15 @@ def check(name: str) -> None:
         learnt.learnt(name)
     else:
         overload(name)
+
+
+def _need_torchs_group(name: str) -> None:
+    group.wait()
+    if not dist.is_initialized():
+        raise LazyGTError(
+            f"{name}: CPU workers have no process group of torch's, which would listen on a TCP "
+            f"port; place values with lazygt.distribute, and the collectives follow from that"
+        )
 
 
 def kernel(name: str) -> Callable[..., Any]:
@@ -132,6 +143,6 @@ def kernel(name: str) -> Callable[..., Any]:
     if "@" in name:
         return learnt.learnt(name).kernel
     if name.startswith(COLLECTIVES):
-        group.wait()
+        _need_torchs_group(name)
     found: Callable[..., Any] = overload(name)
     return found
