@@ -366,11 +366,12 @@ def test_an_exception_that_needs_arguments_to_exist_leaves_a_plain_execution_err
 
 def test_a_closed_session_is_freed_though_its_errors_went_through_frames_with_its_tensors() -> None:
     def failing() -> None:
-        table, message = torch.ones(3), ""
+        table, message = torch.arange(6.0).reshape(2, 3), ""
         try:
-            table[torch.tensor([7])].sum().item()
+            torch.ones(3)[torch.tensor([7])].sum().item()
         except IndexError as error:
             message = str(error)
+        assert table.shape == (2, 3)
         assert "index 7 is out of bounds" in message
 
     def opened() -> weakref.ref[lazygt.Session]:
