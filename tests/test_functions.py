@@ -165,6 +165,26 @@ def test_its_arguments_are_not_its_to_write(s: lazygt.Session) -> None:
     assert x.tolist() == [1, -2, 2, 2]
 
 
+def doubled_in_place(x: Tensor) -> Tensor:
+    x.numpy().__imul__(2)  # torch does not see it
+    return x.sum()
+
+
+def emptied_when_large(x: Tensor) -> Tensor:
+    return x.zero_() if x.sum() > 10 else x + 1
+
+
+def test_what_it_writes_in_any_call_stays_its_own(s: lazygt.Session) -> None:
+    x, large = values(), values() + 5
+    for _ in range(3):
+        assert lazygt.apply(doubled_in_place, x).tolist() == 6
+    assert x.tolist() == [1, -2, 2, 2]
+    assert lazygt.apply(emptied_when_large, x).tolist() == [2, -1, 3, 3]
+    with pytest.raises(RuntimeError, match="has written into its tensor argument 0"):
+        lazygt.apply(emptied_when_large, large).tolist()
+    assert large.tolist() == [6, 3, 7, 7]
+
+
 def test_a_lazy_tensor_is_an_argument_and_no_part_of_the_code(s: lazygt.Session) -> None:
     w = values()
     with pytest.raises(lazygt.CodeError, match=r"lazygt tensor \(\[4\], torch.float32\)"):

@@ -117,15 +117,16 @@ def _as_before(
 
 
 class _Call:
-    """Runs a function on a worker, which is not to write into what it is given."""
+    """Runs a function on a worker: on copies, since it may write into what it is given.
+
+    Not every write is seen: numpy's are not. One that is seen after it was made is too late.
+    """
 
     def __init__(self, function: PlainFunction | Gradient, device: torch.device) -> None:
         self._function, self._device = function, device
-        #: it has left its arguments as they were once, so they are not copied for it any more
-        self._trusted = False
 
     def __call__(self, operands: Sequence[torch.Tensor], tell: bool) -> list[Any]:
-        given = [t.detach() if self._trusted else t.detach().clone() for t in operands]
+        given = [t.detach().clone() for t in operands]
         before = [t._version for t in given]
         with undispatched(), torch.enable_grad():
             returned = self._function(self._device, given)
@@ -136,7 +137,6 @@ class _Call:
                     f"is a value of the workers: have it write into a copy (x = x.clone()), and "
                     f"return that"
                 )
-        self._trusted = True
         leaves, spec = pytree.tree_flatten(returned)
         made = [self._here(leaf) for leaf in leaves]
         if not tell:
