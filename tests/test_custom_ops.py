@@ -366,8 +366,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 
-    def write(name: str, **given: Any) -> Any:
-        text = MODULE.format(**{"name": name, "by": 3, "breaks": False} | given)
+    def write(name: str, text: str = MODULE, **given: Any) -> Any:
+        text = text.format(**{"name": name, "by": 3, "breaks": False} | given)
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
         made.append(name)
         importlib.invalidate_caches()
@@ -404,6 +404,27 @@ def test_a_module_that_fails_on_the_worker_is_said_and_the_session_goes_on(
         with pytest.raises(lazygt.CodeError):
             found.f(torch.ones(3)).tolist()
         assert (other + 1).tolist() == [3, 3]
+
+
+EXITING = """
+    import os, sys
+
+    if os.environ.get("LAZYGT_WORKER") == "1":
+        sys.exit(3)
+
+    def doubled(x):
+        return x * 2
+"""
+
+
+def test_code_whose_imports_exit_is_said_and_the_session_goes_on(
+    module: Callable[..., Any],
+) -> None:
+    found = module("lazygt_exiting_module", EXITING)
+    with lazygt.session(workers=1):
+        with pytest.raises(lazygt.CodeError, match="SystemExit: 3"):
+            lazygt.apply(lambda x: found.doubled(x), torch.ones(2)).tolist()
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
 
 
 def test_a_module_loaded_again_is_sent_as_it_is_now(

@@ -44,7 +44,7 @@ class Learnt:
                 self._run = made.on(device) if isinstance(made, Portable) else made
             else:
                 self._run = _known(self.definition)
-        except Exception as error:  # noqa: BLE001 - any module may fail in any way to be imported
+        except BaseException as error:  # noqa: BLE001 - a module may even call sys.exit
             self._error = _unavailable(self.definition, error)
 
     @property
@@ -210,7 +210,7 @@ def _known(definition: Definition) -> Callable[..., Any]:
     return getattr(found, "_op", found)  # type: ignore[no-any-return]
 
 
-def _unavailable(definition: Definition, error: Exception) -> CodeError:
+def _unavailable(definition: Definition, error: BaseException) -> CodeError:
     where = ", ".join((*definition.modules, *definition.libraries))
     return CodeError(definition.title, where, f"{type(error).__name__}: {error}")
 
