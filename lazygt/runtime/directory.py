@@ -43,6 +43,13 @@ class SessionDirectory:
         self.path = base / f"lazygt-{secrets.token_hex(8)}"
         self.path.mkdir(_MODE)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._begin()
+        except BaseException:  # the disk is full, say
+            self.close()
+            raise
+
+    def _begin(self) -> None:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         record = os.open(RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
         with open(record, "w") as file:

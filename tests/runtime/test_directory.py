@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ import torch
 import lazygt
 from lazygt.runtime import directory
 from lazygt.runtime.directory import RECORD, SessionDirectory, remove
+from tests.descriptors import open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -125,6 +127,18 @@ def test_what_may_be_the_users_stays(base: Path, look_alike: str) -> None:
     before = contents(base)
     SessionDirectory().close()
     assert contents(base) == before
+
+
+def test_a_full_disk_leaves_nothing_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(directory.json, "dump", full)
+    before = open_descriptors()
+    with pytest.raises(OSError, match="No space left"):
+        SessionDirectory()
+    assert open_descriptors() == before
+    assert contents(base) == []
 
 
 def test_a_locked_directory_stays(base: Path) -> None:
