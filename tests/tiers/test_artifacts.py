@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,23 @@ def test_a_user_without_a_home_has_a_place(tmp_path: Path, monkeypatch: pytest.M
     assert cache.find(KEY) == RECORD
     assert cache.place.stat().st_mode & 0o777 == 0o700
     assert Cache(str(tmp_path / "given")).place == tmp_path / "given"
+
+
+def test_a_link_that_somebody_else_has_put_there_is_refused(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lead elsewhere as soon as it was looked at."""
+    link = tmp_path / "link"
+    link.symlink_to(cache.place)
+    assert Cache(str(link)).find(KEY) == RECORD
+    lstat = Path.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        fields = list(lstat(path))
+        fields[stat.ST_UID] += path == link
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    assert cache.find(KEY) == RECORD
+    with pytest.raises(PermissionError, match="only you may write to it, or link it"):
+        Cache(str(link)).find(KEY)

@@ -60,15 +60,16 @@ class Cache:
         """The directory, which is made if it is missing.
 
         Raises:
-            PermissionError: it belongs to somebody else, or others may write to it: code is
-                loaded from there.
+            PermissionError: it belongs to somebody else, or others may write to it, or have put a
+                link there: code is loaded from there.
         """
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = self.place.stat()
-        if info.st_uid != os.getuid() or info.st_mode & 0o022:
+        user, linked_by = os.getuid(), self.place.lstat().st_uid  # its own, where it is no link
+        if info.st_uid != user or linked_by not in (user, 0) or info.st_mode & 0o022:
             raise PermissionError(
-                f"{self.place}: compiled code is loaded from here, so only you may write to it; "
-                f"chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
+                f"{self.place}: compiled code is loaded from here, so only you may write to it, "
+                f"or link it; chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
             )
         return self.place
 
