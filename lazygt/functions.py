@@ -58,7 +58,9 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     count = iter(range(len(tensors)))
     given = [Operand(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
     plain = PlainFunction(fn, pytree.tree_unflatten(given, spec))
-    parts = (fn, sys.intern(str(spec)), *(None if type(x) is Operand else x for x in given))
+    places = [type(x) is Operand for x in given]  # None may stand where a tensor stood before
+    shape = sys.intern(f"{spec} {places}")
+    parts = (fn, shape, *(None if type(x) is Operand else x for x in given))
     call = _Call(active, plain, parts)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         made, structure = call.run(tensors)

@@ -103,7 +103,15 @@ def _walk_function(fn: FunctionType, seen: list[Any], known: set[int]) -> None:
     _walk_all(fn.__defaults__ or (), seen, known)
     _walk_all((fn.__kwdefaults__ or {}).values(), seen, known)
     for cell in fn.__closure__ or ():
-        _walk(cell.cell_contents, seen, known)
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # what it is for is defined later
+            seen.append(cell)
+        else:
+            _walk(contents, seen, known)
+    for name, value in vars(fn).items():
+        seen.append(name)
+        _walk(value, seen, known)
     space = fn.__globals__
     for name in _names(fn.__code__):
         if name in space:

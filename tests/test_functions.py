@@ -219,3 +219,37 @@ def test_dry_it_is_not_run() -> None:
     with lazygt.session(executor="dry"):
         assert lazygt.apply(never, values()).shape == (2,)
         assert lazygt.apply(never, values()).sum().item() == 0
+
+
+def test_what_is_set_on_a_function_is_seen(s: lazygt.Session) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * vars(scaled)["factor"]
+
+    found = []
+    for factor in (2.0, 3.0):
+        vars(scaled)["factor"] = factor
+        found.append(lazygt.apply(scaled, torch.ones(1)).item())
+    assert found == [2.0, 3.0]
+
+
+def test_none_in_the_place_of_a_tensor_is_another_call(s: lazygt.Session) -> None:
+    def either(a: Tensor | None, b: Tensor | None) -> Tensor:
+        if a is None or b is None:
+            return b - 1 if b is not None else a + 1
+        return a * 10 + b
+
+    one, five = torch.ones(1), torch.full((1,), 5.0)
+    calls = [(one, None), (one, five), (None, five)]
+    assert [lazygt.apply(either, *call).item() for call in calls] == [2.0, 15.0, 4.0]
+
+
+def test_a_name_that_is_bound_later_may_stand_in_it(s: lazygt.Session) -> None:
+    def first(x: Tensor) -> Tensor:
+        return second(x) if x.dim() > 1 else x + 1
+
+    assert lazygt.apply(first, torch.ones(1)).item() == 2
+
+    def second(x: Tensor) -> Tensor:
+        return x.sum()
+
+    assert lazygt.apply(first, torch.ones(1, 1)).item() == 1
