@@ -105,7 +105,20 @@ def _set_lazy_data(t: LazyTensor, value: torch.Tensor) -> None:
         _to_host(t, value)
 
 
+def _check(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what can't be done before anything is moved."""
+    if t.grad is not None and not _is_movable(t.grad):
+        raise NotImplementedError(
+            f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
+            f"of layout {t.grad.layout}: expected a dense one; set .grad = None before it is moved"
+        )
+    # torch's own error, for a dtype that has no gradients
+    trial = torch.empty(0, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    _host_data.__set__(trial, torch.empty(0, dtype=value.dtype, device="cpu"))
+
+
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
+    _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
     twin = value._cell.recorder.blank(t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
@@ -119,6 +132,7 @@ def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
 
 
 def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
+    _check(t, value)
     grad = None if t.grad is None else t.grad.to(value.device)
     # shape and dtype of the gradient, for a moment
     twin = torch.empty((), dtype=t.dtype, device=value.device).expand(t.size())
@@ -167,6 +181,8 @@ def _exchange(
     if needs_grad:
         twin.register_hook(_left_behind)
     if grad is not None and moved_grad is not None:
+        if not grad.is_leaf:  # made with create_graph=True: its graph is of what is left behind
+            grad.detach_()
         grad.data = moved_grad
         t.grad = grad
 

@@ -106,9 +106,13 @@ class LazyTensor(torch.Tensor):
         """Set by device.py, where it is implemented."""
         raise RuntimeError("device 'lazygt' has not been registered")
 
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """A parameter: ``type(p)(values, requires_grad=...)`` is how libraries make one like p."""
-        return torch.nn.Parameter(data, requires_grad)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A parameter: ``type(p)(values, requires_grad=...)`` is how libraries make one like p.
+
+        Of sizes or a list ``type(t)(...)`` makes a tensor.
+        """
+        made = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
+        return made(*args, **kwargs)
 
     # -- sync points that torch would refuse to a wrapper ---------------------------------
 
@@ -232,6 +236,11 @@ class LazyTensor(torch.Tensor):
     def share_memory_(self) -> LazyTensor:
         """A no-op, as for CUDA tensors."""
         return self
+
+
+def _is_values(given: Any) -> bool:
+    """Whether it is what a parameter is made of."""
+    return given is None or isinstance(given, torch.Tensor)
 
 
 #: What a lazy tensor has in its ``__dict__`` and one of the host has not.

@@ -335,3 +335,44 @@ def test_a_class_with_a_torch_function_of_its_own(s: lazygt.Session) -> None:
 def test_a_class_with_ops_of_its_own_is_refused(s: lazygt.Session) -> None:
     with pytest.raises(TypeError, match=r"Wrapped: a class for it derives from torch\.Tensor"):
         torch.ones(2).as_subclass(Wrapped)
+
+
+@pytest.mark.parametrize("there", ["lazygt", "cpu"])
+def test_a_move_that_torch_refuses_moves_nothing(s: lazygt.Session, there: str) -> None:
+    here = {"lazygt": "cpu", "cpu": "lazygt"}[there]
+    p = nn.Parameter(torch.ones(2, device=here))
+    with pytest.raises(RuntimeError, match="floating point or complex dtype"):
+        p.data = torch.ones(2, dtype=torch.int32, device=there)
+    assert p.device.type == here
+    assert p.tolist() == [1, 1]
+
+
+def test_a_gradient_that_is_not_dense_stays_with_its_parameter(s: lazygt.Session) -> None:
+    p = nn.Parameter(torch.ones(2, device="cpu"))
+    p.grad = torch.ones(2, device="cpu").to_sparse()
+    with pytest.raises(NotImplementedError, match=r"layout torch.sparse_coo.*set .grad = None"):
+        p.data = p.data.to("lazygt")
+    assert p.tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("there", ["lazygt", "cpu"])
+def test_a_gradient_with_a_graph_moves_along(s: lazygt.Session, there: str) -> None:
+    here = {"lazygt": "cpu", "cpu": "lazygt"}[there]
+    module = nn.Linear(2, 1, bias=False).to(here)
+    module.weight.data.fill_(3)
+    (module.weight**2).sum().backward(create_graph=True)
+    grad = module.weight.grad
+    module.to(there)
+    assert module.weight.grad is grad
+    assert grad is not None
+    assert grad.device.type == there
+    assert (module.weight.tolist(), grad.tolist()) == ([[3, 3]], [[6, 6]])
+
+
+def test_the_class_of_a_tensor_makes_tensors(s: lazygt.Session) -> None:
+    t = torch.ones(2)
+    made = type(t)([1.0, 2.0])
+    assert (made.tolist(), made.requires_grad) == ([1, 2], False)
+    assert type(t)(2, 3).shape == (2, 3)
+    assert type(nn.Parameter(t))(t).requires_grad
