@@ -175,7 +175,7 @@ def _as_strided(
     base = t
     if t._view is not None and t._cell.meta.dtype == t.dtype:
         base = wrapper(t._cell.meta, t._cell, None)
-    return recorder.record(func, (base, size, stride, where), {})
+    return recorder.record_plain(func, (base, size, stride, where), {})
 
 
 def _resize(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,13 @@ class LazyStorage(torch.UntypedStorage):
 
     cell: Cell
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: torch would go on with a storage that has no memory, and crash."""
+        raise NotImplementedError(
+            "a lazygt storage can't be made or copied: clone the tensor that shows it, or fetch "
+            "that with .cpu() and take the storage of the copy"
+        )
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """``lazygt:0``."""

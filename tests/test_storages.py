@@ -1,5 +1,6 @@
 """Lazy tensors have storages by which libraries see who shares what: safetensors, for one."""
 
+import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,3 +91,20 @@ def test_safetensors_saves_a_tied_weight_once(s: lazygt.Session, tmp_path: Path)
     assert other[0].weight is other[1].weight
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours.cpu(), theirs.cpu())
+
+
+def test_a_storage_of_the_workers_is_not_copied(s: lazygt.Session) -> None:
+    storage = torch.zeros(2).untyped_storage()
+    with pytest.raises(NotImplementedError, match="clone the tensor that shows it"):
+        storage.clone()
+    with pytest.raises(NotImplementedError, match="clone the tensor that shows it"):
+        copy.deepcopy(storage)
+
+
+def test_strides_over_the_storage_of_a_view_of_another_dtype(s: lazygt.Session) -> None:
+    x = torch.arange(12.0)
+    v = x[2:].view(torch.int32)
+    every_other = v.as_strided((4,), (2,)).view(torch.float32)
+    assert every_other.tolist() == [2, 4, 6, 8]
+    v.as_strided((2, 3), (3, 1), 1).zero_()
+    assert x.tolist() == [0, 0, 0, 0, 0, 0, 0, 7, 8, 9, 10, 11]
