@@ -49,7 +49,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = all(type(a) is LazyTensor for a in args if isinstance(a, torch.Tensor))
+        plain = all(isinstance(a, LazyTensor) for a in args if isinstance(a, torch.Tensor))
         wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
             found = formula(*args, **kwargs)

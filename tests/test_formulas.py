@@ -95,3 +95,13 @@ def test_a_session_that_computes_nothing_asks_for_no_value() -> None:
         torch.ones(3).masked_fill(torch.tensor([True, False, True]), value).sum().backward()
         assert value.grad is not None
         assert value.grad.shape == ()
+
+
+class Image(torch.Tensor):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+def test_tensors_of_the_users_classes_take_them_too(zeros: int) -> None:
+    same(lambda x: x.as_subclass(Image).prod(1), matrix(zeros))
+    same(lambda x: torch.max(x.as_subclass(Image)), matrix())
