@@ -205,6 +205,8 @@ class Door:
         Raises:
             OSError: one could not be reached, or did not come in time.
         """
+        for key in [key for key in self._visitors if key[0] < number]:
+            self._visitors.pop(key).close()  # came for a group that never was
         found: dict[tuple[int, int], socket.socket] = {}
         try:
             for rank, which in product(others, range(len(Ends._fields))):

@@ -12,6 +12,7 @@ import pytest
 
 from lazygt.runtime.channel import listen_local
 from lazygt.runtime.direct import Door, Ends, Peer
+from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,6 +177,17 @@ def test_who_comes_for_a_group_that_has_been_left_is_told_so(doors: Doors) -> No
         first.meet(4, [1])
     with end, pytest.raises(ConnectionError, match="rank 0 has left"):
         second._welcomed(end, 0)
+
+
+def test_who_came_for_a_group_that_never_was_is_let_go_with_it(doors: Doors) -> None:
+    first, *others = made = doors(3, timeout=0.5)
+    before = descriptors_before()
+    with ThreadPoolExecutor(2) as pool:  # the second rank stays away
+        late = [pool.submit(door.meet, 0, ranks) for door, ranks in
+                [(first, [1, 2]), (others[1], [0])]]  # fmt: skip
+        assert all(isinstance(each.exception(), TimeoutError) for each in late)
+    leave(meet_all(made, 1))
+    assert open_descriptors() <= before
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_without_end(doors: Doors) -> None:
