@@ -97,6 +97,13 @@ def test_a_session_that_computes_nothing_asks_for_no_value() -> None:
         assert value.grad.shape == ()
 
 
+@pytest.mark.parametrize("zeros", [0, 1])
+def test_products_of_complex_numbers(zeros: int) -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    x[0, :zeros] = 0
+    same(lambda x: x.prod(1).abs(), x.requires_grad_())
+
+
 class Image(torch.Tensor):
     """A class of the user's."""
 

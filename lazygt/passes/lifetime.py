@@ -19,6 +19,9 @@ from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.ops import overload
 from lazygt.passes.base import placed, rebuild
 
+#: Of complex64 their CPU kernel rounds otherwise where it writes over an operand.
+_ROUNDED_IN_PLACE = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor"})
+
 
 class Lifetime:
     """Turns ``b = op(a)`` into ``op_(a)`` or ``op(a, out=a)`` where ``a`` dies."""
@@ -51,6 +54,8 @@ def _target(
     made = node.fresh[0]
     if made is None or _overwriting(node.op) is None or made.offset or made.conj or made.neg:
         return None
+    if _rounds_in_place(node.op, made):
+        return None
     for arg in node.args:
         if type(arg) is not Ref or metas[arg.index] != made:
             continue
@@ -63,6 +68,11 @@ def _target(
             if alone and aliases.dies(value):
                 return value
     return None
+
+
+def _rounds_in_place(op: str, made: TensorMeta) -> bool:
+    """Whether the bits depend on where the result is written."""
+    return made.dtype == torch.complex64 and op in _ROUNDED_IN_PLACE
 
 
 def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:

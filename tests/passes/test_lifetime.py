@@ -243,6 +243,10 @@ def test_memory_that_somebody_needs(rows: str) -> None:
         "%1: c64[4, 4] = aten._to_copy.default(%0, dtype=torch.complex64)\n"
         "%2: c64[4, 4]~conj = aten._conj.default(%1)\n"
         "%3: c64[4, 4] = aten.exp.default(%2)\nreturn %3",
+        # a kernel that rounds otherwise in place
+        "%1: c64[4, 4] = aten._to_copy.default(%0, dtype=torch.complex64)\n"
+        "%2: c64[4, 4] = aten.exp.default(%1)\n"
+        "%3: c64[4, 4] = aten.div.Tensor(%1, %2)\nreturn %3",
     ],
 )
 def test_memory_that_does_not_fit(rows: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lazygt.graph import Graph, Ref
 from lazygt.graph.node import Node, map_arg
 from lazygt.graph.verify import verify
-from lazygt.passes.lifetime import Lifetime, _overwriting
+from lazygt.passes.lifetime import Lifetime, _overwriting, _rounds_in_place
 from tests.passes.overloads import graphs, inputs_for, that
 from tests.passes.tools import same_numbers
 
@@ -38,7 +38,9 @@ def test_a_written_form_computes_the_same_bits(op: str) -> None:
         made = LIFETIME.run(graph)
         copy = len(graph.inputs)
         first = graph.nodes[1].args[0] == Ref(copy)
-        if not out and not (in_place and first):
+        (meta,) = graph.nodes[1].fresh
+        assert meta is not None
+        if (not out and not (in_place and first)) or _rounds_in_place(op, meta):
             assert made is graph
             continue
         verify(made)
