@@ -29,6 +29,8 @@ from lazygt.runtime.shm import ALIGNMENT, Arena
 SLOT_BYTES = 4 << 20
 """Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
 
+_CLOSE_SECONDS = 5.0  # what runs ends at once where the sockets are closed
+
 _TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, where the slot lies
 
 Parts = list[torch.Tensor]
@@ -78,11 +80,17 @@ class Shared:
         return self._begin(lambda: self._all_to_all(parts, pieces))
 
     def close(self) -> None:
-        """Give the memory back, when what runs has ended; the sockets are to be closed before."""
+        """Give the memory back, when what runs has ended; the sockets are to be closed before.
+
+        Waits for that, as a process that ends meanwhile would stop the thread within torch's C++,
+        which aborts.
+        """
         self._failure = self._failure or ConnectionError("this rank has left")
         self._begun.put(None)
         if self._thread is None:
             self._close()
+        else:
+            self._thread.join(_CLOSE_SECONDS)
 
     # -- the thread --------------------------------------------------------------------------
 
