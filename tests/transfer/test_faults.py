@@ -37,7 +37,8 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 MakeStage = Callable[[str], Stage]
 EVERY_BOUNDARY = pytest.mark.parametrize("at", range(CHUNKS + 1))
-NAMED_SECONDS = 0.5
+#: An accident is named as it happens: far sooner than the transfers' own timeouts of 10 s and more.
+NAMED_SECONDS = 5.0
 DEADLINE = 1.0
 
 
