@@ -28,8 +28,8 @@ EXAMPLES = {section.split("\n", 1)[0]: code(section) for section in SECTIONS if 
 
 def missing(example: str) -> list[str]:
     """Packages that an example imports and that are not installed."""
-    lines = re.findall(r"^(?:from|import) (\w+)", example, re.MULTILINE)
-    return [name for name in lines if importlib.util.find_spec(name) is None]
+    names = dict.fromkeys(re.findall(r"^(?:from|import) (\w+)", example, re.MULTILINE))
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
