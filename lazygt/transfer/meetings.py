@@ -30,6 +30,11 @@ def marker(directory: str, number: int) -> Path:
     return Path(directory) / f"groups-{number}"
 
 
+def _too_late(deadline: Deadline) -> str:
+    """What is said, whether this thread or one of a group's sees it first."""
+    return f"receivers did not take it within {deadline.seconds:g} s"
+
+
 class Meetings:
     """This process's ends of groups, and a buffer to pack for each sender.
 
@@ -71,7 +76,10 @@ class Meetings:
             # it may still be read from: left to the group's threads, and never packed again
             self._buffers.pop(sender, None)
             let_go(self._groups.get(sender, {}).pop((place.number, place.name), None))
-            raise TransferError(f"a broadcast failed: {error}") from error
+            late = deadline.expired and not isinstance(error, TransferError)
+            raise TransferError(
+                f"a broadcast failed: {_too_late(deadline) if late else error}"
+            ) from error
         return ()
 
     def let_go(self, sender: str, live: Collection[int]) -> None:
@@ -114,7 +122,7 @@ class Meetings:
         if not marker(place.directory, place.number).exists():
             raise TransferError("the sender has given the transfer up")
         if deadline.expired:
-            raise TransferError(f"receivers did not take it within {deadline.seconds:g} s")
+            raise TransferError(_too_late(deadline))
 
     def _device_for(self, backend: str) -> torch.device:
         if backend == HOST:

@@ -37,8 +37,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 MakeStage = Callable[[str], Stage]
 EVERY_BOUNDARY = pytest.mark.parametrize("at", range(CHUNKS + 1))
-#: An accident is named as it happens: far sooner than the transfers' own timeouts of 10 s and more.
-NAMED_SECONDS = 5.0
+NAMED_SECONDS = 0.5
 DEADLINE = 1.0
 
 
