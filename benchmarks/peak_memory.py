@@ -40,7 +40,7 @@ AIM = 1.05
 def living_peak(kind: str, workload: Workload) -> int:
     """Bytes of CPU tensors alive at the peak of a steady step; lazygt's plans run inline."""
     lazy = kind == LAZYGT
-    opened = session(kind, executor="inline") if lazy else nullcontext()
+    opened = session(kind, launcher="inline") if lazy else nullcontext()
     with opened, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step = workload.make("lazygt" if lazy else "cpu")
         for _ in range(WARM_UP):

@@ -30,7 +30,7 @@ import torch
 after_torch = time.perf_counter()
 import lazygt
 after_import = time.perf_counter()
-with lazygt.session(workers=1, executor=EXECUTOR) as s:
+with lazygt.session(workers=1, launcher=LAUNCHER) as s:
     after_open = time.perf_counter()
     x = torch.ones(2, device="lazygt") + 1
     after_record = time.perf_counter()
@@ -60,7 +60,7 @@ def run(program: str) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> Report:
     report = Report("startup", "Starting up", ["what", "median s", "lowest", "highest"])
-    lazy = LAZY.replace("EXECUTOR", repr(args.executor))
+    lazy = LAZY.replace("LAUNCHER", repr(args.launcher))
     seen: dict[str, list[float]] = {}
 
     def collect(program: str) -> Callable[[], float]:
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
-    options.add_argument("--executor", choices=["process", "inline"], default="process")
+    options.add_argument("--launcher", choices=["process", "inline"], default="process")
     args = options.parse_args()
     measure(args).finish(save=args.save)
 

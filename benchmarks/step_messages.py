@@ -29,7 +29,7 @@ def count(
     make: Callable[[], Step], args: argparse.Namespace, *, fetch_every: int, **options: Any
 ) -> dict[str, float]:
     """What one steady step costs on average."""
-    with lazygt.session(workers=1, threads=1, executor=args.executor, **options) as s:
+    with lazygt.session(workers=1, threads=1, launcher=args.launcher, **options) as s:
         step = make()
         for _ in range(4):
             step().item()
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> Report:
 def main() -> None:
     options = parser(__doc__, rounds=1)
     options.add_argument("--steps", type=int, default=100)
-    options.add_argument("--executor", choices=["process", "inline"], default="process")
+    options.add_argument("--launcher", choices=["process", "inline"], default="process")
     args = options.parse_args()
     torch.set_num_threads(1)
     measure(args).finish(save=args.save)

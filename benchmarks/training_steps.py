@@ -44,7 +44,7 @@ def measure_case(
     make: Callable[[str], Step], steps: int, args: argparse.Namespace
 ) -> tuple[dict[str, Measured], float, float]:
     with lazygt.session(
-        workers=1, threads=1, executor=args.executor, flush_on_backward=not args.whole_step
+        workers=1, threads=1, launcher=args.launcher, flush_on_backward=not args.whole_step
     ) as s:
         s.synchronize()
         torch.ones(1, device="lazygt").item()  # the worker has loaded torch: steps only, below
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 def main() -> None:
     options = parser(__doc__, rounds=7)
-    options.add_argument("--executor", choices=["process", "inline"], default="process")
+    options.add_argument("--launcher", choices=["process", "inline"], default="process")
     options.add_argument("--whole-step", action="store_true", help="flush_on_backward=False")
     options.add_argument("--only", help="only the models whose name contains this")
     args = options.parse_args()

@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--executor", choices=["process", "inline"], default="process")
+    parser.add_argument("--launcher", choices=["process", "inline"], default="process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without lazygt, for comparison")
     return parser.parse_args()
@@ -113,7 +113,7 @@ def main() -> None:
             import lazygt
 
             session = stack.enter_context(
-                lazygt.session(workers=args.workers, executor=args.executor)
+                lazygt.session(workers=args.workers, launcher=args.launcher)
             )
             device = "lazygt"
         torch.manual_seed(args.seed)

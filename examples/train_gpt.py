@@ -212,7 +212,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workers", type=int)
     parser.add_argument("--mesh", help="axes data and model with their workers: data=2,model=2")
     parser.add_argument("--fsdp", action="store_true", help="store weights in blocks along data")
-    parser.add_argument("--executor", choices=["process", "inline"], default="process")
+    parser.add_argument("--launcher", choices=["process", "inline"], default="process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without lazygt, for comparison")
     args = parser.parse_args()
@@ -255,7 +255,7 @@ def main() -> None:
             import lazygt
 
             session = stack.enter_context(
-                lazygt.session(workers=args.workers, mesh=args.mesh, executor=args.executor)
+                lazygt.session(workers=args.workers, mesh=args.mesh, launcher=args.launcher)
             )
             device = "lazygt"
         train(args, corpus, device)

@@ -64,7 +64,7 @@ class Config:
         "True: 4",
         _logical_ranks,
     )
-    executor: str = _setting(
+    launcher: str = _setting(
         "process", "process; inline: in the client's process; dry: nothing is computed", str
     )
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
@@ -144,12 +144,12 @@ class Config:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"lazygt.session(threads={self.threads!r}): expected at least 1")
-        if self.executor not in {"process", "inline", "dry"}:
+        if self.launcher not in {"process", "inline", "dry"}:
             raise ValueError(
-                f"lazygt.session(executor={self.executor!r}): expected 'process', 'inline' or 'dry'"
+                f"lazygt.session(launcher={self.launcher!r}): expected 'process', 'inline' or 'dry'"
             )
-        if self.executor == "inline" and self.workers != 1:
-            raise ValueError("lazygt.session(executor='inline') has one worker: the client itself")
+        if self.launcher == "inline" and self.workers != 1:
+            raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"

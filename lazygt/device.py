@@ -81,7 +81,7 @@ def _workers_device() -> str:
 
 def _computes() -> bool:
     """Whether values can be asked for."""
-    return bool(_open) and _open[-1].config.executor != "dry"
+    return bool(_open) and _open[-1].config.launcher != "dry"
 
 
 def _after_fork() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.shard import AxisStep
 
 #: Settings of a session that records and plans, and computes nothing: its values are zeros.
-DRY = {"executor": "dry", "compile": "off", "keep_stages": True}
+DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
 
 
 class Runs(NamedTuple):

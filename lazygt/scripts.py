@@ -121,7 +121,7 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     own = _IMPORT.search(script.read_text(errors="replace"))
-    around = nullcontext() if own else _ScriptSession(executor="inline" if inline else None)
+    around = nullcontext() if own else _ScriptSession(launcher="inline" if inline else None)
     try:
         with around:
             runpy.run_path(str(script), run_name="__main__")

@@ -174,7 +174,7 @@ class Session:
     @property
     def origin(self) -> Workers | None:
         """The workers as those who send their own weights; None where one stands for many."""
-        if self.config.invariant or self.config.executor == "dry":
+        if self.config.invariant or self.config.launcher == "dry":
             return None
         if self._workers is None:
             # why: few sessions transfer
@@ -371,7 +371,7 @@ class Session:
         same = f" for {self._logical.ranks} ({costs})" if self.config.invariant else ""
         return (
             f"<lazygt.session {state}: {self._link.world_size} {self.device_type} worker(s){same}, "
-            f"{self.config.executor}; {self.recorder.ops} ops recorded, "
+            f"{self.config.launcher}; {self.recorder.ops} ops recorded, "
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )

@@ -60,7 +60,7 @@ class Shipping:
         self._mesh, self._recorder, self._client = mesh, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
         #: one worker stands for all
-        self._dry = config.executor == "dry"
+        self._dry = config.launcher == "dry"
         #: a value may have several blocks on a worker
         self._in_blocks = bool(config.invariant)
 

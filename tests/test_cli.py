@@ -272,7 +272,7 @@ def test_dump_leaves_a_script_its_own_sessions(tmp_path: Path) -> None:
     path.write_text(
         "import lazygt, torch\n"
         "for size in (2, 3):\n"
-        "    with lazygt.session(executor='inline', keep_stages=False):\n"
+        "    with lazygt.session(launcher='inline', keep_stages=False):\n"
         "        print((torch.ones(size) + 1).tolist())\n"
     )
     result = _run("dump", path, "--stage", "recorded", "--all")

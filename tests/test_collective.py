@@ -27,7 +27,7 @@ def test_workers_on_cpus_have_no_process_group_of_torchs() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_worker_alone_says_that_it_has_no_group() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.ones(4)
         y = functional.all_reduce(x, "sum", GROUP)
         with pytest.raises(lazygt.ExecutionError, match="there is no process group"):

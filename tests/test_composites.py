@@ -77,7 +77,7 @@ def test_sections_may_be_a_tensor(sections: torch.Tensor) -> None:
     """torch takes them on a CPU only."""
     same(lambda x: torch.tensor_split(x, sections.to(x.device)), drawn(10, 3, grad=True))
     with (
-        lazygt.session(executor="inline"),
+        lazygt.session(launcher="inline"),
         pytest.raises(RuntimeError, match=r"one-dimensional tensor of torch.int64, but got 1 dim"),
     ):
         torch.tensor_split(torch.ones(4), torch.tensor([1.0]))
@@ -143,7 +143,7 @@ def stream_of(run: Callable[[Callable[[], Any]], streams.Stream], program: Any) 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_attention_takes_the_kernel_that_cpus_take(shapes: str, mask: str) -> None:
     """The very ops of eager torch, in order, with their arguments."""
-    with lazygt.session(executor="inline", compile="off", default_device=False):
+    with lazygt.session(launcher="inline", compile="off", default_device=False):
         floats = (torch.float32,)
         choices = itertools.chain(
             itertools.product((False, True), (0.0, 0.5), ("rows", "heads inside"), floats),
@@ -159,7 +159,7 @@ def test_attention_takes_the_kernel_that_cpus_take(shapes: str, mask: str) -> No
 def test_attention_obeys_the_switches_of_kernels() -> None:
     case = (SHAPES["plain"], "none", False, 0.0, "rows", torch.float32)
     backends = torch.nn.attention.SDPBackend
-    with lazygt.session(executor="inline", compile="off", default_device=False):
+    with lazygt.session(launcher="inline", compile="off", default_device=False):
         with torch.nn.attention.sdpa_kernel(backends.MATH):
             theirs = streams.eager(attention(*case, "cpu"))
             assert not streams.differences(streams.recorded(attention(*case, "lazygt")), theirs)

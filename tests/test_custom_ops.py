@@ -18,7 +18,7 @@ from torch import Tensor
 import lazygt
 from lazygt.runtime import code, learnt, wire
 
-SETTINGS: list[dict[str, Any]] = [{"executor": "inline"}, {"workers": 1}, {"workers": 2}]
+SETTINGS: list[dict[str, Any]] = [{"launcher": "inline"}, {"workers": 1}, {"workers": 2}]
 FACTOR = 2.0
 
 
@@ -326,7 +326,7 @@ def test_what_can_not_be_pickled_is_said_at_the_call(s: lazygt.Session) -> None:
 
 
 def test_no_code_is_sent_where_that_is_forbidden() -> None:
-    with lazygt.session(executor="inline", ship_code=False):
+    with lazygt.session(launcher="inline", ship_code=False):
         with pytest.raises(lazygt.CodeError, match=r"lazygt_tests\.scale\.default \(defined in "):
             scale(torch.ones(2), 1.0)
         with pytest.raises(lazygt.CodeError, match=r"ship_code=False"):

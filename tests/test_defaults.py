@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", MAKES)
 def test_it_is_lazy_in_a_session_and_only_there(name: str) -> None:
     eager = MAKES[name]()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         made = MAKES[name]()
         with CPU:
             assert MAKES[name]().device.type == "cpu"
@@ -49,13 +49,13 @@ def test_it_is_lazy_in_a_session_and_only_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_it_is_left_alone_without_a_default_device(name: str) -> None:
-    with lazygt.session(executor="inline", default_device=False):
+    with lazygt.session(launcher="inline", default_device=False):
         assert MAKES[name]().device.type == "cpu"
 
 
 def test_everything_is_torchs_own_again() -> None:
     before = full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert full is torch.full
         assert full is not before[0]
     assert before == (full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor)
@@ -63,7 +63,7 @@ def test_everything_is_torchs_own_again() -> None:
 
 def test_a_function_that_was_imported_in_a_session_outlives_it() -> None:
     names: dict[str, Any] = {}
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         exec("from torch import ones, LongTensor", names)
         assert names["ones"](2).device.type == "lazygt"
     assert names["ones"](2).device.type == "cpu"
@@ -72,7 +72,7 @@ def test_a_function_that_was_imported_in_a_session_outlives_it() -> None:
 
 def test_memory_that_is_given_stays_where_it_is() -> None:
     given = torch.ones(2)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert torch.Tensor(given).data_ptr() == given.data_ptr()
         assert torch.FloatTensor(given.untyped_storage()).data_ptr() == given.data_ptr()
 
@@ -81,7 +81,7 @@ def test_types_are_types_still() -> None:
     class Own(torch.Tensor):
         pass
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.FloatTensor([1.5])
         assert isinstance(x, torch.FloatTensor)
         assert not isinstance(x, torch.LongTensor)
@@ -103,7 +103,7 @@ SET_DOUBLE: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("name", SET_DOUBLE)
 def test_a_default_dtype_set_meanwhile_stays(name: str) -> None:
     try:
-        with lazygt.session(executor="inline"):
+        with lazygt.session(launcher="inline"):
             SET_DOUBLE[name]()
             assert torch.Tensor([1]).dtype == torch.float64
             assert torch.ones(1).dtype == torch.float64
@@ -113,7 +113,7 @@ def test_a_default_dtype_set_meanwhile_stays(name: str) -> None:
 
 
 def test_a_forked_child_makes_cpu_tensors() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         pid = os.fork()
         if pid == 0:
             kinds = {make().device.type for make in MAKES.values()}

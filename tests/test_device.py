@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -69,7 +69,7 @@ def test_factories(name: str, device: Any) -> None:
     torch.manual_seed(0)
     expected = make()
     torch.manual_seed(0)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         made = make() if device is None else make(device=device)
         assert made.device == torch.device("lazygt", 0)
         assert (made.shape, made.stride(), made.dtype) == (
@@ -122,7 +122,7 @@ def test_device_contexts_and_default_device(s: lazygt.Session) -> None:
 
 
 def test_default_device_off() -> None:
-    with lazygt.session(executor="inline", default_device=False):
+    with lazygt.session(launcher="inline", default_device=False):
         assert torch.zeros(2).device.type == "cpu"
         assert torch.zeros(2, device="lazygt").device.type == "lazygt"
         with torch.device("lazygt"):
@@ -132,7 +132,7 @@ def test_default_device_off() -> None:
 
 def test_nothing_of_torch_stays_changed_after_a_session() -> None:
     before = [torch.zeros, torch.tensor, torch.normal, torch.get_rng_state, torch.fft.fftfreq]
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert torch.zeros is not before[0]
     assert before == [
         torch.zeros,
@@ -327,7 +327,7 @@ def test_loaders(workers: int, pin: bool) -> None:
         return list(loader)
 
     expected = batches()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = batches()
         assert all(t.device.type == "cpu" for batch in found for t in batch)
         lazy = [x.to("lazygt", non_blocking=True) for x, _ in found]
@@ -449,7 +449,7 @@ def second_time_bad(calls=[]):
     return f
 
 which = sys.argv[1]
-with lazygt.session(executor="inline"):
+with lazygt.session(launcher="inline"):
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     expected, run = Mine, lambda loss: loss.backward()
@@ -599,7 +599,7 @@ def test_autocast_is_that_of_the_cpu() -> None:
         return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
 
     expected = run("cpu")
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = run("lazygt")
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -667,7 +667,7 @@ def _library_tour() -> list[torch.Tensor]:
 
 def test_torch_own_tools_for_modules() -> None:
     expected = _library_tour()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = _library_tour()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -687,24 +687,24 @@ def test_no_session() -> None:
     [lambda x: x + 1, lambda x: x.cpu(), lambda x: x.sum().item(), lambda x: x.tolist()],
 )
 def test_a_tensor_of_a_closed_session(use: Callable[[torch.Tensor], Any]) -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.ones(3) * 2
     with pytest.raises(lazygt.NoSession, match=r"closed.*\.cpu\(\)"):
         use(x)
 
 
 def test_a_debugger_can_show_tensors_of_a_closed_session() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x, p, number = torch.ones(3), nn.Parameter(torch.ones(2)), torch.tensor(2.0)
     text = "tensor(..., size=(3,), dtype=torch.float32, session closed, device='lazygt:0')"
     assert repr(x) == str(x) == f"{x}" == text
     assert "size=()" in f"{number}"
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert repr(p).startswith("Parameter containing:\ntensor(..., size=(2,)")
 
 
 def test_entering_a_closed_session() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         pass
     with pytest.raises(lazygt.NoSession, match="session is closed; open a new one"), s:
         pass
@@ -713,7 +713,7 @@ def test_entering_a_closed_session() -> None:
 
 def test_a_tensor_of_another_session(s: lazygt.Session) -> None:
     x = torch.ones(3) * 2
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         y = torch.ones(3)
         with pytest.raises(lazygt.NoSession, match="another session"):
             x + y

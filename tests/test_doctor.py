@@ -83,7 +83,7 @@ def test_a_session_that_does_not_open_is_a_failure() -> None:
     assert (check.name, check.status, check.detail) == ("session", "fail", "OSError: no socket")
 
 
-@pytest.mark.parametrize("executor", ["inline", "process"])
-def test_a_real_session_works(executor: str) -> None:
-    check = doctor.session(lambda: lazygt.session(workers=1, executor=executor))
+@pytest.mark.parametrize("launcher", ["inline", "process"])
+def test_a_real_session_works(launcher: str) -> None:
+    check = doctor.session(lambda: lazygt.session(workers=1, launcher=launcher))
     assert check.status == "ok", check

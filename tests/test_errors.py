@@ -22,7 +22,7 @@ from tests.descriptors import descriptors_before, open_descriptors
 from tests.versions import TORCH
 
 pytestmark = pytest.mark.timeout(120)
-SETTINGS: list[Any] = [{"executor": "inline"}, {"workers": 1}]
+SETTINGS: list[Any] = [{"launcher": "inline"}, {"workers": 1}]
 #: a dead worker is to be noticed within a second; the rest is the test machine's
 SOON = 2.0
 
@@ -65,7 +65,7 @@ def test_a_wrong_call_raises_what_torch_raises_at_the_call(name: str) -> None:
         pytest.skip("the meta kernel of this torch takes indices of any dtype")
     with pytest.raises(Exception) as expected:
         WRONG[name]()
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         with pytest.raises(expected.type) as found:
             WRONG[name]()
         assert found.type is expected.type
@@ -375,7 +375,7 @@ def test_a_closed_session_is_freed_though_its_errors_went_through_frames_with_it
         assert "index 7 is out of bounds" in message
 
     def opened() -> weakref.ref[lazygt.Session]:
-        with lazygt.session(executor="inline") as session:
+        with lazygt.session(launcher="inline") as session:
             failing()
         return weakref.ref(session)
 

@@ -149,7 +149,7 @@ def test_nothing_is_computed(here: Path) -> None:
 
 @pytest.mark.parametrize("compute", [True, False])
 def test_a_dry_run_calls_no_kernel(compute: bool) -> None:
-    with lazygt.session(executor="inline" if compute else "dry", compile="off") as s:
+    with lazygt.session(launcher="inline" if compute else "dry", compile="off") as s:
         y = (torch.ones(64, 64) @ torch.ones(64, 64)).exp()
         with torch.autograd.profiler.profile() as profile:
             s.flush()
@@ -247,7 +247,7 @@ def test_an_interrupted_script_is_explained_up_to_there(here: Path) -> None:
 
 def test_a_plan_explains_itself() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         model.to("lazygt")(torch.randn(16, 32, device="lazygt")).sum().backward()
         plan = s.plans()[-1]
         report = plan.explain()

@@ -128,8 +128,8 @@ def test_a_mesh_without_the_axes_that_a_script_names(here: Path) -> None:
 
 
 def test_settings_of_a_script_that_are_not_its_own_to_say() -> None:
-    assert forced_upon({"workers": 3, "log": "x"}, {"executor": "dry"}) == {
-        "workers": 3, "log": "x", "executor": "dry",
+    assert forced_upon({"workers": 3, "log": "x"}, {"launcher": "dry"}) == {
+        "workers": 3, "log": "x", "launcher": "dry",
     }  # fmt: skip
     assert forced_upon({"workers": 3}, {"mesh": "a=2"}) == {"mesh": "a=2"}
 
@@ -173,7 +173,7 @@ def test_viz_marks_collectives(here: Path) -> None:
 
 def test_no_process_is_started() -> None:
     before = psutil.Process().children(recursive=True)
-    with lazygt.session(executor="dry", mesh={"data": 64, "model": 8}):
+    with lazygt.session(launcher="dry", mesh={"data": 64, "model": 8}):
         x = lazygt.distribute(torch.randn(128, 64), {"data": Shard(0), "model": Shard(1)})
         y = lazygt.redistribute(x * 2, [Replicate(), Replicate()])
         assert y.placements == (Replicate(), Replicate())
@@ -182,7 +182,7 @@ def test_no_process_is_started() -> None:
 
 
 def test_a_plan_tells_what_its_collectives_send() -> None:
-    with lazygt.session(executor="dry", mesh={"data": 4}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 4}) as s:
         x = lazygt.distribute(torch.randn(64, 64), [Shard(0)])
         s.flush()
         x.sum(0).tolist()
@@ -212,7 +212,7 @@ def test_explain_counts_what_a_session_on_workers_runs() -> None:
 
 
 def test_a_notebook_shows_the_collectives_of_the_last_plan() -> None:
-    with lazygt.session(executor="dry", mesh={"data": 4}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 4}) as s:
         assert "<caption>collectives" not in s._repr_html_()
         x = lazygt.distribute(torch.randn(64, 64), [Shard(0)])
         s.flush()

@@ -84,13 +84,13 @@ def test_function_transforms_take_torchs_own_formulas(f: Function) -> None:
         return [t.cpu() for t in (*made, torch.func.vmap(f)(torch.stack([x, x + 1])))]
 
     expected = program("cpu")
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         for ours, theirs in zip(program("lazygt"), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
 def test_a_session_that_computes_nothing_asks_for_no_value() -> None:
-    with lazygt.session(executor="dry"):
+    with lazygt.session(launcher="dry"):
         value = torch.tensor(2.0, requires_grad=True)
         torch.ones(3).masked_fill(torch.tensor([True, False, True]), value).sum().backward()
         assert value.grad is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lazygt
 
-SETTINGS: list[dict[str, Any]] = [{"executor": "inline"}, {"workers": 1}]
+SETTINGS: list[dict[str, Any]] = [{"launcher": "inline"}, {"workers": 1}]
 SCALE = 2.0
 
 
@@ -216,7 +216,7 @@ def test_dry_it_is_not_run() -> None:
             raise AssertionError("it has values")
         return x[:2]
 
-    with lazygt.session(executor="dry"):
+    with lazygt.session(launcher="dry"):
         assert lazygt.apply(never, values()).shape == (2,)
         assert lazygt.apply(never, values()).sum().item() == 0
 

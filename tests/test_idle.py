@@ -29,7 +29,7 @@ def said(caught: pytest.WarningsRecorder) -> list[str]:
 
 
 def test_an_optimizer_on_the_cpu() -> None:
-    with pytest.warns(lazygt.IdleWarning) as caught, lazygt.session(executor="inline"):
+    with pytest.warns(lazygt.IdleWarning) as caught, lazygt.session(launcher="inline"):
         train("cpu", steps=9)
     assert said(caught) == [
         "the optimizer that stepped at HERE trains parameters on the CPU of this process, not on "
@@ -47,7 +47,7 @@ def test_an_optimizer_on_the_cpu() -> None:
 def test_nothing_to_say(device: str | None, steps: int, default_device: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", lazygt.IdleWarning)
-        with lazygt.session(executor="inline", default_device=default_device):
+        with lazygt.session(launcher="inline", default_device=default_device):
             train(device, steps)
 
 
@@ -58,7 +58,7 @@ NEVER_ENTERED = (
 
 
 def test_a_session_that_was_not_entered_says_so_when_an_optimizer_steps() -> None:
-    s = lazygt.session(executor="inline")
+    s = lazygt.session(launcher="inline")
     with pytest.warns(lazygt.IdleWarning) as caught:
         train(None, steps=1)
     assert said(caught) == [NEVER_ENTERED]
@@ -66,7 +66,7 @@ def test_a_session_that_was_not_entered_says_so_when_an_optimizer_steps() -> Non
 
 
 def test_a_session_that_was_not_entered_says_so_when_it_is_asked_for_something() -> None:
-    s = lazygt.session(executor="inline")
+    s = lazygt.session(launcher="inline")
     with pytest.warns(lazygt.IdleWarning) as caught:
         s.synchronize()
     assert said(caught) == [NEVER_ENTERED]
@@ -75,7 +75,7 @@ def test_a_session_that_was_not_entered_says_so_when_it_is_asked_for_something()
 
 def test_a_session_that_was_not_entered_says_so_when_it_is_lost() -> None:
     def lose() -> None:
-        lazygt.session(executor="inline")
+        lazygt.session(launcher="inline")
         gc.collect()
 
     with pytest.warns(lazygt.IdleWarning) as caught:
@@ -86,7 +86,7 @@ def test_a_session_that_was_not_entered_says_so_when_it_is_lost() -> None:
 def test_a_session_may_be_entered_later() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", lazygt.IdleWarning)
-        s = lazygt.session(executor="inline")
+        s = lazygt.session(launcher="inline")
         torch.ones(2).sum()
         with s:
             train(None, steps=9)

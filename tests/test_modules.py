@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -93,7 +93,7 @@ def test_training_in_two_sessions_is_that_of_one_eager_model() -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (eager, model)]
     parameters = list(model.parameters())
     for _ in range(2):
-        with lazygt.session(executor="inline"):
+        with lazygt.session(launcher="inline"):
             to("lazygt", model, optimizers[1])
             losses = train(model, optimizers[1], x.to("lazygt"))
             assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
@@ -178,7 +178,7 @@ def test_data_takes_values_of_the_other_device(s: lazygt.Session) -> None:
 
 
 def test_parameters_made_in_a_session_become_plain_ones_on_the_cpu() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         layer = nn.Linear(2, 2)
         p = layer.weight
         layer.cpu()
@@ -288,7 +288,7 @@ def test_saved_modules_are_plain_ones(s: lazygt.Session) -> None:
 
 def test_torch_is_as_before_after_a_session() -> None:
     before = [torch.Tensor.data, nn.Parameter.__new__, torch.jit.ScriptModule._apply]
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert torch.Tensor.data is not before[0]
     assert before == [torch.Tensor.data, nn.Parameter.__new__, torch.jit.ScriptModule._apply]
 

@@ -51,13 +51,13 @@ def step(device: str, kind: type[nn.RNNBase], sizes: dict[str, Any], name: str) 
 @pytest.mark.parametrize(("kind", "sizes"), LAYERS)
 def test_layers_over_packed_sequences(kind: Any, sizes: dict[str, Any], name: str) -> None:
     expected = step("cpu", kind, sizes, name)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = step("lazygt", kind, sizes, name)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_lengths_of_the_client_cost_no_sync_point() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         packed = pack_padded_sequence(torch.randn(3, 4, 2), [4, 3, 1], batch_first=True)
         nn.GRU(2, 2)(packed)
         assert s.stats()["flushes"] == {}
@@ -67,7 +67,7 @@ def test_lengths_of_the_client_cost_no_sync_point() -> None:
 
 
 def test_sequences_packed_in_a_session() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
         assert packed.data.tolist() == [0, 0, 1, 1, 2]
         assert pad_packed_sequence(packed)[0].tolist() == [[0, 0], [1, 1], [2, 0]]
@@ -81,5 +81,5 @@ def test_wrong_lengths_raise_what_torch_raises(lengths: list[int]) -> None:
         return str(caught.value)
 
     expected = message()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert message() == expected

@@ -64,7 +64,7 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -90,13 +90,13 @@ def test_each_op_alone(name: str) -> None:
     names = [name, "rand"]  # the second shows that the state is the same afterwards
     torch.manual_seed(11)
     expected = _run(names)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         torch.manual_seed(11)
         _same(_run(names), expected, names)
 
 
 @pytest.mark.parametrize("every", [1, 3, 1000])
-@pytest.mark.parametrize("settings", [{"executor": "inline"}, {"workers": 1}], ids=["inline", "w"])
+@pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1}], ids=["inline", "w"])
 def test_all_in_a_row_whatever_the_flush_points(settings: dict, every: int) -> None:
     names = list(DRAWS) * 2
     torch.manual_seed(3)
@@ -113,7 +113,7 @@ def test_a_session_borrows_the_generator_and_gives_it_back() -> None:
     expected = [torch.rand(3), torch.rand(3), torch.rand(3)]
     torch.manual_seed(7)
     first = torch.rand(3)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         second = torch.rand(3).cpu()
     _same([first, second, torch.rand(3)], expected, ["before", "inside", "after"])
 
@@ -144,13 +144,13 @@ def _with_states() -> list[torch.Tensor]:
 
 def test_states_are_read_and_set_anywhere() -> None:
     expected = _with_states()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         _same(_with_states(), expected, [str(i) for i in range(6)])
 
 
 def test_torch_keeps_and_restores_states_without_a_sync_point() -> None:
     x = torch.ones(9, requires_grad=True)
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         lazy = x.detach().to("lazygt").requires_grad_()
         torch.rand(2)
         with torch.random.fork_rng():
@@ -166,12 +166,12 @@ def test_a_state_is_saved_with_a_checkpoint(tmp_path) -> None:
     torch.rand(5)
     torch.save(torch.get_rng_state(), tmp_path / "eager.pt")
     expected = torch.rand(5)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         torch.manual_seed(4)
         torch.rand(5)
         torch.save(torch.get_rng_state(), tmp_path / "lazy.pt")
     for name in ("eager.pt", "lazy.pt"):
-        with lazygt.session(executor="inline"):
+        with lazygt.session(launcher="inline"):
             torch.set_rng_state(torch.load(tmp_path / name))
             assert torch.equal(torch.rand(5).cpu(), expected)
     torch.set_rng_state(torch.load(tmp_path / "lazy.pt"))
@@ -192,7 +192,7 @@ def _by_turns() -> list[torch.Tensor]:
     return [t.cpu() for t in drawn]
 
 
-@pytest.mark.parametrize("settings", [{"executor": "inline"}, {"workers": 1}], ids=["inline", "w"])
+@pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1}], ids=["inline", "w"])
 def test_draws_on_the_cpu_are_of_the_same_stream(settings: dict[str, Any]) -> None:
     expected, end = _by_turns(), torch.get_rng_state()
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def _seen_from_the_client() -> list[torch.Tensor]:
 
 def test_what_the_client_sees_of_the_stream() -> None:
     expected, end = _seen_from_the_client(), torch.get_rng_state()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         _same(_seen_from_the_client(), expected, [str(i) for i in range(len(expected))])
     assert torch.equal(torch.get_rng_state(), end)
 
@@ -255,9 +255,9 @@ def test_a_session_in_a_session_goes_on_where_the_outer_one_stopped() -> None:
     torch.manual_seed(5)
     expected = [torch.rand(3) for _ in range(4)]
     torch.manual_seed(5)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = [torch.rand(3).cpu()]
-        with lazygt.session(executor="inline"):
+        with lazygt.session(launcher="inline"):
             found.append(torch.rand(3).cpu())
         found.append(torch.rand(3).cpu())
     _same([*found, torch.rand(3)], expected, list("abcd"))
@@ -284,7 +284,7 @@ def test_every_kernel_that_draws_is_wrapped() -> None:
 
 def test_no_kernel_is_wrapped_outside_sessions() -> None:
     assert torch.random.default_generator is torch.default_generator
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert "lazygt/drawing.py" in torch._C._dispatch_dump("aten::uniform_")
     assert "lazygt/drawing.py" not in torch._C._dispatch_dump("aten::uniform_")
     assert torch.random.default_generator is torch.default_generator

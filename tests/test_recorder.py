@@ -46,7 +46,7 @@ def trained(s: Session, steps: int, lr: float = 0.01) -> dict[str, object]:
 
 
 def test_a_thousand_steps_are_four_plans() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         stats = trained(s, 1_000)
     assert stats["plans_built"] <= 4
     assert stats["plans_built"] == stats["at_third"], "a miss after the third step"
@@ -55,7 +55,7 @@ def test_a_thousand_steps_are_four_plans() -> None:
 
 
 def test_a_steady_step_is_one_small_message() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         trained(s, 5)
         before = s.stats()
         params = len(s.last_plan.graph.params)
@@ -67,7 +67,7 @@ def test_a_steady_step_is_one_small_message() -> None:
 
 
 def test_numbers_are_data() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
 
         def total(factor: float) -> float:
@@ -80,7 +80,7 @@ def test_numbers_are_data() -> None:
 
 
 def test_the_type_of_a_number_is_not_data() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.ones(2, dtype=torch.int64)
         assert (x * 2).dtype == torch.int64
         assert (x * 2.0).dtype == torch.float32
@@ -88,7 +88,7 @@ def test_the_type_of_a_number_is_not_data() -> None:
 
 
 def test_a_changed_branch_shape_or_closure_is_never_stale() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         for width, flag, power in [(2, True, 2), (2, False, 2), (3, True, 2), (3, True, 3)]:
             x = torch.full((width,), 3.0)
             y = (x.exp() if flag else x.log()).pow(power)
@@ -99,7 +99,7 @@ def test_a_changed_branch_shape_or_closure_is_never_stale() -> None:
 
 
 def test_what_dies_before_the_flush_is_never_an_output() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         y = (x + 1) * 2
         s.flush()
@@ -109,7 +109,7 @@ def test_what_dies_before_the_flush_is_never_an_output() -> None:
 
 
 def test_what_dies_later_rides_in_the_next_run() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3) + 1
         s.synchronize()
         held = len(s._link._worker.store)
@@ -120,7 +120,7 @@ def test_what_dies_later_rides_in_the_next_run() -> None:
 
 
 def test_an_input_that_dies_is_freed_with_its_own_run() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         for _ in range(4):
             x = x * 2
@@ -131,7 +131,7 @@ def test_an_input_that_dies_is_freed_with_its_own_run() -> None:
 
 @pytest.mark.parametrize("body", [7, 30])
 def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None:
-    with lazygt.session(executor="inline", max_graph_nodes=100) as s:
+    with lazygt.session(launcher="inline", max_graph_nodes=100) as s:
         x = torch.ones(4)
         for k in range(200):
             for _ in range(body):
@@ -144,7 +144,7 @@ def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None
 
 
 def test_caches_are_bounded() -> None:
-    with lazygt.session(executor="inline", max_plans=4) as s:
+    with lazygt.session(launcher="inline", max_plans=4) as s:
         for width in range(1, 40):
             assert torch.ones(width).sum().item() == width
         assert len(s.plans()) <= 4
@@ -160,7 +160,7 @@ def long_chain(width: int) -> float:
 
 
 def test_plans_are_bounded_by_their_memory() -> None:
-    with lazygt.session(executor="inline", max_plan_bytes=1_000_000) as s:
+    with lazygt.session(launcher="inline", max_plan_bytes=1_000_000) as s:
         for width in range(1, 9):
             long_chain(width)
         assert len(s.plans()) == 3
@@ -171,7 +171,7 @@ def test_plans_are_bounded_by_their_memory() -> None:
 
 def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
     """Of the client and its worker together, which are one process here."""
-    with lazygt.session(executor="inline", compile="off") as s:
+    with lazygt.session(launcher="inline", compile="off") as s:
         long_chain(1)
         long_chain(2)
         tracemalloc.start()
@@ -188,7 +188,7 @@ def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
 
 
 def test_a_miss_names_the_first_op_that_differed() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         torch.ones(3).exp().sum().item()
         torch.ones(3).log().sum().item()
         miss = s.stats()["plan_misses"][-1]
@@ -202,7 +202,7 @@ def test_batch_norm_updates_its_running_statistics() -> None:
     data = torch.randn(8, 4)
     eager = nn.BatchNorm1d(4)
     eager(data)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         norm = nn.BatchNorm1d(4)
         norm(data.to("lazygt"))
         mean, tracked = norm.running_mean.cpu(), norm.num_batches_tracked.cpu()
@@ -293,7 +293,7 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
     for n in itertools.count():
         size = 8 if known else 8 + 4 * n  # a new shape is a miss at every step
         possible = states(operation, size)
-        with lazygt.session(executor="inline") as s:
+        with lazygt.session(launcher="inline") as s:
             base = torch.arange(size, device="cpu") + 1.0
             if known:
                 operation(base.to("lazygt"), base.to("lazygt") * 2)

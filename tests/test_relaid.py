@@ -38,7 +38,7 @@ def ops() -> Iterator[object]:
 
 def test_strides_are_the_kernels_once_a_worker_has_made_them(ops: object) -> None:
     found = []
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.arange(6.0).reshape(2, 3)
         s.flush()
         for _ in range(4):
@@ -53,7 +53,7 @@ def test_strides_are_the_kernels_once_a_worker_has_made_them(ops: object) -> Non
 
 
 def test_what_eager_torch_lets_one_view_may_be_viewed(ops: object) -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.arange(6.0).reshape(2, 3)
         torch.ops.relaid.turned(x).tolist()
         y = torch.ops.relaid.turned(x)
@@ -65,7 +65,7 @@ def test_what_eager_torch_lets_one_view_may_be_viewed(ops: object) -> None:
 
 def test_a_layout_that_depends_on_values_is_learnt_once(ops: object) -> None:
     found = []
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.arange(6.0).reshape(2, 3)
         s.flush()
         for n in (1.0, 0.0, 1.0, -2.0, 3.0):
@@ -76,7 +76,7 @@ def test_a_layout_that_depends_on_values_is_learnt_once(ops: object) -> None:
 
 
 def test_a_report_of_a_result_that_a_plan_does_not_have_is_nonsense() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         (torch.ones(2, 3) + 1).tolist()
         (entry,) = s.entries()
         for row in ((99, 0, (1,)), (0, 9, (1,)), (0, 0, (1,))):

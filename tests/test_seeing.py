@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -73,7 +73,7 @@ def test_worker_pids() -> None:
     with lazygt.session(workers=2) as s:
         assert len(set(s.worker_pids)) == 2
         assert {psutil.Process(pid).ppid() for pid in s.worker_pids} == {os.getpid()}
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         assert s.worker_pids == [os.getpid()] or s.worker_pids == []
 
 
@@ -89,7 +89,7 @@ def test_repr(s: lazygt.Session) -> None:
 # -- the log ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"executor": "inline"}, {"workers": 1}], ids=["i", "w"])
+@pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1}], ids=["i", "w"])
 def test_the_log_has_a_line_a_message(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,8 +141,8 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
         ({"mesh": {1: 2}}, ValueError, r"mesh=\{1: 2\}\): expected names such as 'data'"),
         ({"mesh": {"a b": 2}}, ValueError, "expected names such as 'data' as axes"),
         ({"workers": 1.5}, ValueError, r"workers=1.5"),
-        ({"executor": "magic"}, ValueError, r"expected 'process', 'inline' or 'dry'"),
-        ({"executor": "inline", "workers": 2}, ValueError, r"one worker"),
+        ({"launcher": "magic"}, ValueError, r"expected 'process', 'inline' or 'dry'"),
+        ({"launcher": "inline", "workers": 2}, ValueError, r"one worker"),
         ({"device": "tpu"}, ValueError, r"expected auto, cpu or cuda"),
         ({"threads": 0}, ValueError, r"threads=0"),
         ({"transport": "pigeon"}, ValueError, r"pigeon"),
@@ -154,11 +154,11 @@ def test_wrong_settings(settings: dict[str, Any], error: type[Exception], text: 
 
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYGT_EXECUTOR", "inline")
+    monkeypatch.setenv("LAZYGT_LAUNCHER", "inline")
     monkeypatch.setenv("LAZYGT_DEFAULT_DEVICE", "off")
     with lazygt.session() as s:
         assert torch.zeros(1).device.type == "cpu"
-        assert s.config.executor == "inline"
+        assert s.config.launcher == "inline"
     with lazygt.session(default_device=True):
         assert torch.zeros(1).device.type == "lazygt"
     monkeypatch.setenv("LAZYGT_MAX_GRAPH_NODES", "many")

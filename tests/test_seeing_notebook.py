@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 

@@ -46,7 +46,7 @@ def _steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("workers", [0, 1, 2], ids=["inline", "one", "two"])
 def test_a_profile_shows_client_and_workers(workers: int, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"workers": workers} if workers else {"executor": "inline"}
+    settings: dict[str, Any] = {"workers": workers} if workers else {"launcher": "inline"}
     path = tmp_path / "trace.json"
     with lazygt.session(**settings) as s:
         pids = s.worker_pids
@@ -72,7 +72,7 @@ def test_a_profile_shows_client_and_workers(workers: int, tmp_path: Path) -> Non
 
 
 def test_a_step_names_op_line_and_results() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         s.flush()
         with s.profile() as p:
@@ -111,7 +111,7 @@ def test_each_worker_shows_the_steps_of_its_own_plan() -> None:
 
 
 def test_a_replayed_plan_has_the_lines_of_this_time() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         s.flush()
         x.exp().tolist()
@@ -148,9 +148,9 @@ def test_steps_lie_in_their_run_and_runs_after_their_flush() -> None:
 
 
 def test_a_profile_changes_no_number() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         plain = _train(4)
-    with lazygt.session(executor="inline") as s, s.profile():
+    with lazygt.session(launcher="inline") as s, s.profile():
         profiled = _train(4)
     assert profiled == plain
 
@@ -160,7 +160,7 @@ def test_off_it_asks_for_nothing() -> None:
     run = Run(7, b"0" * 16, 3)
     assert wire.unpack(encode(run)[0]) == (2, 7, b"0" * 16, 3)
     assert wire.unpack(encode(Done(7))[0]) == (3, 7)
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         before = _messages(s)
         with s.profile() as p:
             _train(2)
@@ -189,7 +189,7 @@ def test_timings_travel() -> None:
 
 
 def test_a_node_that_fails_is_timed_and_reported() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         table = torch.ones(3, 2)
         index = torch.tensor([0, 7])
         with s.profile() as p, pytest.raises(lazygt.ExecutionError, match="index"):
@@ -198,7 +198,7 @@ def test_a_node_that_fails_is_timed_and_reported() -> None:
 
 
 def test_a_data_dependent_op_is_profiled() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         with s.profile() as p:
             assert torch.nonzero(x).tolist() == [[0], [1], [2]]
@@ -206,7 +206,7 @@ def test_a_data_dependent_op_is_profiled() -> None:
 
 
 def test_one_profile_at_a_time() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         with s.profile(), pytest.raises(RuntimeError, match="being profiled already"), s.profile():
             pass
         with s.profile() as again:
@@ -217,7 +217,7 @@ def test_one_profile_at_a_time() -> None:
 
 
 def test_a_profile_that_ends_with_an_error_is_kept() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         with pytest.raises(KeyError), s.profile() as p:  # noqa: PT012 - the error ends both
             torch.ones(2).tolist()
             raise KeyError("mine")
@@ -229,7 +229,7 @@ def test_a_profile_that_ends_with_an_error_is_kept() -> None:
 def test_two_sessions_in_one_timeline() -> None:
     timeline = timelines.Timeline()
     for _ in range(2):
-        with lazygt.session(executor="inline") as s, s.profile(timeline):
+        with lazygt.session(launcher="inline") as s, s.profile(timeline):
             torch.ones(2).tolist()
     names = [e["args"]["name"] for e in timeline.events() if e["name"] == "thread_name"]
     assert [name for name in names if "worker" in name] == [
@@ -240,7 +240,7 @@ def test_two_sessions_in_one_timeline() -> None:
 
 def test_a_long_profile_keeps_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 60)
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(2)
         with s.profile() as p:
             for _ in range(20):
@@ -256,7 +256,7 @@ def test_compiles_that_ended_meanwhile_are_drawn(monkeypatch: pytest.MonkeyPatch
     def at(second: float) -> Compile:
         return Compile("key", 3, "a.py:1", "compiled", 0.25, 2.0, at=p.begin / 1e9 + second, took=2)
 
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         with s.profile() as p:
             running = Compile("key", 3, "a.py:1", "compiling")
             monkeypatch.setattr(s, "compiles", lambda: [at(-9), at(1), running])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -100,7 +100,7 @@ def test_a_miss_shows_old_numbers_and_lines_against_new(s: lazygt.Session) -> No
 
 
 def test_a_miss_finds_lines_of_what_rank_0_does_not_run() -> None:
-    with lazygt.session(mesh={"pipe": 2}, executor="dry") as s:
+    with lazygt.session(mesh={"pipe": 2}, launcher="dry") as s:
         held = lazygt.stage(torch.ones(4, 6), 1)
         s.flush()
         for dim in range(2):
@@ -214,7 +214,7 @@ def test_a_session_says_nothing_before_it_does_something(s: lazygt.Session) -> N
 
 
 def test_stages_of_a_plan() -> None:
-    with lazygt.session(executor="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", keep_stages=True) as s:
         (torch.ones(3).exp() + 1).tolist()
         assert s.plans() == [s.last_plan]
         names = [name for name, _ in s.stages(s.last_plan)]
@@ -229,14 +229,14 @@ def test_stages_that_are_not_kept(s: lazygt.Session) -> None:
     with pytest.raises(ValueError, match=r"lazygt.session\(keep_stages=True\)"):
         s.stages(plan)
     with (
-        lazygt.session(executor="inline", keep_stages=True) as other,
+        lazygt.session(launcher="inline", keep_stages=True) as other,
         pytest.raises(ValueError, match=rf"keeps no plan {plan.digest.hex()[:12]}; see plans\(\)"),
     ):
         other.stages(plan)
 
 
 def test_stages_go_with_their_plans() -> None:
-    with lazygt.session(executor="inline", keep_stages=True, max_plans=4) as s:
+    with lazygt.session(launcher="inline", keep_stages=True, max_plans=4) as s:
         for width in range(1, 20):
             torch.ones(width).sum().item()
             if width == 1:
@@ -249,7 +249,7 @@ def test_stages_go_with_their_plans() -> None:
 
 
 def test_the_generators_state_is_called_so() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         torch.rand(3).sum().item()
         text = str(s.why())
     assert "input generator state" in text

@@ -561,7 +561,7 @@ def test_plans_that_differ_in_sizes_share_their_code() -> None:
             got = (x[1 : width + 1].reshape(-1) * 2).cpu()
         return got
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         run(2)
         before = _compiled.cache_info()
         got = run(4)

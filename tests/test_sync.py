@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="inline") as session:
+    with lazygt.session(launcher="inline") as session:
         yield session
 
 
@@ -144,14 +144,14 @@ def _train(steps: int) -> None:
 
 
 def test_a_step_is_one_plan_without_the_flush_at_backward() -> None:
-    with lazygt.session(executor="inline", flush_on_backward=False) as s:
+    with lazygt.session(launcher="inline", flush_on_backward=False) as s:
         _train(3)
         s.synchronize()
         assert "backward" not in s.stats()["flushes"]
         assert s.stats()["flushes"]["flush()"] == 3
         whole = [plan for plan in s.plans() if "aten.t.default" in str(plan)]
         assert all("addmm" in str(p) and "aten.mm" in str(p) for p in whole)
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         _train(3)
         assert s.stats()["flushes"]["backward"] == 3
 
@@ -179,7 +179,7 @@ def test_over_long_stretches_flush_where_they_come_again() -> None:
     expected = torch.ones(16, device="cpu")
     for _ in range(200):
         expected = (expected * 1.5 - 0.25).sin()
-    with lazygt.session(executor="inline", max_graph_nodes=40) as s:
+    with lazygt.session(launcher="inline", max_graph_nodes=40) as s:
         assert _loop(200) == expected.tolist()
         stats = s.stats()
         assert stats["flushes"]["stretch too long"] >= 15
@@ -188,7 +188,7 @@ def test_over_long_stretches_flush_where_they_come_again() -> None:
 
 
 def test_stretches_are_bounded_by_the_bytes_that_they_hold() -> None:
-    with lazygt.session(executor="inline", max_graph_bytes=64 * 40) as s:
+    with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
         _loop(200)
         assert s.stats()["flushes"] == {"to cpu": 1}, "what is dead holds nothing"
         x, kept = torch.ones(16), []
@@ -200,7 +200,7 @@ def test_stretches_are_bounded_by_the_bytes_that_they_hold() -> None:
 
 
 def test_what_autograd_keeps_is_held() -> None:
-    with lazygt.session(executor="inline", max_graph_bytes=64 * 40) as s:
+    with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
         x = torch.ones(16, requires_grad=True)
         for _ in range(100):
             x = x.sin()
@@ -208,7 +208,7 @@ def test_what_autograd_keeps_is_held() -> None:
 
 
 def test_inputs_that_are_updated_in_place_are_not_what_a_stretch_made() -> None:
-    with lazygt.session(executor="inline", max_graph_bytes=64 * 4) as s:
+    with lazygt.session(launcher="inline", max_graph_bytes=64 * 4) as s:
         weights = [torch.ones(16) for _ in range(3)]
         s.flush()
         for _ in range(50):
@@ -219,10 +219,10 @@ def test_inputs_that_are_updated_in_place_are_not_what_a_stretch_made() -> None:
 
 def test_the_bound_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYGT_MAX_GRAPH_NODES", "40")
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         _loop(100)
         assert s.stats()["flushes"]["stretch too long"] >= 5
-    with lazygt.session(executor="inline", max_graph_nodes=10_000) as s:
+    with lazygt.session(launcher="inline", max_graph_nodes=10_000) as s:
         _loop(100)
         assert "stretch too long" not in s.stats()["flushes"]
 

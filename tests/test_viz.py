@@ -161,7 +161,7 @@ def test_a_picture_that_cannot_be_written(script: Path) -> None:
 
 def test_a_graph_draws_itself(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         model.to("lazygt")(torch.ones(4, 3)).sum().backward()
         graph = s.plans()[-1].graph
     assert nx.utils.graphs_equal(graph.to_networkx(), picture.to_networkx(graph))

@@ -100,7 +100,7 @@ def on_mesh(
         fail(context, f"--mesh: {error}")
     if not parsed.names:
         fail(context, f"--mesh: {mesh!r} names no axis; write for example data=8,model=4")
-    return {**settings, "mesh": mesh, "executor": "dry", "compile": "off"}
+    return {**settings, "mesh": mesh, "launcher": "dry", "compile": "off"}
 
 
 def run(

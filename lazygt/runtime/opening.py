@@ -28,7 +28,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
     """
     if start_folder() is not None:
         _load_meanwhile()  # where meta kernels would load it later, it can't be
-    if config.executor == "inline":
+    if config.launcher == "inline":
         # why: only here does the client run plans itself
         from lazygt.runtime.worker import Worker
 
@@ -40,7 +40,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
             cache_dir=config.cache_dir,
         )
         return InlineLink(worker)
-    if config.executor == "dry":
+    if config.launcher == "dry":
         # why: few sessions are dry
         from lazygt.runtime.dry import DryWorker
 

@@ -176,7 +176,7 @@ def check(op: OpInfo, grad: bool, limit: int | None) -> Tally:
     with warnings.catch_warnings(), generated_code() as generated:
         warnings.simplefilter("ignore")
         known = [(sample, eager(op, sample, grad)) for sample in samples(op, grad, limit)]
-        with lazygt.session(executor="inline", compile="off"):
+        with lazygt.session(launcher="inline", compile="off"):
             for number, (sample, expected) in enumerate(known):
                 if expected is None:
                     continue
@@ -212,7 +212,7 @@ def infer(op: OpInfo, grad: bool, limit: int | None) -> Tally:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         known = [(sample, eager(op, sample, grad)) for sample in samples(op, grad, limit)]
-        with lazygt.session(executor="dry", device="cuda"):
+        with lazygt.session(launcher="dry", device="cuda"):
             for number, (sample, expected) in enumerate(known):
                 if expected is None:
                     continue

@@ -146,7 +146,7 @@ def test_strides_are_those_of_torchs_kernels() -> None:
         name = harness.name_of(op)
         if name in skipped or not (ALL or name in corrected):
             continue
-        with lazygt.session(executor="dry"):
+        with lazygt.session(launcher="dry"):
             wrong += differing(op)
             compared += 1
     assert not wrong, "\n".join(wrong)

@@ -96,7 +96,7 @@ def differing(op: harness.OpInfo, grad: bool) -> list[str]:
             for sample in harness.samples(op, grad, LIMIT):
                 with suppress(*REFUSED):  # torch refuses the sample
                     theirs.append((sample, stream(streams.eager, op, sample, grad, harness.copied)))
-        with lazygt.session(executor="inline", compile="off"):
+        with lazygt.session(launcher="inline", compile="off"):
             for sample, expected in theirs:
                 ours = stream(streams.recorded, op, sample, grad, harness.moved)
                 if found := streams.differences(ours, expected):

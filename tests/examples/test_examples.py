@@ -59,7 +59,7 @@ def test_digits_learns_and_agrees_with_eager(model: str, bound: float) -> None:
 
 
 def test_digits_inline_and_two_workers() -> None:
-    inline = run_example("train_digits.py", "--epochs 1 --executor inline")
+    inline = run_example("train_digits.py", "--epochs 1 --launcher inline")
     two = run_example("train_digits.py", "--epochs 1 --workers 2")
     assert losses(inline) == losses(two)
 

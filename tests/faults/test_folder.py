@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PROGRAM = """
 import os, sys, torch, lazygt
 os.rmdir(os.getcwd())
-with lazygt.session(executor=sys.argv[1], workers=1, compile=sys.argv[2]) as s:
+with lazygt.session(launcher=sys.argv[1], workers=1, compile=sys.argv[2]) as s:
     x = torch.ones(4)
     for _ in range(3):
         print(((x * 2 + 1).relu() * x).sum().item(), torch.eye(3).sum().item())
@@ -26,13 +26,13 @@ except FileNotFoundError:
 """
 
 
-@pytest.mark.parametrize(("executor", "compile_"), [("inline", "off"), ("process", "now")])
-def test_the_working_directory_was_removed(executor: str, compile_: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "compile_"), [("inline", "off"), ("process", "now")])
+def test_the_working_directory_was_removed(launcher: str, compile_: str, tmp_path: Path) -> None:
     folder = tmp_path / "removed"
     folder.mkdir()
     root = Path(__file__).parents[2]
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, executor, compile_],
+        [sys.executable, "-c", PROGRAM, launcher, compile_],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,

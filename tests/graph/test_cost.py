@@ -220,7 +220,7 @@ def test_flops_agree_with_torch_on_a_training_step() -> None:
 
 
 def recorded_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[Graph]:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         there = model.to("lazygt")
         before = len(s.plans())
         loss = nn.functional.cross_entropy(there(x.to("lazygt")), y.to("lazygt"))

@@ -46,7 +46,7 @@ def test_text_is_canonical() -> None:
 
 
 def test_text_of_what_a_session_recorded() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(2, 2)
         s.flush()
         (x[0] + 1.5).sum().item()

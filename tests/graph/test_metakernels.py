@@ -71,7 +71,7 @@ def test_a_grouped_product_takes_what_torchs_kernel_takes(name: str) -> None:
 
 
 def test_factors_of_a_grouped_product_are_of_one_dtype() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         a, b = torch.zeros(8, 8), torch.zeros(3, 8, 8, dtype=torch.bfloat16)
         with pytest.raises(RuntimeError, match="to have the same dtype, but got: float != c10::BF"):
             torch.nn.functional.grouped_mm(a, b, offs=OFFSETS.to("lazygt"))
@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_is_one_stretch_and_has_eager_torchs_bits() -> None
         return loss, w.grad, counts
 
     expected = loss_and_gradient(weights, x, probabilities)
-    with lazygt.session(executor="inline", compile="off") as s:
+    with lazygt.session(launcher="inline", compile="off") as s:
         found = loss_and_gradient(*(t.to("lazygt") for t in (weights, x, probabilities)))
         assert s.stats()["flushes"] == {"backward": 1}
         assert found[2].dtype == torch.int32
@@ -103,6 +103,6 @@ def test_a_mixture_of_experts_is_one_stretch_and_has_eager_torchs_bits() -> None
 
 
 def test_a_copy_that_is_no_view_is_made() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.arange(6.0).reshape(2, 3).t()
         assert torch.view_copy(x, [6]).tolist() == [0, 3, 1, 4, 2, 5]

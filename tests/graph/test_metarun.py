@@ -30,7 +30,7 @@ def test_batch_norms_of_permuted_operands_have_the_kernels_strides(
         (grad,) = torch.autograd.grad(made.square().sum(), x)
         return [made.stride(), grad.stride()]
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert strides(whole.to("lazygt").permute(*dims)) == strides(whole.permute(*dims))
 
 
@@ -47,7 +47,7 @@ def test_group_norms_of_permuted_operands_have_the_kernels_strides_and_bits(
         return [made, grad]
 
     expected = run(whole)
-    with lazygt.session(executor="inline", compile="off"):
+    with lazygt.session(launcher="inline", compile="off"):
         for mine, theirs in zip(run(whole.to("lazygt")), expected, strict=True):
             assert mine.stride() == theirs.stride()
             assert torch.equal(mine.cpu(), theirs)
@@ -62,12 +62,12 @@ def test_what_follows_a_channels_last_convolution_may_be_viewed_as_in_eager_torc
         return [made, torch.empty_like(made), made.permute(0, 2, 3, 1).view(2, 36, 4)]
 
     expected = [t.stride() for t in run(image, weight)]
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert [t.stride() for t in run(image.to("lazygt"), weight.to("lazygt"))] == expected
 
 
 def test_half_precision_products_with_expanded_operands_are_not_row_major() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         one, x = torch.ones((), dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16).t()
         made = one.expand(2, 3) * x
         assert made.stride() == (1, 2)
@@ -78,7 +78,7 @@ def test_half_precision_products_with_expanded_operands_are_not_row_major() -> N
 def test_norms_and_convolutions_train_for_gpus_from_a_client_without_one(
     layout: torch.memory_format,
 ) -> None:
-    with lazygt.session(executor="dry", device="cuda") as s:
+    with lazygt.session(launcher="dry", device="cuda") as s:
         x = torch.randn(4, 8, 6, 6).to(memory_format=layout).requires_grad_()
         made = nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))(x)
         assert made.is_contiguous(memory_format=layout)
@@ -90,7 +90,7 @@ def test_norms_and_convolutions_train_for_gpus_from_a_client_without_one(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_on_gpus_needs_no_sync_point(dtype: torch.dtype) -> None:
-    with lazygt.session(executor="dry", device="cuda") as s:
+    with lazygt.session(launcher="dry", device="cuda") as s:
         q, k, v = (torch.randn(2, 4, 16, 64, dtype=dtype, requires_grad=True) for _ in range(3))
         x = q
         for _ in range(3):
@@ -103,7 +103,7 @@ def test_attention_on_gpus_needs_no_sync_point(dtype: torch.dtype) -> None:
 
 def test_copies_of_expanded_values_are_expanded() -> None:
     """An output that shares memory with what outlives the run is copied out."""
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.arange(3.0).expand(4, 3)
         chunks = torch.unsafe_chunk(x, 2)
         assert [c.tolist() for c in chunks] == [[[0.0, 1.0, 2.0]] * 2] * 2
@@ -142,5 +142,5 @@ def test_strides_that_find_no_element_are_those_of_the_kernel(name: str, first: 
         x = torch.ones(128, device=device).as_strided((1, 8, 4, 4), (first, 1, 32, 8))
         return function(x, torch.ones(1, 8, 4, 4, device=device)).stride()
 
-    with lazygt.session(executor="dry"):
+    with lazygt.session(launcher="dry"):
         assert strides("lazygt") == strides("cpu")

@@ -79,7 +79,7 @@ graph {
 
 
 def training_step() -> Graph:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         x, y = torch.randn(3, 8), torch.tensor([0, 1, 3])
         s.flush()

@@ -29,7 +29,7 @@ def assert_same_bits(
 def test_bit_equal_to_eager(name: str, optimizer: str) -> None:
     data = zoo.batches(name, STEPS)
     eager = zoo.train(name, optimizer, data, "cpu")
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         lazy = zoo.train(name, optimizer, data, "lazygt")
         stats = s.stats()
     assert_same_bits(lazy, eager)

@@ -290,7 +290,7 @@ def test_the_first_ones_line_stays() -> None:
 
 def test_merged_tensors_of_a_script_stay_two() -> None:
     """Seen from a script: a write to one of two equal results does not reach the other."""
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.arange(3.0)
         a, b = x * 2, x * 2
         s.flush()

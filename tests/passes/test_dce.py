@@ -241,6 +241,6 @@ def test_a_dead_draw_moves_the_generator_of_a_session() -> None:
         torch.rand(3)
         return torch.rand(3).tolist()
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         lazily = drawn()
     assert lazily == drawn()

@@ -277,7 +277,7 @@ def test_a_nan_is_no_constant() -> None:
 
 def test_an_op_without_a_kernel_fails_where_it_runs() -> None:
     """Constants of a dtype that torch cannot add: the worker says so, not the pass."""
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.empty(3, dtype=torch.float8_e5m2)
         s.flush()
         with pytest.raises(lazygt.ExecutionError, match="add_stub"):
@@ -286,7 +286,7 @@ def test_an_op_without_a_kernel_fails_where_it_runs() -> None:
 
 
 def test_a_clone_of_an_input_is_a_tensor_of_its_own() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.arange(3.0)
         s.flush()
         y = x.clone()

@@ -175,6 +175,6 @@ def test_a_script_with_tensors_that_read_each_other() -> None:
         return [t.cpu() for t in (a, b, *norms)]
 
     for size in (5, MORE):
-        with lazygt.session(executor="inline"):
+        with lazygt.session(launcher="inline"):
             found = work("lazygt", size)
         assert all(map(torch.equal, found, work("cpu", size)))

@@ -290,7 +290,7 @@ def test_a_script_computes_the_same_bits_before_it_is_compiled(
             x = 1 - (x * 1.5 + 0.25).tanh() ** 2
         return (x.sum() + x).cpu()
 
-    with lazygt.session(executor="inline", compile=compile) as s:
+    with lazygt.session(launcher="inline", compile=compile) as s:
         found = work("lazygt")
         assert any(n.op == FUSED for p in s.plans() for n in p.graph.nodes)
     assert torch.equal(found, work("cpu"))

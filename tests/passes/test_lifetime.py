@@ -289,6 +289,6 @@ def test_a_script_reads_what_it_holds() -> None:
         row.mul_(2)
         return [held.cpu(), row.cpu(), made.cpu()]
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         found = work("lazygt")
     assert all(map(torch.equal, found, work("cpu")))

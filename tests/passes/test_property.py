@@ -38,7 +38,7 @@ IDEMPOTENT = [one for one in PIPELINE if one.name in ("fold", "cse", "dce")]
 
 def recorded(program: list[Step]) -> list[Graph]:
     """The graphs that a program records after its start, before any pass."""
-    with lazygt.session(executor="inline", keep_stages=True, check_passes=False) as s:
+    with lazygt.session(launcher="inline", keep_stages=True, check_passes=False) as s:
         state = start("lazygt")
         s.flush()
         for step in program:
@@ -161,7 +161,7 @@ def _origins(graph: Graph) -> list[int]:
 @given(programs.PROGRAMS)
 def test_whole_programs_with_gradients(program: list[programs.Step]) -> None:
     """With sync points: every graph between two of them, a data-dependent last node too."""
-    with lazygt.session(executor="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", keep_stages=True) as s:
         programs.run(program, "lazygt")
         graphs = [s.stages(plan)[0][1] for plan in s.plans()]
     for graph in graphs:

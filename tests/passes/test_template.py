@@ -377,7 +377,7 @@ def accepted(program: list[Step], state: State) -> list[Step]:
 def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
     """The graphs that a program records after its start, before any pass."""
     taken = accepted(program, start("cpu", rows, columns))
-    with lazygt.session(executor="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", keep_stages=True) as s:
         state = start("lazygt", rows, columns)
         s.flush()
         for step in taken:
@@ -420,7 +420,7 @@ def losses(device: str, batches: list[int]) -> list[float]:
 
 def test_a_session_trains_on_varying_batches() -> None:
     batches = [20, 20, 20, 21, 23, 22, 25, 20, 29, 27]
-    with lazygt.session(executor="inline", check_passes=True) as s:
+    with lazygt.session(launcher="inline", check_passes=True) as s:
         ours = losses("lazygt", batches)
         assert s._planner.templates.resized >= 5
     assert ours == losses("cpu", batches)

@@ -110,7 +110,7 @@ def test_other_numbers_on_the_same_plan(
 ) -> None:
     dtype, values = start
     expected = [run(program, torch.tensor(values, dtype=dtype), row) for row in rows]
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         for row, wanted in [*zip(rows, expected, strict=True)] * 2:
             assert_same(run(program, torch.tensor(values, dtype=dtype), row), wanted)
             with suppress(lazygt.ExecutionError):  # of an op after the first that failed
@@ -123,7 +123,7 @@ def test_each_number_after_each_other(name: str) -> None:
     pairs = [number for pair in product(numbers, numbers) for number in pair]
     start = torch.tensor([1.0, NANS[0], 0.0])
     expected = {exact(number): run([name], start, [number]) for number in numbers}
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         lazy = torch.tensor([1.0, NANS[0], 0.0])
         for number in pairs:
             assert run([name], lazy, [number]) == expected[exact(number)], number

@@ -39,19 +39,19 @@ def assert_same(lazy: Any, eager: Any) -> None:
 
 @given(PROGRAMS)
 def test_a_program_gives_the_bits_of_eager_torch(program: list[Step]) -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert_same(run(program, "lazygt"), run(program, "cpu"))
 
 
 @given(PROGRAMS, st.integers(1, 6))
 def test_flush_points_change_nothing(program: list[Step], length: int) -> None:
-    with lazygt.session(executor="inline", max_graph_nodes=length):
+    with lazygt.session(launcher="inline", max_graph_nodes=length):
         assert_same(run(program, "lazygt"), run(program, "cpu"))
 
 
 @given(PROGRAMS)
 def test_a_second_run_is_all_hits(program: list[Step]) -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         first = run(program, "lazygt")
         run(program, "lazygt")
         before = s.stats()
@@ -67,13 +67,13 @@ def test_a_second_run_is_all_hits(program: list[Step]) -> None:
 @given(PROGRAMS, st.sampled_from([0.25, -3.0, 7.0]))
 def test_changed_numbers_are_never_stale(program: list[Step], number: float) -> None:
     changed = [replace(step, number=number) for step in program]
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         run(program, "lazygt")
         assert_same(run(changed, "lazygt"), run(changed, "cpu"))
 
 
 def plans_of(program: list[Step]) -> list[Plan]:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         run(program, "lazygt")
         return s.plans()
 

@@ -75,7 +75,7 @@ class Recording(InlineLink):
 
 def opened(link: InlineLink) -> lazygt.Session:
     """A session over this link."""
-    session = lazygt.session(executor="inline", compile="off")
+    session = lazygt.session(launcher="inline", compile="off")
     session._link = session._client.link = link
     return session
 

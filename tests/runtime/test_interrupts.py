@@ -43,8 +43,8 @@ def wait_for_ever() -> None:
 
 
 def test_the_handler_is_the_users_own_before_and_after() -> None:
-    with lazygt.session(executor="inline"):
-        with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
+        with lazygt.session(launcher="inline"):
             assert signal.getsignal(signal.SIGINT) is not DEFAULT
         assert signal.getsignal(signal.SIGINT) is not DEFAULT
     assert signal.getsignal(signal.SIGINT) is DEFAULT
@@ -53,13 +53,13 @@ def test_the_handler_is_the_users_own_before_and_after() -> None:
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_handler_that_is_no_function_stays(ignored: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, ignored)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         torch.ones(2).sum().item()
         assert signal.getsignal(signal.SIGINT) is ignored
 
 
 def test_it_comes_at_once_in_the_users_own_code() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         assert not HOLD._pending
@@ -68,7 +68,7 @@ def test_it_comes_at_once_in_the_users_own_code() -> None:
 def test_it_ends_a_blocking_call_of_the_users() -> None:
     main = threading.main_thread().ident
     assert main is not None
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -78,7 +78,7 @@ def test_it_ends_a_blocking_call_of_the_users() -> None:
 
 def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Recorder.record
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.ones(3)
         kept: list[torch.Tensor] = []
 
@@ -116,7 +116,7 @@ def test_a_stretch_that_is_being_planned_is_not_lost(monkeypatch: pytest.MonkeyP
 
 
 def test_it_comes_when_a_backward_pass_has_ended() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         x = torch.ones(3, requires_grad=True)
         y = x * 2
         y.register_hook(interrupt)
@@ -132,7 +132,7 @@ def test_a_wait_is_ended_and_a_look_is_not() -> None:
             interrupt()
             return []
 
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         with HOLD, pytest.raises(KeyboardInterrupt):
             HOLD.wait(Poller(), 1)
         with pytest.raises(KeyboardInterrupt), HOLD:
@@ -141,7 +141,7 @@ def test_a_wait_is_ended_and_a_look_is_not() -> None:
 
 def test_a_handler_of_the_users_is_called_once_and_may_use_the_session() -> None:
     seen: list[float] = []
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         before = signal.signal(signal.SIGINT, lambda *_: seen.append(x.sum().item()))
         s.synchronize()
@@ -158,7 +158,7 @@ def test_a_handler_of_the_users_is_called_once_and_may_use_the_session() -> None
 
 def test_a_handler_that_calls_the_one_before_it() -> None:
     called: list[int] = []
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         before: Any = signal.getsignal(signal.SIGINT)
 
         def chained(number: int, frame: Any) -> None:

@@ -221,5 +221,5 @@ def test_a_session_outlives_nothing_of_it() -> None:
     """The next session knows nothing of the nonsense that the last one was told."""
     with pytest.raises(ProtocolError), nonsense.opened(Answering(encode(Done(99)))):
         torch.ones(4).tolist()
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         assert torch.ones(4).tolist() == [1.0] * 4

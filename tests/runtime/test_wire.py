@@ -95,7 +95,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         for _ in range(2):
             assert torch.ones(3).exp().sum().item() > 8
         s._link._worker._executors.clear()

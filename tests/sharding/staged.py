@@ -117,7 +117,7 @@ def recorded(
     """
     ranks = Mesh.parse(mesh)
     torch.manual_seed(3)
-    with lazygt.session(executor="inline", keep_stages=True, flush_on_backward=False) as s:
+    with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
         alone, s.mesh = s.mesh, ranks  # marks are of the mesh; what is run is run here
         model = make()
         left = skip(model)

@@ -33,7 +33,7 @@ def test_a_placement_that_cannot_be_names_tensor_and_mesh(placements: object, me
 
 
 def test_only_lazygt_tensors_are_placed() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         with pytest.raises(TypeError, match=r"move it with \.to\('lazygt'\)"):
             lazygt.distribute(torch.ones(3, device="cpu"), [R])
         with pytest.raises(ValueError, match=r"f32\[3\].*2 placements"):
@@ -45,7 +45,7 @@ def test_only_lazygt_tensors_are_placed() -> None:
 
 
 def test_a_pattern_that_fits_nothing_places_nothing() -> None:
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         layer = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match=r"no parameter fits 'wieght'.*weight, bias"):
             lazygt.parallelize(layer, {"weight": [S0], "wieght": [S0]})
@@ -63,7 +63,7 @@ def test_what_is_neither_a_style_nor_placements_is_refused(other: object) -> Non
     told = pytest.raises(
         TypeError, match=r"'': .* is neither .* such as lazygt\.column_parallel\(\)"
     )
-    with lazygt.session(executor="inline"), told:
+    with lazygt.session(launcher="inline"), told:
         lazygt.parallelize(torch.nn.Linear(4, 4), {"": other})  # type: ignore[dict-item]
 
 

@@ -19,7 +19,7 @@ WITHOUT_RULE = "aten.linalg_qr.default"
 
 
 def _session() -> lazygt.Session:
-    return lazygt.session(executor="dry", mesh={"data": 4})
+    return lazygt.session(launcher="dry", mesh={"data": 4})
 
 
 def _stored(s: lazygt.Session, *shape: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_the_environment_may_ask_for_it(
 
 def test_compiled_code_is_refused() -> None:
     with pytest.raises(ValueError, match="leave compile= out"):
-        lazygt.session(executor="inline", invariant=True, compile="now")
+        lazygt.session(launcher="inline", invariant=True, compile="now")
 
 
 # -- merged programs, in one process ------------------------------------------------------------
@@ -309,7 +309,7 @@ def gpt(cut: str, steps: int) -> State:
 
 def test_one_worker_runs_all_logical_ranks() -> None:
     whole = torch.randn(5, 3)
-    with lazygt.session(executor="inline", mesh={"data": 1}, invariant=True) as s:
+    with lazygt.session(launcher="inline", mesh={"data": 1}, invariant=True) as s:
         x = lazygt.distribute(whole.to("lazygt"), [Shard(0)])
         y = (x * 2).relu()
         assert y.placements == (Shard(0),)

@@ -106,7 +106,7 @@ def recorded(name: str, samples: int) -> Program:
     module = MODULES[name]
     torch.manual_seed(0)
     x, target = batch(module, samples)
-    with lazygt.session(executor="inline", keep_stages=True, flush_on_backward=False) as s:
+    with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
         net = Net(module)
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         placed = x.to("lazygt"), target.to("lazygt")

@@ -21,7 +21,7 @@ S0, R = Shard(0), Replicate()
 
 @pytest.fixture
 def session() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="dry", mesh={"data": 2, "pipe": 2}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 2, "pipe": 2}) as s:
         yield s
 
 

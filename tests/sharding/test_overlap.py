@@ -115,7 +115,7 @@ def test_gradients_travel_while_the_backward_goes_on() -> None:
 def test_gradients_of_several_microbatches_travel_once_and_during_the_last_backward(
     lay: Callable[[nn.Module], nn.Module],
 ) -> None:
-    with lazygt.session(executor="dry", mesh=DATA, compile="off") as s:
+    with lazygt.session(launcher="dry", mesh=DATA, compile="off") as s:
         layers = [layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.ReLU())]
         model = lay(nn.Sequential(*layers))
         opt = torch.optim.SGD(model.parameters(), lr=0.1)

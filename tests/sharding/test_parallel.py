@@ -29,7 +29,7 @@ def gpt(tied: bool = False) -> nn.Module:
 
 @pytest.fixture
 def session() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="dry", mesh={"data": 2, "model": 2}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}) as s:
         yield s
 
 

@@ -16,7 +16,7 @@ R = Replicated()
 
 
 def test_a_stage_that_cannot_be() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         layer = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="the mesh workers=1 has no axis 'pipe'"):
             lazygt.stage(layer, 0)

@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 
 def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str]) -> Recorded:
     mesh = dict.fromkeys(axes, 1)
-    with lazygt.session(executor="inline", mesh=mesh, keep_stages=True,
+    with lazygt.session(launcher="inline", mesh=mesh, keep_stages=True,
                         flush_on_backward=False) as s:  # fmt: skip
         state = start(sizes, "lazygt")
         s.flush()

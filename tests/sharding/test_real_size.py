@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 def test_a_step_of_two_billion_parameters_is_one_stretch() -> None:
-    with lazygt.session(executor="dry", mesh={"data": RANKS}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": RANKS}) as s:
         model = nn.Sequential(Block(), Block())
         assert sum(p.numel() for p in model.parameters()) > 1.9e9
         lazygt.fully_shard(model)

@@ -145,7 +145,7 @@ def test_a_write_keeps_the_placement() -> None:
 
 
 def test_on_one_worker_a_placement_is_no_op() -> None:
-    with lazygt.session(executor="inline", mesh={"data": 1}) as s:
+    with lazygt.session(launcher="inline", mesh={"data": 1}) as s:
         x = lazygt.distribute(torch.ones(3), [S0])
         y = x + 1
         assert y.tolist() == [2.0] * 3

@@ -86,7 +86,7 @@ def met_for_norms(s: lazygt.Session) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_meet_once_an_axis_for_the_norm_of_all_gradients(layout: str, foreach: bool) -> None:
     mesh, lay = LAYOUTS[layout]
-    with lazygt.session(executor="dry", mesh=mesh, compile="off") as s:
+    with lazygt.session(launcher="dry", mesh=mesh, compile="off") as s:
         train(lay, placed(mesh), foreach)
         assert met_for_norms(s) == [("all_reduce", axis) for axis in mesh]
 
@@ -126,7 +126,7 @@ METRICS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_that_are_read_together_are_one_all_reduce(name: str) -> None:
     metric, nbytes = METRICS[name]
-    with lazygt.session(executor="dry", mesh={"data": 2}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 2}) as s:
         x = lazygt.distribute(torch.randn(64, 512), {"data": S0})
         s.flush()
         metrics = [metric(x * scale) for scale in range(1, 11)]

@@ -21,7 +21,7 @@ S0, S1, R = Shard(0), Shard(1), Replicate()
 
 @pytest.fixture
 def session() -> Iterator[lazygt.Session]:
-    with lazygt.session(executor="dry", mesh={"data": 2, "model": 2}) as s:
+    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}) as s:
         yield s
 
 

@@ -57,10 +57,10 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("executor", ["process", "inline"])
-def test_a_plan_seen_twice_is_compiled(executor: str) -> None:
+@pytest.mark.parametrize("launcher", ["process", "inline"])
+def test_a_plan_seen_twice_is_compiled(launcher: str) -> None:
     expected = results("cpu", [SIZE] * 4)
-    with lazygt.session(compile="auto", executor=executor) as s:
+    with lazygt.session(compile="auto", launcher=launcher) as s:
         first = results("lazygt", [SIZE] * 2)
         assert s.compiled(timeout=200)
         after = results("lazygt", [SIZE] * 2)

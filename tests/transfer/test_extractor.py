@@ -137,7 +137,7 @@ def test_each_transfer_reads_the_module_anew() -> None:
 @pytest.mark.parametrize("strategy", list(SENDERS))
 def test_a_session_trains_and_sends(strategy: str) -> None:
     torch.manual_seed(0)
-    with lazygt.session(executor="inline"), SENDERS[strategy]() as sender:
+    with lazygt.session(launcher="inline"), SENDERS[strategy]() as sender:
         net = Net()
         opt = torch.optim.SGD(net.parameters(), lr=0.1)
         with RECEIVERS[strategy](sender.address) as receiver:
@@ -158,7 +158,7 @@ def test_a_session_trains_and_sends(strategy: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_session_casts_where_the_weights_are() -> None:
-    with lazygt.session(executor="inline") as s:
+    with lazygt.session(launcher="inline") as s:
         net = nn.Linear(256, 256)
         extractor = ModuleExtractor(net, cast={"weight": torch.bfloat16})
         before = s.stats()["bytes_fetched"]

@@ -59,7 +59,7 @@ def differentiable(made: Any) -> list[Tensor]:
 def grows(name: str) -> list[str]:
     """The collectives of a step that send at least a byte a sample."""
     make, inputs = EXAMPLES[name]
-    with lazygt.session(executor="dry", mesh={"data": 2}, compile="off") as s:
+    with lazygt.session(launcher="dry", mesh={"data": 2}, compile="off") as s:
         model = make()
         batch = [lazygt.distribute(value, [Shard(0)]) for value in inputs()]
         if batch[0].is_floating_point():
@@ -86,7 +86,7 @@ def test_a_data_parallel_step(name: str) -> None:
 @pytest.mark.timeout(60)
 def test_gradients_of_microbatches_are_summed_once() -> None:
     """The second one is added through a transpose of the first."""
-    with lazygt.session(executor="dry", mesh={"data": 4}, compile="off") as s:
+    with lazygt.session(launcher="dry", mesh={"data": 4}, compile="off") as s:
         model = nn.Linear(1024, 1024, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = torch.randn(4096, 1024), torch.randn(4096, 1024)

@@ -36,7 +36,7 @@ def recorded(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> list
         return made
 
     monkeypatch.setattr(DeadCode, "run", kept)
-    with lazygt.session(executor="inline"):
+    with lazygt.session(launcher="inline"):
         zoo.train(name, optimizer, zoo.batches(name, 3), "lazygt")
     return graphs
 
