@@ -90,7 +90,7 @@ def train(args: argparse.Namespace, sender: SharedMemoryTransferSender) -> None:
     print("version  step  test accuracy  transfer ms  pause us")
     for step in trange(args.steps + 1, unit="step", disable=None):
         if step % args.push_every == 0:
-            report = lazygt.transfer(model, sender, timeout=10.0, progress=False)
+            report = lazygt.transfer_weights(model, sender, timeout=10.0, progress=False)
             score = accuracy(model, images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:])
             print(
                 f"{report.version:7d}  {step:4d}  {score:13.3f}  {report.seconds * 1e3:11.2f}  "

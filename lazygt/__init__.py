@@ -26,6 +26,7 @@ from lazygt.errors import (
     WorkerDied,
     WorkerFrozen,
 )
+from lazygt.transfer import transfer_weights
 
 __version__ = "0.1.0"
 
@@ -101,5 +102,6 @@ __all__ = [
     "shard_optimizer_state",
     "stage",
     "transfer",
+    "transfer_weights",
     "vocab_parallel",
 ]

@@ -361,7 +361,7 @@ class Client:
 
     def order(self, rank: int, number: int, order: tuple[Any, ...]) -> None:
         """Have a worker write blocks for a transfer; ``written`` takes its answer."""
-        self._send("write", rank, encode(Write(number, order)), "transfer()")
+        self._send("write", rank, encode(Write(number, order)), "transfer_weights()")
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
         """(rank, number, checksums, error, handles) of what was ordered and is done.

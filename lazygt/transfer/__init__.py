@@ -1,6 +1,6 @@
 """New weights in other processes, whole or not at all. See docs/transfer.md.
 
-    lazygt.transfer(model, sender)      sends a model to all receivers of the sender
+    lazygt.transfer_weights(model, sender)      sends a model to all receivers of the sender
 
 Senders and receivers: `SharedMemoryTransferSender`, `BroadcastTransferSender`,
 `CudaIpcTransferSender`, each with a receiver named alike.
@@ -9,11 +9,12 @@ Senders and receivers: `SharedMemoryTransferSender`, `BroadcastTransferSender`,
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from lazygt.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
     from lazygt.transfer.cuda_ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
     from lazygt.transfer.errors import (
@@ -26,38 +27,11 @@ if TYPE_CHECKING:
         VersionHeld,
     )
     from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
-    from lazygt.transfer.facade import transfer
     from lazygt.transfer.receiver import Receiver
     from lazygt.transfer.report import Progress, TransferReport
     from lazygt.transfer.sender import Sender
     from lazygt.transfer.shm import SharedMemoryTransferReceiver, SharedMemoryTransferSender
     from lazygt.transfer.spec import Manifest, ParamSpec
-
-_WHERE = {
-    "BroadcastTransferReceiver": "broadcast",
-    "BroadcastTransferSender": "broadcast",
-    "Chunk": "extractor",
-    "CudaIpcTransferReceiver": "cuda_ipc",
-    "CudaIpcTransferSender": "cuda_ipc",
-    "Extractor": "extractor",
-    "Manifest": "spec",
-    "ManifestMismatch": "errors",
-    "ModuleExtractor": "extractor",
-    "ParamSpec": "spec",
-    "Progress": "report",
-    "Receiver": "receiver",
-    "ReceiverDied": "errors",
-    "ReceiverFrozen": "errors",
-    "ReceiverRefused": "errors",
-    "Sender": "sender",
-    "SenderGone": "errors",
-    "SharedMemoryTransferReceiver": "shm",
-    "SharedMemoryTransferSender": "shm",
-    "TransferError": "errors",
-    "TransferReport": "report",
-    "VersionHeld": "errors",
-    "transfer": "facade",
-}
 
 __all__ = [
     "BroadcastTransferReceiver",
@@ -82,23 +56,77 @@ __all__ = [
     "TransferError",
     "TransferReport",
     "VersionHeld",
-    "transfer",
+    "transfer_weights",
 ]
 
-
-class _Package(ModuleType):
-    """Loads a name when it is first asked for, and may be called: ``lazygt.transfer(...)``."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _WHERE:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{self.__name__}.{_WHERE[name]}"), name)
-        setattr(self, name, value)
-        return value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> TransferReport:
-        report: TransferReport = self.transfer(*args, **kwargs)
-        return report
+#: Which files have the public names. A file is loaded when one of its names is asked for.
+_FILES = {
+    "broadcast": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
+    "cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
+    "extractor": {"Chunk", "Extractor", "ModuleExtractor"},
+    "receiver": {"Receiver"},
+    "report": {"Progress", "TransferReport"},
+    "sender": {"Sender"},
+    "shm": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
+    "spec": {"Manifest", "ParamSpec"},
+}
 
 
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = next((file for file, names in _FILES.items() if name in names), "errors")
+    value = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+    globals()[name] = value
+    return value
+
+
+def transfer_weights(
+    source: nn.Module | Mapping[str, Tensor] | Extractor,
+    sender: Sender,
+    *,
+    version: int | None = None,
+    timeout: float = 60.0,
+    progress: bool | None = None,
+) -> TransferReport:
+    """Give every receiver of ``sender`` the weights of ``source``, or none of them.
+
+    Args:
+        source: a module, a mapping of tensors, or an extractor made with casts, groups or other
+            names. The workers of a lazygt session, sharded or not, write their own values into
+            shared memory; other senders fetch them through this process.
+        version: greater than the receivers' own; by default the last one plus 1.
+        timeout: seconds for the whole transfer.
+        progress: draw a bar; None: where standard error is a terminal.
+
+    Raises:
+        TypeError: the source is none of these, or has a parameter that can't travel.
+        TransferError: it failed; receivers keep their version, and it may be tried again at
+            once. Its subclasses say who and why: see `lazygt.transfer.errors`.
+        ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
+            lost a worker; receivers keep their version, too.
+    """
+    # why: `import lazygt` need not load what only some scripts use
+    from torch import nn
+    from tqdm import tqdm
+
+    # why: as above
+    from lazygt.transfer.extractor import ModuleExtractor
+
+    if isinstance(source, nn.Module | Mapping):
+        source = ModuleExtractor(source)
+    elif not hasattr(source, "manifest"):
+        raise TypeError(
+            f"transfer_weights() of a {type(source).__name__}: expected a module, a mapping of "
+            f"tensors, or an extractor"
+        )
+    off = None if progress is None else not progress
+    with tqdm(
+        desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=off
+    ) as bar:
+
+        def show(at: Progress) -> None:
+            bar.total = at.total
+            bar.update(at.done - bar.n)
+
+        return sender.send(source, version=version, timeout=timeout, progress=show)

@@ -71,7 +71,7 @@ class Outgoing:
         if self.deadline.expired:
             raise TransferError(
                 f"the deadline of {self.deadline.seconds:g} s passed after {self.done} of "
-                f"{self.total} bytes; give transfer() a longer timeout"
+                f"{self.total} bytes; give transfer_weights() a longer timeout"
             )
 
     @contextmanager

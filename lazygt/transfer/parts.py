@@ -272,6 +272,6 @@ class Parts:
             late = ", ".join(map(self._named, sorted({rank for rank, _ in self.unanswered})))
             raise TransferError(
                 f"{late} did not write its part within {self._out.deadline.seconds:g} s; "
-                f"give transfer() a longer timeout if it is only slow"
+                f"give transfer_weights() a longer timeout if it is only slow"
             )
         self._out.check_time()

@@ -55,7 +55,7 @@ def train(s, sender):
             continue
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         if step % 8 == 0:
-            lazygt.transfer(model, sender)
+            lazygt.transfer_weights(model, sender)
     for value in model.state_dict().values():
         saw(value)
 

@@ -36,7 +36,7 @@ def test_receivers_get_every_bit(stage: MakeStage, strategy: str, count: int) ->
     sender = here.sender()
     readers = here.readers(sender, count)
     for version in (1, 2, 3):
-        report = lazygt.transfer(weights(version), sender, timeout=20.0)
+        report = lazygt.transfer_weights(weights(version), sender, timeout=20.0)
         assert (report.version, report.params, report.aliases) == (version, 8, 1)
         assert set(report.pauses) == {reader.name for reader in readers}
         for reader in readers:
@@ -48,7 +48,7 @@ def test_names_dtypes_shapes_order_and_ties_arrive(stage: MakeStage, strategy: s
     here = stage(strategy)
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     expected = [(name, str(p.dtype), tuple(p.shape)) for name, p in weights(1).items()]
     assert reader.ask("layout") == expected
     assert reader.ask("shares", "embed.weight", "head.weight")
@@ -61,7 +61,7 @@ def test_a_parameter_of_many_requests(stage: MakeStage, strategy: str) -> None:
     sender = here.sender()
     readers = here.readers(sender, 2)
     model = {"w": torch.randn(1_500_000)}
-    report = lazygt.transfer(model, sender, timeout=20.0)
+    report = lazygt.transfer_weights(model, sender, timeout=20.0)
     assert report.requests == (1 if strategy == "broadcast" else -(-6_000_000 // 8192))
     for reader in readers:
         assert reader.ask("checksums") == (1, checksums(model))
@@ -72,7 +72,7 @@ def test_casts_happen_by_name(stage: MakeStage, strategy: str) -> None:
     sender = here.sender()
     (reader,) = here.readers(sender)
     cast = {"layer.0.*": torch.float32, "*.weight": torch.bfloat16}
-    lazygt.transfer(ModuleExtractor(weights(1), cast=cast), sender, timeout=20.0)
+    lazygt.transfer_weights(ModuleExtractor(weights(1), cast=cast), sender, timeout=20.0)
     expected = {name: p.float() if name == "layer.0.bias" else p for name, p in weights(1).items()}
     for name in expected:
         if name.endswith(".weight") and not name.startswith("layer.0"):
@@ -84,10 +84,10 @@ def test_a_newcomer_gets_the_next_version(stage: MakeStage, strategy: str) -> No
     here = stage(strategy)
     sender = here.sender()
     (first,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     (second,) = here.readers(sender)
     assert second.ask("version") == 0
-    lazygt.transfer(weights(2), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     for reader in (first, second):
         assert reader.ask("checksums") == (2, checksums(weights(2)))
 
@@ -96,9 +96,9 @@ def test_a_leaver_is_not_missed(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender()
     stays, leaves = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     leaves.ask("leave")
-    report = lazygt.transfer(weights(2), sender, timeout=20.0)
+    report = lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     assert (list(report.pauses), report.lost) == ([stays.name], ())
     assert stays.ask("checksums") == (2, checksums(weights(2)))
 
@@ -108,14 +108,14 @@ def test_unchanged_parameters_do_not_travel(stage: MakeStage, strategy: str) -> 
     sender = here.sender(skip_unchanged=True)
     (reader,) = here.readers(sender)
     model = weights(1)
-    assert lazygt.transfer(model, sender, timeout=20.0).unchanged == 0
+    assert lazygt.transfer_weights(model, sender, timeout=20.0).unchanged == 0
     model["layer.0.weight"].add_(1)
     for version in (2, 3, 4):
-        report = lazygt.transfer(model, sender, timeout=20.0)
+        report = lazygt.transfer_weights(model, sender, timeout=20.0)
         assert report.unchanged == (7 if version == 2 else 8)
         assert reader.ask("checksums") == (version, checksums(model))
     model["embed.weight"].mul_(2)
-    assert lazygt.transfer(model, sender, timeout=20.0).unchanged == 7
+    assert lazygt.transfer_weights(model, sender, timeout=20.0).unchanged == 7
     assert reader.ask("checksums") == (5, checksums(model))
 
 
@@ -123,9 +123,9 @@ def test_everything_travels_to_a_newcomer(stage: MakeStage, strategy: str) -> No
     here = stage(strategy)
     sender = here.sender(skip_unchanged=True)
     here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     (second,) = here.readers(sender)
-    assert lazygt.transfer(weights(1), sender, timeout=20.0).unchanged == 0
+    assert lazygt.transfer_weights(weights(1), sender, timeout=20.0).unchanged == 0
     assert second.ask("checksums") == (2, checksums(weights(1)))
 
 
@@ -139,7 +139,7 @@ def test_poisoned_weights_are_replaced_to_the_bit(stage: MakeStage, strategy: st
     }
     poison["head.weight"] = poison["embed.weight"]
     for version, model in enumerate((weights(1), poison, poison, weights(1)), start=1):
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert reader.ask("checksums") == (version, checksums(model))
 
 
@@ -147,7 +147,7 @@ def test_an_extractor_may_fail(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender()
     readers = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
 
     def fail() -> None:
         raise ZeroDivisionError("in the middle of a model")
@@ -156,7 +156,7 @@ def test_an_extractor_may_fail(stage: MakeStage, strategy: str) -> None:
         with pytest.raises(ZeroDivisionError):
             sender.send(Accident(2, at, fail), timeout=20.0)
         assert {reader.ask("version") for reader in readers} == {1}
-    lazygt.transfer(weights(2), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     for reader in readers:
         assert reader.ask("checksums") == (2, checksums(weights(2)))
 
@@ -169,7 +169,7 @@ def test_a_transfer_within_a_transfer_is_refused(stage: MakeStage, strategy: str
 
     def again() -> None:
         with pytest.raises(TransferError, match="in the middle of a transfer") as caught:
-            lazygt.transfer(weights(9), sender, timeout=20.0)
+            lazygt.transfer_weights(weights(9), sender, timeout=20.0)
         refused.append(caught.value)
 
     sender.send(Accident(1, 2, again), timeout=20.0)
@@ -189,7 +189,7 @@ def test_ctrl_c_in_the_middle_of_the_decision(
     here = stage(strategy)
     sender = here.sender()
     readers = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     tell, commits = Peers.tell, iter(range(3))
 
     def tell_some(peers: Peers, peer: Any, message: Any, *args: Any) -> None:
@@ -202,10 +202,10 @@ def test_ctrl_c_in_the_middle_of_the_decision(
     with monkeypatch.context() as patch:
         patch.setattr(Peers, "tell", tell_some)
         with pytest.raises(KeyboardInterrupt):
-            lazygt.transfer(weights(2), sender, timeout=20.0)
+            lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     for version in (3, 4):
         sender.wait_for_receivers(2, 20.0)
-        assert lazygt.transfer(weights(version), sender, timeout=20.0).version == version
+        assert lazygt.transfer_weights(weights(version), sender, timeout=20.0).version == version
         for reader in readers:
             assert reader.ask("checksums") == (version, checksums(weights(version)))
 
@@ -221,10 +221,10 @@ def test_ctrl_c_in_the_middle_of_a_message(
     with monkeypatch.context() as patch:
         patch.setattr(Connection, "_wait_for_room", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lazygt.transfer(model, sender, timeout=20.0)
+            lazygt.transfer_weights(model, sender, timeout=20.0)
     reader.signal(signal.SIGCONT)
     sender.wait_for_receivers(1, 20.0)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(model))
 
 
@@ -247,7 +247,7 @@ def test_a_flipped_byte_is_noticed(
     here = stage(strategy)
     sender = here.sender(verify=verify)
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     announce = type(sender).announce
     number = list(weights(1)).index("layer.1.weight")
 
@@ -259,9 +259,9 @@ def test_a_flipped_byte_is_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(type(sender), "announce", flip)
         with pytest.raises(ReceiverRefused, match=rf"of layer.1.weight are not.*\({verify} 0x"):
-            lazygt.transfer(weights(2), sender, timeout=20.0)
+            lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(weights(1)))
-    lazygt.transfer(weights(2), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     assert reader.ask("checksums") == (2, checksums(weights(2)))
 
 
@@ -269,5 +269,5 @@ def test_without_verification(stage: MakeStage, strategy: str) -> None:
     here = stage(strategy)
     sender = here.sender(verify="none")
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(weights(1)))

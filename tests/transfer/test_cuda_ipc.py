@@ -27,7 +27,7 @@ def sender_and_receivers(threshold: int, count: int, device: CountingDevice, mod
         ]
         sender.wait_for_receivers(count, 10.0)
         for version in range(1, models + 1):
-            report = lazygt.transfer(weights(version), sender, timeout=20.0)
+            report = lazygt.transfer_weights(weights(version), sender, timeout=20.0)
             requests.append(report.requests)
             for receiver in receivers:
                 with receiver.reading() as (_, params):
@@ -73,13 +73,13 @@ def test_a_bigger_model_gets_bigger_buffers() -> None:
     with CudaIpcTransferSender(device=device, verify="crc32") as sender:
         with CudaIpcTransferReceiver(sender.address, device=CountingDevice()) as receiver:
             sender.wait_for_receivers(1, 10.0)
-            lazygt.transfer({"w": torch.ones(100)}, sender, timeout=10.0)
+            lazygt.transfer_weights({"w": torch.ones(100)}, sender, timeout=10.0)
             assert device.allocated == 2 * 512
             with receiver.reading() as (_, params):
                 assert params["w"].sum() == 100
         with CudaIpcTransferReceiver(sender.address, device=CountingDevice()) as receiver:
             sender.wait_for_receivers(1, 10.0)
-            lazygt.transfer({"w": torch.ones(1000)}, sender, timeout=10.0)
+            lazygt.transfer_weights({"w": torch.ones(1000)}, sender, timeout=10.0)
             with receiver.reading() as (_, params):
                 assert params["w"].sum() == 1000
 

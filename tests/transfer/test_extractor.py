@@ -122,7 +122,7 @@ def test_a_cast_is_to_a_dtype_that_travels(dtype: object) -> None:
 
 def test_what_is_no_model_is_named() -> None:
     with SENDERS["shared-memory"]() as sender, pytest.raises(TypeError, match="of a list: expect"):
-        lazygt.transfer([torch.ones(3)], sender)
+        lazygt.transfer_weights([torch.ones(3)], sender)
 
 
 def test_each_transfer_reads_the_module_anew() -> None:
@@ -148,7 +148,7 @@ def test_a_session_trains_and_sends(strategy: str) -> None:
                 opt.step()
                 opt.zero_grad()
                 expected = {name: value.cpu() for name, value in net.state_dict().items()}
-                report = lazygt.transfer(net, sender, timeout=20.0)
+                report = lazygt.transfer_weights(net, sender, timeout=20.0)
                 assert (report.version, report.aliases) == (version, 1)
                 with receiver.reading() as (number, params):
                     assert number == version
@@ -178,6 +178,6 @@ def test_a_module_can_be_loaded() -> None:
         expect = ModuleExtractor(target).manifest()
         with RECEIVERS["shared-memory"](sender.address, expect=expect) as receiver:
             sender.wait_for_receivers(1, 10.0)
-            lazygt.transfer(source, sender, timeout=20.0)
+            lazygt.transfer_weights(source, sender, timeout=20.0)
             assert receiver.load_into(target) == 1
             assert checksums(target.state_dict()) == checksums(source.state_dict())

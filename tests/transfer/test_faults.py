@@ -56,7 +56,7 @@ def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
     here = stage(strategy)
     sender = here.sender()
     dies, lives = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     killed: list[float] = []
     accident = Accident(2, at, timed(killed, lambda: dies.signal(signal.SIGKILL)))
     with pytest.raises(ReceiverDied, match=f"'reader 0' .pid {dies.pid}. went away") as caught:
@@ -64,7 +64,7 @@ def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
     assert time.monotonic() - killed[0] < NAMED_SECONDS
     assert (caught.value.receiver, caught.value.pid) == (dies.name, dies.pid)
     assert lives.ask("checksums") == (1, checksums(weights(1)))
-    assert list(lazygt.transfer(weights(2), sender, timeout=20.0).pauses) == [lives.name]
+    assert list(lazygt.transfer_weights(weights(2), sender, timeout=20.0).pauses) == [lives.name]
     assert lives.ask("checksums") == (2, checksums(weights(2)))
 
 
@@ -73,7 +73,7 @@ def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None
     here = stage(strategy)
     sender = here.sender()
     freezes, lives = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     accident = Accident(2, at, lambda: freezes.signal(signal.SIGSTOP))
     clock = Clock()
     with pytest.raises(ReceiverFrozen, match=r"'reader 0' did not answer within 1 s") as caught:
@@ -83,13 +83,13 @@ def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None
     assert caught.value.receivers == (freezes.name,)
     assert lives.ask("checksums") == (1, checksums(weights(1)))
     for version in (2, 3, 4):
-        lazygt.transfer(weights(version), sender, timeout=20.0)
+        lazygt.transfer_weights(weights(version), sender, timeout=20.0)
         assert lives.ask("checksums") == (version, checksums(weights(version)))
     freezes.signal(signal.SIGCONT)
     # what it held all the time is untouched; then it comes back by itself
     assert freezes.ask("checksums") == (1, checksums(weights(1)))
     sender.wait_for_receivers(2, 10.0)
-    lazygt.transfer(weights(5), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(5), sender, timeout=20.0)
     for reader in (freezes, lives):
         assert reader.ask("checksums") == (5, checksums(weights(5)))
 
@@ -177,7 +177,7 @@ def test_a_receiver_goes_after_the_decision(
     here = stage(strategy)
     sender = here.sender()
     goes, lives = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     commit = type(sender)._commit
 
     def commit_late(self, out):
@@ -186,12 +186,12 @@ def test_a_receiver_goes_after_the_decision(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(sender), "_commit", commit_late)
-        report = lazygt.transfer(weights(2), sender, timeout=DEADLINE)
+        report = lazygt.transfer_weights(weights(2), sender, timeout=DEADLINE)
     assert report.lost == (goes.name,)
     assert list(report.pauses) == [lives.name]
     assert lives.ask("checksums") == (2, checksums(weights(2)))
     for version in (3, 4):
-        assert lazygt.transfer(weights(version), sender, timeout=20.0).lost == ()
+        assert lazygt.transfer_weights(weights(version), sender, timeout=20.0).lost == ()
         assert lives.ask("checksums") == (version, checksums(weights(version)))
     if number == signal.SIGSTOP:
         goes.signal(signal.SIGCONT)
@@ -205,29 +205,29 @@ def test_a_receiver_that_dies_between_transfers_is_forgotten(
     here = stage(strategy)
     sender = here.sender()
     dies, lives = here.readers(sender, 2)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     dies.close()
-    assert list(lazygt.transfer(weights(2), sender, timeout=20.0).pauses) == [lives.name]
+    assert list(lazygt.transfer_weights(weights(2), sender, timeout=20.0).pauses) == [lives.name]
 
 
 def test_tensors_that_are_kept_stay_as_they_are(stage: MakeStage) -> None:
     here = stage("shared-memory")
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     reader.ask("hold", "layer.1.weight")
     before = reader.ask("held")
-    lazygt.transfer(weights(2), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     clock = Clock()
     with pytest.raises(VersionHeld, match=r"'reader 0' have held tensors.*clone\(\)"):
-        lazygt.transfer(weights(3), sender, timeout=DEADLINE)
+        lazygt.transfer_weights(weights(3), sender, timeout=DEADLINE)
     took, late = clock.seconds, clock.late
     assert DEADLINE <= took < DEADLINE * 1.1 + late
     assert reader.ask("held") == before
     assert reader.ask("checksums") == (2, checksums(weights(2)))
     assert sender.receivers == (reader.name,)
     reader.ask("let_go")
-    lazygt.transfer(weights(3), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(3), sender, timeout=20.0)
     assert reader.ask("checksums") == (3, checksums(weights(3)))
 
 
@@ -239,11 +239,11 @@ def test_kept_tensors_hold_nothing_back_where_memory_is_the_readers_own(
     here = stage(strategy)
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     reader.ask("hold", "layer.1.weight")
     before = reader.ask("held")
     for version in (2, 3, 4):
-        lazygt.transfer(weights(version), sender, timeout=20.0)
+        lazygt.transfer_weights(weights(version), sender, timeout=20.0)
     assert reader.ask("held") == before
 
 

@@ -58,7 +58,7 @@ def test_packed_buffers_reach_other_processes(
     with reader(sender, "gpu") as one, reader(sender, "gpu", 1) as two:
         for version in (1, 2, 3):
             model = weights(version) if place == "cpu" else on_gpu(version)
-            report = lazygt.transfer(model, sender, timeout=60.0)
+            report = lazygt.transfer_weights(model, sender, timeout=60.0)
             assert (report.requests, report.aliases) == (9, 1)
             for there in (one, two):
                 assert there.ask("checksums") == (version, checksums(weights(version)))
@@ -66,11 +66,11 @@ def test_packed_buffers_reach_other_processes(
 
 def test_a_killed_receiver_is_named_and_others_go_on(sender: CudaIpcTransferSender) -> None:
     with reader(sender, "gpu") as dies, reader(sender, "gpu", 1) as lives:
-        lazygt.transfer(on_gpu(1), sender, timeout=60.0)
+        lazygt.transfer_weights(on_gpu(1), sender, timeout=60.0)
         with pytest.raises(ReceiverDied, match="'reader 0'"):
             sender.send(Accident(2, 2, lambda: dies.signal(signal.SIGKILL)), timeout=60.0)
         assert lives.ask("checksums") == (1, checksums(weights(1)))
-        lazygt.transfer(on_gpu(2), sender, timeout=60.0)
+        lazygt.transfer_weights(on_gpu(2), sender, timeout=60.0)
         assert lives.ask("checksums") == (2, checksums(weights(2)))
 
 
@@ -78,7 +78,7 @@ def test_a_flipped_byte_on_the_gpu(
     sender: CudaIpcTransferSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with reader(sender, "gpu") as there:
-        lazygt.transfer(on_gpu(1), sender, timeout=60.0)
+        lazygt.transfer_weights(on_gpu(1), sender, timeout=60.0)
         announce = type(sender).announce
 
         def flip(self, out, request, *args, **more):
@@ -89,17 +89,17 @@ def test_a_flipped_byte_on_the_gpu(
         with monkeypatch.context() as patch:
             patch.setattr(type(sender), "announce", flip)
             with pytest.raises(ReceiverRefused, match="are not what was sent"):
-                lazygt.transfer(on_gpu(2), sender, timeout=60.0)
+                lazygt.transfer_weights(on_gpu(2), sender, timeout=60.0)
         assert there.ask("checksums") == (1, checksums(weights(1)))
 
 
 def test_memory_is_flat_over_many_transfers(sender: CudaIpcTransferSender) -> None:
     with reader(sender, "gpu"):
         model = on_gpu(1)
-        lazygt.transfer(model, sender, timeout=60.0)
+        lazygt.transfer_weights(model, sender, timeout=60.0)
         before = torch.cuda.memory_allocated()
         for _ in range(100):
-            lazygt.transfer(model, sender, timeout=60.0)
+            lazygt.transfer_weights(model, sender, timeout=60.0)
         assert torch.cuda.memory_allocated() == before
 
 
@@ -112,7 +112,7 @@ def test_xor_is_the_same_on_both_devices() -> None:
 def test_nccl_broadcasts_between_gpus() -> None:
     with BroadcastTransferSender(device="cuda:0") as sender, reader(sender, "nccl") as there:
         for version in (1, 2, 3):
-            lazygt.transfer(on_gpu(version), sender, timeout=60.0)
+            lazygt.transfer_weights(on_gpu(version), sender, timeout=60.0)
             assert there.ask("checksums") == (version, checksums(weights(version)))
 
 
@@ -127,7 +127,7 @@ def test_gpu_workers_write_their_own_blocks() -> None:
         lazygt.parallelize(model, {"weight": [Shard(0)], "bias": [Shard(0)]})
         s.synchronize()
         fetched = s.stats()["bytes_fetched"]
-        report = lazygt.transfer(model, made, timeout=30.0)
+        report = lazygt.transfer_weights(model, made, timeout=30.0)
         assert s.stats()["bytes_fetched"] == fetched
         assert set(report.written) == {0, 1}
         expected = {name: p.detach().cpu() for name, p in model.state_dict().items()}
@@ -152,7 +152,7 @@ def test_gpu_workers_send_their_own_blocks(kind: str) -> None:
         s.synchronize()
         fetched = s.stats()["bytes_fetched"]
         for _ in range(3):
-            report = lazygt.transfer(model, made, timeout=60.0)
+            report = lazygt.transfer_weights(model, made, timeout=60.0)
         assert s.stats()["bytes_fetched"] == fetched
         assert set(report.written) == {0, 1}
         expected = {name: p.detach().cpu() for name, p in model.state_dict().items()}

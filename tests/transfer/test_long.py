@@ -26,11 +26,11 @@ def test_no_reading_is_torn(stage: MakeStage, strategy: str) -> None:
     sender = here.sender()
     readers = here.readers(sender, 2)
     last = 200
-    lazygt.transfer(stamped(1), sender, timeout=20.0)
+    lazygt.transfer_weights(stamped(1), sender, timeout=20.0)
     for reader in readers:
         reader._pipe.send(("hammer", (last,)))
     for version in range(2, last + 1):
-        lazygt.transfer(stamped(version), sender, timeout=20.0)
+        lazygt.transfer_weights(stamped(version), sender, timeout=20.0)
     for reader in readers:
         assert reader._pipe.poll(20.0)
         readings, versions, torn = reader._pipe.recv()
@@ -49,10 +49,10 @@ def test_a_hundred_transfers_leave_nothing_behind(stage: MakeStage, strategy: st
     readers = here.readers(sender, 2)
     models = [weights(1), weights(2)]
     for version in range(20):
-        lazygt.transfer(models[version % 2], sender, timeout=20.0)
+        lazygt.transfer_weights(models[version % 2], sender, timeout=20.0)
     before = footprints(readers)
     for version in range(100):
-        lazygt.transfer(models[version % 2], sender, timeout=20.0)
+        lazygt.transfer_weights(models[version % 2], sender, timeout=20.0)
     for old, new in zip(before, footprints(readers), strict=True):
         assert new[0] == old[0], "descriptors"
         assert new[1] <= old[1] + 4, "mappings"  # malloc may map an arena of its own

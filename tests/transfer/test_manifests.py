@@ -57,13 +57,13 @@ def test_another_manifest_is_refused(stage: MakeStage, strategy: str, case: str,
     here = stage(strategy)
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     never = Accident(2, 0, lambda: pytest.fail("a chunk was read"))
     never._inner = ModuleExtractor(changed(weights(2), case))
     with pytest.raises(ManifestMismatch, match=says):
         sender.send(never, timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(weights(1)))
-    assert lazygt.transfer(weights(2), sender, timeout=20.0).version == 2
+    assert lazygt.transfer_weights(weights(2), sender, timeout=20.0).version == 2
     assert reader.ask("checksums") == (2, checksums(weights(2)))
 
 
@@ -72,9 +72,9 @@ def test_a_stale_version_is_refused(stage: MakeStage, strategy: str, stale: int)
     here = stage(strategy)
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, version=2, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, version=2, timeout=20.0)
     with pytest.raises(ManifestMismatch, match=f"has version 2, not older than {stale}"):
-        lazygt.transfer(weights(3), sender, version=stale, timeout=20.0)
+        lazygt.transfer_weights(weights(3), sender, version=stale, timeout=20.0)
     assert reader.ask("checksums") == (2, checksums(weights(1)))
 
 
@@ -85,8 +85,8 @@ def test_a_receiver_may_say_what_it_expects(stage: MakeStage, strategy: str) -> 
     with RECEIVERS[strategy](sender.address, name="strict", expect=expect) as receiver:
         sender.wait_for_receivers(1, 10.0)
         with pytest.raises(ManifestMismatch, match=r"'strict' can't take this.*missing: only"):
-            lazygt.transfer(weights(1), sender, timeout=20.0)
-        lazygt.transfer({"only": torch.ones(3)}, sender, timeout=20.0)
+            lazygt.transfer_weights(weights(1), sender, timeout=20.0)
+        lazygt.transfer_weights({"only": torch.ones(3)}, sender, timeout=20.0)
         with receiver.reading() as (version, params):
             assert version == 1
             assert params["only"].tolist() == [1, 1, 1]
@@ -131,9 +131,9 @@ def test_a_lying_extractor_changes_nothing(
     here = stage(strategy)
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(weights(1), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(1), sender, timeout=20.0)
     with pytest.raises(TransferError, match=says):
         sender.send(Wrong(2, case), timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(weights(1)))
-    lazygt.transfer(weights(3), sender, timeout=20.0)
+    lazygt.transfer_weights(weights(3), sender, timeout=20.0)
     assert reader.ask("checksums") == (2, checksums(weights(3)))

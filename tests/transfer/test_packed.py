@@ -119,7 +119,7 @@ def test_groups_and_handles_are_kept_and_newcomers_join(
     for version in (1, 2, 3, 4):
         if version == 3:
             readers += here.readers(sender)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         made.append(number_of(sender))
         for reader in readers:
             assert reader.ask("checksums") == (version, checksums(state(model)))
@@ -140,7 +140,7 @@ def test_nobody_waits_for_workers_that_have_nothing_to_send(
     with RECEIVERS[here.strategy](sender.address, name="mine") as receiver:
         sender.wait_for_receivers(1, 20.0)
         before = threading.enumerate()  # groups of earlier tests may still be let go
-        report = lazygt.transfer({"one": torch.ones(3)}, sender, timeout=20.0)
+        report = lazygt.transfer_weights({"one": torch.ones(3)}, sender, timeout=20.0)
         assert report.written == {0: 12}
         new = [thread for thread in threading.enumerate() if thread not in before]
         assert not [thread for thread in new if thread.name == "lazygt-group"]
@@ -157,7 +157,7 @@ def test_one_sender_for_sessions_and_plain_models(here: Stage) -> None:
             lazygt.parallelize(model, {"*": [Shard(0)]})
             for source in (model, {n: p + 1 for n, p in state(model).items()}, model):
                 version += 1
-                lazygt.transfer(source, sender, timeout=20.0)
+                lazygt.transfer_weights(source, sender, timeout=20.0)
                 expected = source if isinstance(source, dict) else state(source)
                 for reader in readers:
                     assert reader.ask("checksums") == (version, checksums(expected))
@@ -170,7 +170,7 @@ def test_a_plain_model_is_cut_and_skips_nothing(here: Stage) -> None:
         here.readers(sender, mesh="model=2", rank=1, placements={"layer.1.weight": [Shard(1)]})[0],
     )
     for version in (1, 2):
-        report = lazygt.transfer(weights(version), sender, timeout=20.0)
+        report = lazygt.transfer_weights(weights(version), sender, timeout=20.0)
         assert report.written == {}
         cut = weights(version)
         assert whole.ask("checksums") == (version, checksums(cut))
@@ -183,7 +183,7 @@ def test_lent_buffers_are_no_bigger_than_the_threshold(
 ) -> None:
     sender: Any = stage("cuda-ipc").sender(threshold_gb=16 * KIB / GIB)
     stage("cuda-ipc").readers(sender)
-    lazygt.transfer(model_of(128), sender, timeout=20.0)
+    lazygt.transfer_weights(model_of(128), sender, timeout=20.0)
     assert 8 * KIB < sender._loans.extent <= 16 * KIB
     assert not sender._buffers
 
@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_refused(
     sender = here.sender()
     with RECEIVERS[here.strategy](sender.address, name="mine") as receiver:
         sender.wait_for_receivers(1, 20.0)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         unpack, once = Incoming.unpack, iter([True])
 
         def flip(incoming: Incoming, buffer: Tensor, *args: Any) -> None:
@@ -209,9 +209,9 @@ def test_a_flipped_bit_is_refused(
         with monkeypatch.context() as patch:
             patch.setattr(Incoming, "unpack", flip)
             with pytest.raises(ReceiverRefused, match=r"values .* are not what was sent \(crc32"):
-                lazygt.transfer(model, sender, timeout=20.0)
+                lazygt.transfer_weights(model, sender, timeout=20.0)
         assert receiver.version == 1
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         with receiver.reading() as (version, params):
             assert (version, checksums(params)) == (2, checksums(state(model)))
 
@@ -225,7 +225,7 @@ def test_a_worker_is_killed(
     width = 64 if request_bytes < BIG else 1024
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = model_of(width)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         old = state(model)
         killed: list[float] = []
 
@@ -240,7 +240,7 @@ def test_a_worker_is_killed(
     assert has(readers, 1, old)
     with lazygt.session(mesh={"data": 2}, threads=1):
         model = model_of(width)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert has(readers, 2, state(model))
 
 
@@ -249,7 +249,7 @@ def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     readers = engine(here, sender)
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = model_of(1024)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         expected = state(model)
         begin, pid = time.monotonic(), s.worker_pids[1]
         with pytest.raises(TransferError, match="worker 1 did not write its part within 1 s"):
@@ -257,7 +257,7 @@ def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         assert time.monotonic() - begin < DEADLINE + ASKED_SECONDS
         assert has(readers, 1, expected)
         send_signal(pid, signal.SIGCONT)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert has(readers, 2, expected)
 
 
@@ -268,7 +268,7 @@ def test_a_receiver_is_killed(
     model = model_of(64 if request_bytes < BIG else 1024)
     sender = sender_of(here, request_bytes, monkeypatch)
     dies, *others = here.readers(sender, 3)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     killed: list[float] = []
 
     def kill() -> None:
@@ -281,7 +281,7 @@ def test_a_receiver_is_killed(
     for version in (1, 2):
         for reader in others:
             assert reader.ask("checksums") == (version, checksums(state(model)))
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
 
 
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
@@ -292,7 +292,7 @@ def test_a_receiver_is_stopped(
     model = model_of(64 if request_bytes < BIG else 1024)
     sender = sender_of(here, request_bytes, monkeypatch)
     freezes, lives = here.readers(sender, 2)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     expected = checksums(state(model))
     begin = time.monotonic()
     with pytest.raises(ReceiverFrozen, match=f"'{freezes.name}' did not answer within 1 s"):
@@ -300,12 +300,12 @@ def test_a_receiver_is_stopped(
     assert time.monotonic() - begin < DEADLINE + ASKED_SECONDS
     assert lives.ask("checksums") == (1, expected)
     for version in (2, 3):
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert lives.ask("checksums") == (version, expected)
     freezes.signal(signal.SIGCONT)
     assert freezes.ask("checksums") == (1, expected)
     sender.wait_for_receivers(2, 10.0)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     assert freezes.ask("checksums") == (4, expected)
 
 

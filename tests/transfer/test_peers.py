@@ -58,7 +58,7 @@ def test_two_receivers_cannot_have_one_name(stage: MakeStage, strategy: str) -> 
 def test_a_sender_without_receivers_says_so(stage: MakeStage, strategy: str) -> None:
     sender = stage(strategy).sender()
     with pytest.raises(TransferError, match=r"no receiver is connected to .*wait_for_receivers"):
-        lazygt.transfer(weights(1), sender)
+        lazygt.transfer_weights(weights(1), sender)
 
 
 def test_a_closed_sender_says_so(stage: MakeStage, strategy: str) -> None:
@@ -66,7 +66,7 @@ def test_a_closed_sender_says_so(stage: MakeStage, strategy: str) -> None:
     sender.close()
     sender.close()
     with pytest.raises(TransferError, match="closed"):
-        lazygt.transfer(weights(1), sender)
+        lazygt.transfer_weights(weights(1), sender)
 
 
 def test_readers_of_nothing_are_told(stage: MakeStage, strategy: str) -> None:
@@ -87,12 +87,12 @@ def test_a_timeout_is_a_number_of_seconds(wrong: Any) -> None:
     ):
         sender.wait_for_receivers(1, 20.0)
         with pytest.raises(ValueError, match=re.escape(says)):
-            lazygt.transfer(weights(1), sender, timeout=wrong)
+            lazygt.transfer_weights(weights(1), sender, timeout=wrong)
         with pytest.raises(ValueError, match=re.escape(says)):
             sender.wait_for_receivers(2, wrong)
         with pytest.raises(ValueError, match=re.escape(says)):
             receiver.wait_for_version(1, wrong)
-        assert lazygt.transfer(weights(1), sender, timeout=20.0).version == 1
+        assert lazygt.transfer_weights(weights(1), sender, timeout=20.0).version == 1
 
 
 def test_a_name_is_a_text() -> None:

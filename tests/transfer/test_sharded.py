@@ -106,7 +106,7 @@ def test_to_whole_and_to_tensor_parallel(session: lazygt.Session, here: Stage, l
     ]
     for version in (1, 2, 3):
         train(model)
-        report = lazygt.transfer(model, sender, timeout=20.0)
+        report = lazygt.transfer_weights(model, sender, timeout=20.0)
         expected = state(model)
         assert set(report.written) == {0, 1, 2, 3}
         assert whole.ask("checksums") == (version, checksums(expected))
@@ -125,7 +125,7 @@ def test_the_client_sees_no_weights(
     (reader,) = here.readers(sender)
     session.synchronize()
     before = session.stats()
-    report = lazygt.transfer(model, sender, timeout=20.0)
+    report = lazygt.transfer_weights(model, sender, timeout=20.0)
     after = session.stats()
     assert after["bytes_fetched"] == before["bytes_fetched"]
     assert after["bytes_uploaded"] == before["bytes_uploaded"]
@@ -145,7 +145,7 @@ def test_the_same_layout_is_not_cut(session: lazygt.Session, here: Stage) -> Non
         here.readers(sender, mesh="data=2,model=2", rank=rank, placements=placements)[0]
         for rank in range(4)
     ]
-    report = lazygt.transfer(model, sender, timeout=20.0)
+    report = lazygt.transfer_weights(model, sender, timeout=20.0)
     assert (report.requests, report.written) == (4, dict.fromkeys(range(4), 8 * 12 * 4 // 4))
     whole = state(model)["weight"]
     for rank, reader in enumerate(readers):
@@ -157,7 +157,7 @@ def test_copies_share_the_work(session: lazygt.Session, here: Stage) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     sender = here.sender()
     here.readers(sender)
-    report = lazygt.transfer(model, sender, timeout=20.0)
+    report = lazygt.transfer_weights(model, sender, timeout=20.0)
     assert report.written == dict.fromkeys(range(4), 2 * 16 * 16 * 4)
 
 
@@ -169,7 +169,7 @@ def test_a_layout_is_planned_once(session: lazygt.Session, here: Stage) -> None:
     moves.cache_clear()
     for _ in range(3):
         train(model)
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
     assert (moves.cache_info().misses, moves.cache_info().hits) == (1, 2)
 
 
@@ -180,7 +180,7 @@ def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
     (reader,) = here.readers(sender)
     extractor = ModuleExtractor(model, cast={"*": torch.bfloat16})
     fetched = session.stats()["bytes_fetched"]
-    lazygt.transfer(extractor, sender, timeout=20.0)
+    lazygt.transfer_weights(extractor, sender, timeout=20.0)
     assert session.stats()["bytes_fetched"] == fetched
     narrow = {
         name: p.bfloat16() if p.is_floating_point() else p for name, p in state(model).items()
@@ -193,7 +193,7 @@ def test_views_and_numbers_of_the_client_are_settled(session: lazygt.Session, he
     source = {"view": base.t()[1:3], "sum": base.sum(), "one": torch.tensor(1.5)}
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(source, sender, timeout=20.0)
+    lazygt.transfer_weights(source, sender, timeout=20.0)
     expected = {name: p.cpu() for name, p in source.items()}
     assert reader.ask("checksums") == (1, checksums(expected))
 
@@ -208,7 +208,7 @@ def test_a_plain_model_is_cut_for_its_receivers(here: Stage) -> None:
         for rank in (0, 1)
     )
     for version in (1, 2):
-        report = lazygt.transfer(model, sender, timeout=20.0)
+        report = lazygt.transfer_weights(model, sender, timeout=20.0)
         assert report.written == {}
         assert reader.ask("checksums") == (version, checksums(block(state(model), 0)))
         assert other.ask("checksums") == (version, checksums(block(state(model), 1)))
@@ -223,10 +223,10 @@ def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
         sender = here.sender()
         here.readers(sender)
         for _ in range(2):
-            lazygt.transfer(model, sender, timeout=20.0)
+            lazygt.transfer_weights(model, sender, timeout=20.0)
         during = descriptors(s)
         for _ in range(10):
-            lazygt.transfer(model, sender, timeout=20.0)
+            lazygt.transfer_weights(model, sender, timeout=20.0)
         assert all(mine > theirs for mine, theirs in zip(during, before, strict=True))
         assert descriptors(s) == during
         sender.close()
@@ -251,14 +251,14 @@ def test_another_manifest_is_refused_before_a_byte_moves(
     first, other = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(first, sender, timeout=20.0)
+    lazygt.transfer_weights(first, sender, timeout=20.0)
     session.synchronize()
     before = session.stats()["messages_sent"]
     with pytest.raises(ManifestMismatch, match=r"missing: weight, bias; unexpected: 0.weight"):
-        lazygt.transfer(other, sender, timeout=20.0)
+        lazygt.transfer_weights(other, sender, timeout=20.0)
     assert session.stats()["messages_sent"] == before
     assert reader.ask("checksums") == (1, checksums(state(first)))
-    lazygt.transfer(first, sender, timeout=20.0)
+    lazygt.transfer_weights(first, sender, timeout=20.0)
     assert reader.ask("version") == 2
 
 
@@ -275,7 +275,7 @@ def test_placements_that_the_model_lacks_are_refused(
     sender = here.sender()
     here.readers(sender, mesh="model=2", rank=1, placements=placements)
     with pytest.raises(ManifestMismatch, match=f"receiver 'reader 0' can't take.*{why}"):
-        lazygt.transfer(nn.Linear(8, 8), sender, timeout=20.0)
+        lazygt.transfer_weights(nn.Linear(8, 8), sender, timeout=20.0)
 
 
 def test_a_flipped_bit_is_refused(
@@ -286,7 +286,7 @@ def test_a_flipped_bit_is_refused(
     lazygt.parallelize(model, LAYOUTS["FSDP over both axes"])
     sender = here.sender()
     (reader,) = here.readers(sender)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     old = checksums(state(model))
     train(model)
     announce, once = Parts._announce, iter([True])
@@ -299,9 +299,9 @@ def test_a_flipped_bit_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(Parts, "_announce", flip)
         with pytest.raises(ReceiverRefused, match=r"values .* are not what was sent \(crc32"):
-            lazygt.transfer(model, sender, timeout=20.0)
+            lazygt.transfer_weights(model, sender, timeout=20.0)
     assert reader.ask("checksums") == (1, old)
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     assert reader.ask("checksums") == (2, checksums(state(model)))
 
 
@@ -312,11 +312,11 @@ def test_no_reading_is_torn(session: lazygt.Session, here: Stage) -> None:
         f"m{k}.weight": lazygt.distribute(torch.ones(4_000), [Shard(0), Shard(0)]) for k in range(6)
     }
     last = 60
-    lazygt.transfer(params, sender, timeout=20.0)
+    lazygt.transfer_weights(params, sender, timeout=20.0)
     reader._pipe.send(("hammer", (last,)))
     for _ in range(last - 1):
         params = {name: p + 1 for name, p in params.items()}
-        lazygt.transfer(params, sender, timeout=20.0)
+        lazygt.transfer_weights(params, sender, timeout=20.0)
     assert reader._pipe.poll(20.0)
     readings, versions, torn = reader._pipe.recv()
     assert torn == []
@@ -351,7 +351,7 @@ def test_a_worker_is_killed(here: Stage) -> None:
     (reader,) = here.readers(sender)
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = large()
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         old = checksums(state(model))
         pid = s.worker_pids[1]
         with pytest.raises(lazygt.WorkerDied):
@@ -360,7 +360,7 @@ def test_a_worker_is_killed(here: Stage) -> None:
     assert reader.ask("checksums") == (1, old)
     with lazygt.session(mesh={"data": 2}, threads=1):
         model = large()
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert reader.ask("checksums") == (2, checksums(state(model)))
 
 
@@ -369,7 +369,7 @@ def test_a_worker_is_stopped_and_wakes_up_later(here: Stage) -> None:
     (reader,) = here.readers(sender)
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = large()
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         expected = checksums(state(model))
         pid = s.worker_pids[1]
         clock = Deadline(60.0)
@@ -378,11 +378,11 @@ def test_a_worker_is_stopped_and_wakes_up_later(here: Stage) -> None:
         assert 60.0 - clock.remaining < 1.5
         assert reader.ask("checksums") == (1, expected)
         plain = state_of_another(model)
-        lazygt.transfer(plain, sender, timeout=20.0)
+        lazygt.transfer_weights(plain, sender, timeout=20.0)
         send_signal(pid, signal.SIGCONT)
         s.synchronize()  # the worker has done what it was told before it was stopped
         assert reader.ask("checksums") == (2, checksums(plain))
-        lazygt.transfer(model, sender, timeout=20.0)
+        lazygt.transfer_weights(model, sender, timeout=20.0)
         assert reader.ask("checksums") == (3, expected)
 
 
@@ -396,13 +396,13 @@ def test_a_receiver_is_killed(session: lazygt.Session, here: Stage) -> None:
     dies, lives = here.readers(sender, 2)
     model = Model()
     lazygt.parallelize(model, LAYOUTS["FSDP"])
-    lazygt.transfer(model, sender, timeout=20.0)
+    lazygt.transfer_weights(model, sender, timeout=20.0)
     old = checksums(state(model))
     train(model)
     with pytest.raises(ReceiverDied, match=f"'{dies.name}'"):
         send_and(lambda: dies.signal(signal.SIGKILL), model, sender, 20.0)
     assert lives.ask("checksums") == (1, old)
-    report = lazygt.transfer(model, sender, timeout=20.0)
+    report = lazygt.transfer_weights(model, sender, timeout=20.0)
     assert list(report.pauses) == [lives.name]
     assert lives.ask("checksums") == (2, checksums(state(model)))
 
@@ -412,12 +412,12 @@ def test_a_failed_op_is_raised_and_nothing_is_sent(here: Stage) -> None:
     (reader,) = here.readers(sender)
     with lazygt.session(mesh={"data": 2}, threads=1):
         good = torch.ones(4, 4)
-        lazygt.transfer({"x": good}, sender, timeout=20.0)
+        lazygt.transfer_weights({"x": good}, sender, timeout=20.0)
         bad = torch.linalg.cholesky(-good)
         with pytest.raises(lazygt.ExecutionError, match="cholesky"):
-            lazygt.transfer({"x": bad}, sender, timeout=20.0)
+            lazygt.transfer_weights({"x": bad}, sender, timeout=20.0)
         assert reader.ask("version") == 1
-        lazygt.transfer({"x": good + 1}, sender, timeout=20.0)
+        lazygt.transfer_weights({"x": good + 1}, sender, timeout=20.0)
     assert reader.ask("checksums") == (2, checksums({"x": torch.full((4, 4), 2.0)}))
 
 

@@ -199,7 +199,7 @@ def test_any_layout_goes_to_any_other(
             for rank in range(target.world_size)
         ]
         sender.wait_for_receivers(1 + len(parts), 20.0)
-        report = lazygt.transfer(values, sender, timeout=20.0)
+        report = lazygt.transfer_weights(values, sender, timeout=20.0)
         assert sum(report.written.values()) >= sum(p.nbytes for p in values.values())
         with whole.reading() as (_, params):
             assert all(torch.equal(params[name], p) for name, p in values.items())
