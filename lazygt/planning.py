@@ -15,7 +15,7 @@ from lazygt.graph.label import Replicated
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.mesh import Stored
 from lazygt.graph.node import Graph
-from lazygt.history import History
+from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
 from lazygt.passes.sharding.places import MARKS, without_places
@@ -28,7 +28,6 @@ from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
 from lazygt.stretch import Stretch
 from lazygt.trie import Step, build_graph
-from lazygt.why import Miss, newly_alive
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather

@@ -13,7 +13,7 @@ from lazygt.errors import ProtocolError, exception_class
 from lazygt.graph.logical import LogicalMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark
-from lazygt.history import History
+from lazygt.history import Flush, History
 from lazygt.planning import Kept, Planner
 from lazygt.recorder import Recorder
 from lazygt.relaid import learn
@@ -25,7 +25,6 @@ from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
 from lazygt.stretch import Stretch
 from lazygt.tensor import Cell
-from lazygt.why import Flush
 
 #: What torch's own ops raise: a call that waits for its op raises no other class.
 _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lazygt.graph.source import expand
+from lazygt.history import Flush
 from lazygt.runtime.client import Client
 from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.tiers import Compile
-from lazygt.why import Flush
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.
 MAX_EVENTS = 1_000_000

@@ -7,210 +7,19 @@ somebody asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lazygt.generator import is_state
-from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Graph, Param, Ref
-from lazygt.graph.ops import OpFacts
-from lazygt.graph.source import Mark, expand
+from lazygt.graph.source import expand
+from lazygt.history import Flush, Miss
 from lazygt.runtime.tiers import Compile
-from lazygt.trie import Step
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
-#: Known steps, or values, that a miss names at most; a loop over many shapes has many.
-_NAMED = 8
-
-
-class Flush(NamedTuple):
-    """One flush.
-
-    Attributes:
-        reason: what forced it, for example ``backward`` or ``to cpu``.
-        mark: the user's line that did.
-        ops: how many were recorded.
-        digest: the plan's name; None when there was nothing to run.
-        hit: whether the plan was there already.
-        run: the number of the run.
-    """
-
-    reason: str
-    mark: Mark | None
-    ops: int
-    digest: bytes | None
-    hit: bool
-    run: int
-
-
-class FirstMiss(NamedTuple):
-    """The first step of a stretch that was not in the trie: what the recorder notes."""
-
-    step: Step
-    key: Any
-    facts: OpFacts | None
-    mark: Mark | None
-
-
-@dataclass
-class Miss:
-    """Why a plan had to be built.
-
-    Attributes:
-        flush: the reason of the flush.
-        first: the first new step; None when every step was known.
-        known: the steps that had followed the same beginning before, newest last.
-        ended: whether an earlier stretch with the same steps had ended at the same place.
-        alive: values that had not been outputs then, each as ``op meta  line``.
-        line_of: finds the user's line of a step that was recorded earlier, or ``"?"``.
-        digest, seconds: the plan, and what building it took.
-    """
-
-    flush: str
-    first: FirstMiss | None
-    known: tuple[Step, ...] = ()
-    ended: bool = False
-    alive: tuple[str, ...] = ()
-    line_of: Callable[[Step], str] = field(default=lambda step: "?", repr=False)
-    digest: bytes = b""
-    seconds: float = 0.0
-
-    @staticmethod
-    def at(flush: str, found: tuple[Any, ...], line_of: Callable[[Step], str]) -> Miss:
-        """The miss that began at what the recorder noted."""
-        first = FirstMiss(*found)
-        new = first.step.children.get(first.key)
-        known = [step for step in first.step.children.values() if step is not new]
-        return Miss(flush, first, tuple(known[-_NAMED:]), line_of=line_of)
-
-    @cached_property
-    def op(self) -> str | None:
-        """The first new op (or input)."""
-        if self.first is None:
-            return None
-        if isinstance(self.first.key, TensorMeta):
-            return f"input {_text(self.first.key)}"
-        return self.first.facts.name if self.first.facts is not None else str(self.first.key[0])
-
-    @cached_property
-    def line(self) -> str:
-        """The user's line of the first new op."""
-        return "?" if self.first is None else expand(self.first.mark)
-
-    @cached_property
-    def before(self) -> Step | None:
-        """The known step that the new one is most like."""
-        if not self.known:
-            return None
-        return max(reversed(self.known), key=lambda step: (_name(step) == self.op, _is_input(step)))
-
-    @cached_property
-    def reason(self) -> str:
-        """One sentence."""
-        if self.first is None:
-            if self.ended:
-                return "another set of values is alive"
-            return "the stretch ends where no kept plan ends"
-        if self.before is None:
-            return "a new sequence of ops"
-        name = _name(self.before)
-        if name == self.op:
-            return f"{name} with other arguments or shapes than before"
-        return f"{self.op} where {name} was before"
-
-    def summary(self) -> dict[str, Any]:
-        """Plain data, as ``stats()`` shows it."""
-        return {"reason": self.reason, "op": self.op, "line": self.line, "flush": self.flush}
-
-    def rows(self) -> list[str]:
-        """The text of the miss."""
-        rows = [f"plan {_short(self.digest)}, built in {_milliseconds(self.seconds)}, "
-                f"flush {self.flush!r}: {self.reason}"]  # fmt: skip
-        if self.first is not None:
-            if self.before is not None:
-                rows.append(f"  before  {shown(self.before)}  {self.line_of(self.before)}")
-            new = self.first.step.children.get(self.first.key)
-            text = shown(new) if new is not None else str(self.op)
-            rows.append(f"  {'now' if self.before is not None else 'first':7} {text}  {self.line}")
-        rows += [f"  alive   {value}" for value in self.alive]
-        return rows
-
-
-def shown(step: Step) -> str:
-    """A step as the user would know it: the op with its inputs' metas and its numbers."""
-    if step.node is None:
-        return f"input {_text(step.input)}"
-    assert step.parent is not None
-    inputs, values = _metas(step.parent)
-    keys = iter(step.key[1:] if isinstance(step.key, tuple) else ())
-
-    def show(arg: Arg, key: Any) -> str:
-        if type(arg) is Ref:
-            at = arg.index
-            return _text(inputs[~at] if at < 0 else values[at])
-        if type(arg) is Param:
-            return key.__name__ if isinstance(key, type) else "number"
-        if type(arg) is tuple:
-            keys = key if isinstance(key, tuple) and len(key) == len(arg) else (None,) * len(arg)
-            return f"[{', '.join(map(show, arg, keys))}]"
-        return "device" if arg is DEVICE else str(arg)
-
-    parts = [show(arg, next(keys, None)) for arg in step.node.args]
-    for name, arg in step.node.kwargs:
-        next(keys, None)  # its name
-        parts.append(f"{name}={show(arg, next(keys, None))}")
-    return f"{step.node.op}({', '.join(parts)})"
-
-
-def _metas(step: Step) -> tuple[list[TensorMeta | None], list[TensorMeta | None]]:
-    """The metas of the inputs and of the results on the way to a step."""
-    inputs: list[TensorMeta | None] = []
-    values: list[TensorMeta | None] = []
-    for passed in step.path():
-        if passed.node is None:
-            inputs.append(passed.input)
-        else:
-            values.extend(passed.node.results)
-    return inputs, values
-
-
-def _name(step: Step) -> str:
-    if step.facts is not None:
-        return step.facts.name
-    return f"input {_text(step.input)}" if step.node is None else step.node.op
-
-
-def _text(meta: TensorMeta | None) -> str:
-    return "generator state" if is_state(meta) else str(meta)
-
-
-def _is_input(step: Step) -> bool:
-    return step.input is not None
-
-
-def newly_alive(
-    graph: Graph, outputs: tuple[int, ...], others: Collection[tuple[int, ...]]
-) -> tuple[str, ...]:
-    """The outputs that the most similar of ``others`` lacks, each as ``op meta  line``.
-
-    Both number the results of nodes from 0, without the inputs.
-    """
-    needed = set(outputs)
-    similar = max(others, key=lambda other: len(needed.intersection(other)), default=())
-    missing = needed.difference(similar)
-    shift = len(graph.inputs)
-    return tuple(
-        f"{node.op} {_text(meta)}  {graph.line(number)}"
-        for number, (node, results) in enumerate(graph.numbered())
-        for index, meta in zip(results, node.results, strict=True)
-        if index - shift in missing
-    )[:_NAMED]
 
 
 @dataclass
@@ -251,7 +60,7 @@ class Why:
         alike: Counter[tuple[str, str, int, str]] = Counter()
         hits: Counter[tuple[str, str, int, str]] = Counter()
         for flush in self.flushes:
-            plan = "nothing to run" if flush.digest is None else f"plan {_short(flush.digest)}"
+            plan = "nothing to run" if flush.digest is None else f"plan {flush.digest.hex()[:12]}"
             key = flush.reason, expand(flush.mark), flush.ops, plan
             alike[key] += 1
             hits[key] += flush.hit
@@ -289,11 +98,3 @@ def _trouble(compile: Compile) -> str:
     if compile.status == "failed":
         return compile.error.strip().partition("\n")[0]
     return f"compiled they would be {compile.gain:.2f}x as fast"
-
-
-def _short(digest: bytes) -> str:
-    return digest.hex()[:12]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

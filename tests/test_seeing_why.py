@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.history import Flush
 from lazygt.runtime.tiers import Compile
-from lazygt.why import Flush, Why
+from lazygt.why import Why
 
 pytestmark = pytest.mark.timeout(60)
 
