@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lazygt.passes.unmerge import Unmerge
+from lazygt.passes.rules.foreach import Unmerge
 from tests.passes.tools import check_numbers, graph_of, keeps
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from lazygt.graph.label import Label, Partial, Replicated, Sharded
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, table
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, table, zeros_when_empty
 
 _SAMPLE, _HEAD, _QUERY = 0, 1, 2
 #: Have these dims, where an op has such an argument or result; the rest is one number or nothing.

@@ -23,10 +23,12 @@ from lazygt.passes.rules.base import (
     S,
     Values,
     anywhere,
+    lower_row,
     splittable,
     table,
+    zeros,
+    zeros_when_empty,
 )
-from lazygt.passes.rules.lower import lower_row, zeros, zeros_when_empty
 from lazygt.passes.rules.statistics import moments, total
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from lazygt.passes.rules.base import (
     Values,
     splittable,
     table,
+    zeros,
 )
-from lazygt.passes.rules.lower import zeros
 from lazygt.passes.rules.pointwise import aligned
 
 if TYPE_CHECKING:

@@ -11,8 +11,18 @@ import torch
 
 from lazygt.graph.label import Label
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, splittable, table
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.base import (
+    Call,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    splittable,
+    table,
+    zeros_when_empty,
+)
 from lazygt.passes.rules.pointwise import aligned
 
 Shape = tuple[int, ...]

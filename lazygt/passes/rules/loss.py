@@ -21,8 +21,8 @@ from lazygt.passes.rules.base import (
     anywhere,
     splittable,
     table,
+    zeros_when_empty,
 )
-from lazygt.passes.rules.lower import zeros_when_empty
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 
 from lazygt.graph.label import Label
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, R, Row, Rule, S, splittable, table
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.base import (
+    Call,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    splittable,
+    table,
+    zeros_when_empty,
+)
 
 #: op -> operands (name: its dims), and the result's dims
 _EINSUMS: dict[str, tuple[dict[str, str], str]] = {

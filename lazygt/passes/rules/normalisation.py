@@ -23,8 +23,8 @@ from lazygt.passes.rules.base import (
     Values,
     splittable,
     table,
+    zeros_when_empty,
 )
-from lazygt.passes.rules.lower import zeros_when_empty
 from lazygt.passes.rules.statistics import moments, total
 
 if TYPE_CHECKING:

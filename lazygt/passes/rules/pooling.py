@@ -6,8 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, Row, Rule, S, splittable, table
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.base import (
+    Call,
+    Metas,
+    P,
+    Row,
+    Rule,
+    S,
+    splittable,
+    table,
+    zeros_when_empty,
+)
 from lazygt.passes.rules.views import sized
 
 _WINDOWS = {"1d": 1, "2d": 2, "3d": 3}

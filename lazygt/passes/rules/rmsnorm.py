@@ -26,8 +26,8 @@ from lazygt.passes.rules.base import (
     Values,
     splittable,
     table,
+    zeros_when_empty,
 )
-from lazygt.passes.rules.lower import zeros_when_empty
 from lazygt.passes.rules.statistics import total
 
 if TYPE_CHECKING:

@@ -7,8 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lazygt.graph.node import Node
-from lazygt.passes.rules.base import Call, Metas, P, Row, Rule, S, splittable, table
-from lazygt.passes.rules.lower import zeros_when_empty
+from lazygt.passes.rules.base import (
+    Call,
+    Metas,
+    P,
+    Row,
+    Rule,
+    S,
+    splittable,
+    table,
+    zeros_when_empty,
+)
 from lazygt.passes.rules.views import PARTIALS, sized
 
 

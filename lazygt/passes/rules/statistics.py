@@ -27,7 +27,7 @@ from lazygt.passes.rules.base import (
     splittable,
     table,
 )
-from lazygt.passes.rules.reduction import identity, passing_rows, reduced_dims
+from lazygt.passes.rules.reductions import identity, passing_rows, reduced_dims
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder

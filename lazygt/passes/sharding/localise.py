@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from lazygt.graph.label import Interleaved, Label, Partial, Replicated, local_meta
 from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
 from lazygt.passes.build import Builder
-from lazygt.passes.rules.base import Row
-from lazygt.passes.rules.lower import lower_row
+from lazygt.passes.rules.base import Row, lower_row
 
 R = Replicated()
 

@@ -26,8 +26,8 @@ from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.verify import verify
 from lazygt.passes.build import Builder
 from lazygt.passes.rules import Collective, Row, rows_of
+from lazygt.passes.rules.base import lower_row
 from lazygt.passes.rules.interleaved import interleaved_rows
-from lazygt.passes.rules.lower import lower_row
 from tests.passes.rules.blocks import Tensor, blocks, joined
 from tests.passes.rules.lockstep import AXIS, lockstep, run_node
 

@@ -16,7 +16,7 @@ from lazygt.graph.node import Node, Param, Ref, map_arg
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.rules import has_rule
-from lazygt.passes.unmerge import Unmerge
+from lazygt.passes.rules.foreach import Unmerge
 from tests.models import zoo
 from tests.passes.rules.harness import Case
 from tests.passes.rules.lockstep import run_node

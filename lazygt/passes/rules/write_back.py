@@ -15,7 +15,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import facts, overload
-from lazygt.passes.rules import moving, views
+from lazygt.passes.rules import slicing, views
 from lazygt.passes.rules.base import (
     Call,
     Lower,
@@ -26,16 +26,16 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    own_part,
     splittable,
     table,
 )
-from lazygt.passes.rules.lower import own_part
-from lazygt.passes.rules.moving import partials
+from lazygt.passes.rules.slicing import partials
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
 
-_VIEWS = {**moving.RULES, **views.RULES}
+_VIEWS = {**slicing.RULES, **views.RULES}
 
 
 def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:

@@ -23,10 +23,12 @@ from lazygt.passes.rules.base import (
     Rule,
     S,
     Values,
+    own_part,
+    scattered,
     splittable,
     table,
+    zeros_when_empty,
 )
-from lazygt.passes.rules.lower import own_part, scattered, zeros_when_empty
 from lazygt.passes.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:

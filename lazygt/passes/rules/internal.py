@@ -1,6 +1,7 @@
-"""Collectives of mesh axes that were sharded before: on another axis their other dims may be cut.
+"""lazygt's own nodes: collectives of mesh axes that were sharded before, marks of pipeline stages.
 
-What they move between ranks of their own axis, each rank of this axis moves for its block.
+On another axis the other dims of a collective may be cut: what it moves between ranks of its own
+axis, each rank of this axis moves for its block. A mark is the identity.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from lazygt.graph.label import (
 )
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.graph.node import Node, Ref
-from lazygt.passes.rules.base import Lower, Metas, Row, Rule, S, Values, splittable
+from lazygt.passes.rules.base import Lower, Metas, R, Row, Rule, S, Values, splittable
 from lazygt.passes.rules.views import PARTIALS
+from lazygt.passes.sharding.places import ENTER, LEAVE
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
+
 
 _KEEP_DIMS = (ALL_REDUCE, FIRST)
 
@@ -46,7 +49,7 @@ def _partials(node: Node) -> Sequence[Partial]:
     return PARTIALS
 
 
-def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+def _collective(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     meta = metas[node.args[0].index]
     if meta is None:
         return ()
@@ -67,6 +70,31 @@ def _again(label: Label) -> Lower:
     return lower
 
 
-RULES: dict[str, Rule] = dict.fromkeys(
-    (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, FIRST), _rows
-)
+def _mark_labels(node: Node, metas: Metas) -> Sequence[Label]:
+    meta = metas[node.args[0].index]
+    return () if meta is None else (R, *map(S, splittable(meta.shape)), *PARTIALS)
+
+
+def _enter(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    return [Row((label,), (label,), _marked) for label in _mark_labels(node, metas)]
+
+
+def _leave(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    """The value only says which stage it is on, so it is taken however it lies."""
+    labels = _mark_labels(node, metas)
+    return [Row((label, value), (label,), _marked) for label in labels for value in labels]
+
+
+def _marked(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    marked = node.refs()
+    args = (*operands, *node.args[len(marked) :])
+    return build.add(Node(node.op, args, (), (build.meta(operands[0]),)))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, FIRST), _collective
+    ),
+    ENTER: _enter,
+    LEAVE: _leave,
+}

@@ -1,7 +1,7 @@
-"""Horizontal ops on lists of tensors: the steps of optimizers.
+"""Horizontal ops on lists of tensors, the steps of optimizers: their rows, and how they come apart.
 
 A row gives the tensors of a list the same label, those that can have it; the others are R. To
-have each tensor choose for itself, unmerge the node first (``passes.unmerge``).
+have each tensor choose for itself, unmerge the node first.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node, Ref
+from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.arguments import numbers
+from lazygt.passes.base import Placed, placed, rebuild
 from lazygt.passes.forms import ALL, EACH, SPLIT, Form
 from lazygt.passes.rules import pointwise, statistics
-from lazygt.passes.rules.base import Call, Lower, Metas, R, Row, Rule, S, Values
-from lazygt.passes.rules.lower import lower_row
+from lazygt.passes.rules.base import Call, Lower, Metas, R, Row, Rule, S, Values, lower_row
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
+
 
 #: Steps on whole lists of parameters.
 FUSED_STEPS = frozenset(
@@ -156,6 +157,49 @@ def _label_of(call: Call, labels: dict[str, list[Label]], value: int) -> Label:
         if value in found:
             return given[found.index(value)]
     return R
+
+
+class Unmerge:
+    """One op a tensor, for the ops of ``FORMS`` and the fused steps of optimizers."""
+
+    name = "unmerge"
+
+    def run(self, graph: Graph) -> Graph:
+        rows = [part for row in placed(graph) for part in _parts(row)]
+        return graph if len(rows) == len(graph.nodes) else rebuild(graph, rows)
+
+
+def _parts(row: Placed) -> Sequence[Placed]:
+    node = row.node
+    if node.op in FORMS:
+        if not are_apart(node):
+            return [row]
+        pairs = zip(singles(node), row.results, strict=True)
+        return [Placed(single, (result,), row.source) for single, result in pairs]
+    if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
+        return [_step(row, which) for which in range(len(node.args[0]))]
+    return [row]
+
+
+def _step(row: Placed, which: int) -> Placed:
+    """A fused step on one of its parameters."""
+    node = row.node
+    args = tuple([_one_of(arg, which) for arg in node.args])
+    taken = {item for arg in args if type(arg) is tuple for item in arg}
+    places = [place for place, value in enumerate(node.writes) if Ref(value) in taken]
+    made = Node(
+        node.op,
+        args,
+        node.kwargs,
+        writes=tuple([node.writes[place] for place in places]),
+        written=tuple([node.written[place] for place in places]),
+    )
+    return Placed(made, [row.results[place] for place in places], row.source)
+
+
+def _one_of(arg: Arg, which: int) -> Arg:
+    """The item of a list that belongs to a parameter; lists may be empty."""
+    return arg[which : which + 1] if type(arg) is tuple else arg
 
 
 RULES: dict[str, Rule] = {

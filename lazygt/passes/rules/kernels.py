@@ -1,6 +1,10 @@
-"""Convolutions: split by samples, by outgoing channels, by incoming channels, or by groups.
+"""Kernels that want other arguments for blocks: convolutions, fused recurrent layers of CPUs.
 
-Kernels take no block without channels, so a rank that has none gives zeros.
+Convolutions are split by samples, by outgoing channels, by incoming channels, or by groups; kernels
+take no block without channels, so a rank that has none gives zeros. Recurrent layers are split by
+samples. The workspace that their forward leaves for its backward is good for its own samples only:
+a forward on blocks leaves an empty one and calls it split, so that every backward that may meet it
+is sharded too; and a backward that is sharded makes a workspace of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +14,21 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.label import Label
 from lazygt.graph.node import Node, Ref
-from lazygt.passes.rules.base import Call, Lower, Metas, P, R, Row, Rule, S, Values, table
-from lazygt.passes.rules.lower import lower_row, zeros, zeros_when_empty
+from lazygt.passes.rules.base import (
+    Call,
+    Lower,
+    Metas,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Values,
+    lower_row,
+    table,
+    zeros,
+    zeros_when_empty,
+)
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder
@@ -26,7 +43,7 @@ def _batched(call: Call) -> bool:
     return len(call.shape("input")) == len(call.shape("weight"))
 
 
-def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     if not _batched(call):
         return ()
@@ -74,7 +91,7 @@ def _fewer_groups(build: Builder, node: Node, operands: Sequence[Ref]) -> Values
     return build.rerun(node, operands, groups=groups // build.parts)
 
 
-def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     if not _batched(call):
         return ()
@@ -139,7 +156,67 @@ def _fewer_groups_backward(made: int) -> Lower:
     return lower
 
 
+_RECURRENT = "aten.mkldnn_rnn_layer.default"
+_STATES = ("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy")
+_SEQUENCES = ("input", "output", "grad_output")
+
+
+def _samples(call: Call) -> int:
+    """The dim of a sequence's samples; states have them first."""
+    return 0 if call["batch_first"] else 1
+
+
+def _recurrent_labels(call: Call) -> dict[str, Label]:
+    labels: dict[str, Label] = {name: S(0) for name in _STATES if call.has(name)}
+    labels.update({name: S(_samples(call)) for name in _SEQUENCES if call.has(name)})
+    return labels
+
+
+def _has_samples(call: Call) -> bool:
+    """Sequences of several lengths are packed together, with no dim of samples."""
+    return not call["batch_sizes"] and call.shape("input")[_samples(call)] > 1
+
+
+def _recurrent(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    if not _has_samples(call):
+        return ()
+    row = call.row((S(_samples(call)), S(0), S(0), S(0)), **_recurrent_labels(call))
+    workspace = call.result(3)
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        made = build.rerun(node, operands)
+        return (*made[:3], zeros(build, workspace, R))
+
+    return [zeros_when_empty(call, row.by(lower))]
+
+
+def _recurrent_backward(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
+    call = Call(node, metas, parts)
+    rows = [call.row(R), call.row(R, workspace=S(0))]
+    found = [row.by(_with_own_workspace) for row in rows]
+    if _has_samples(call):
+        outputs = (S(_samples(call)), P, P, P, P, S(0), S(0))
+        inner = call.row(outputs, **_recurrent_labels(call)).by(_with_own_workspace)
+        lower = zeros_when_empty(call, inner).lower  # an empty workspace says nothing
+        found.append(call.row(outputs, workspace=S(0), **_recurrent_labels(call)).by(lower))
+    return found
+
+
+def _with_own_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    args = build.bind(node, operands)
+    weights = [args[f"weight{number}"] for number in range(1, 5)]
+    shape = [args[name] for name in ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers",
+                                     "has_biases", "bidirectional", "batch_first")]  # fmt: skip
+    *_, workspace = build.op(
+        _RECURRENT, args["input"], *weights, args["hx_"], args["cx_tmp"], *shape, True
+    )
+    return build.rerun(node, operands, workspace=workspace)
+
+
 RULES: dict[str, Rule] = {
-    **table("convolution.default", _forward),
-    **table("convolution_backward.default", _backward),
+    **table("convolution.default", _convolution),
+    **table("convolution_backward.default", _convolution_backward),
+    _RECURRENT: _recurrent,
+    "aten.mkldnn_rnn_layer_backward.default": _recurrent_backward,
 }
