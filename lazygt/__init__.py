@@ -31,15 +31,19 @@ from lazygt.transfer import transfer_weights
 __version__ = "0.1.0"
 
 #: What users name stands in these, and in ``errors`` and ``transfer``.
-_FRONT = ("session", "functions", "parallel", "pipeline", "sharding", "styles", "tensor", "units")
+_FRONT = (
+    "session", "functions", "fsdp", "optimizer_state", "pipeline", "sharding", "styles",
+    "tensor", "tensor_parallel",
+)  # fmt: skip
 
 # A worker process runs plans; the front (device, recorder, session) is the client's alone.
 if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
-    from lazygt.following import register as _follow
+    from lazygt.fsdp import fully_shard
     from lazygt.functions import apply
-    from lazygt.parallel import data_parallel, parallelize
+    from lazygt.optimizer_state import register as _follow
+    from lazygt.optimizer_state import shard_optimizer_state
     from lazygt.pipeline import stage
     from lazygt.registrations import watch as _watch
     from lazygt.session import Session, current
@@ -53,7 +57,7 @@ if os.environ.get("LAZYGT_WORKER") != "1":
         vocab_parallel,
     )
     from lazygt.tensor import LazyTensor
-    from lazygt.units import fully_shard, shard_optimizer_state
+    from lazygt.tensor_parallel import data_parallel, parallelize
 
     _register()
     _follow()

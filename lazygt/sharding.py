@@ -5,7 +5,7 @@
 
 Placements are ``torch.distributed.tensor``'s, one for each axis of the mesh: a list in its order,
 or a dict by name. They say where a value is stored. What else is cut, and what is exchanged,
-follows; the numbers never change. Tables for whole modules are in ``lazygt.parallel``.
+follows; the numbers never change. Tables for whole modules are in ``lazygt.tensor_parallel``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lazygt.graph.label import Label
 Placement = tuple[Label, ...]
 
 
-class Unit(NamedTuple):
+class FSDPUnit(NamedTuple):
     """Parameters that are stored in blocks along an axis and gathered together to be used (FSDP).
 
     Attributes:
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 
     labels: Placement
     pinned: bool = False
-    unit: Unit | None = None
+    unit: FSDPUnit | None = None
 
 
 @dataclass(frozen=True, slots=True)

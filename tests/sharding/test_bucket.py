@@ -15,7 +15,7 @@ import torch
 from lazygt.graph.communication import communications
 from lazygt.graph.inline import inline
 from lazygt.graph.label import WAIT, Label, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored, Unit
+from lazygt.graph.mesh import FSDPUnit, Mesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.graph.text import parse_graph
 from lazygt.graph.verify import verify
@@ -215,7 +215,7 @@ def gathers(count: int) -> Graph:
 
 
 def test_parameters_are_gathered_by_wrap_unit() -> None:
-    a, b = Unit("a", "data", 1 << 20), Unit("b", "data", 1 << 20)
+    a, b = FSDPUnit("a", "data", 1 << 20), FSDPUnit("b", "data", 1 << 20)
     one = survey(gathers(4))
     units = {0: a, 1: a, 2: b, 3: b}
     assert [each.members for each in buckets([one], Caps(units=units))] == [[0, 1], [2, 3]]
@@ -224,7 +224,7 @@ def test_parameters_are_gathered_by_wrap_unit() -> None:
 
 
 def test_at_most_two_gathers_are_under_way() -> None:
-    units = {n: Unit(str(n), "data", 1 << 20) for n in range(5)}
+    units = {n: FSDPUnit(str(n), "data", 1 << 20) for n in range(5)}
     graph = launched(gathers(5), Caps(units=units))
     flying, most, order = 0, 0, []
     for node in graph.nodes:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.graph.communication import communications
 from lazygt.graph.label import ALL_GATHER, Label, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored, Unit
+from lazygt.graph.mesh import FSDPUnit, Mesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.graph.text import parse_graph
 from lazygt.passes.base import view_source
@@ -18,7 +18,7 @@ from lazygt.passes.sharding.shard import shard
 from tests.sharding.counting import Block, planned
 
 R, S = Replicated(), Sharded
-UNIT = Unit("rest", "data", 25 << 20)
+UNIT = FSDPUnit("rest", "data", 25 << 20)
 
 
 def moved(text: str, *inputs: Stored) -> Counter[tuple[str, int]]:

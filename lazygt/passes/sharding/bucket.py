@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lazygt.graph.mesh import Unit
+from lazygt.graph.mesh import FSDPUnit
 from lazygt.passes.sharding.meetings import Meeting, Survey, moves_alone
 
 #: Bytes of a bucket, as torch's DistributedDataParallel has it.
@@ -35,7 +35,7 @@ class Caps:
 
     bucket: int = CAP
     alone: int = CAP
-    units: Mapping[int, Unit] = field(default_factory=dict)
+    units: Mapping[int, FSDPUnit] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Bucket:
 
     members: list[int]
     nbytes: int = 0
-    unit: Unit | None = None
+    unit: FSDPUnit | None = None
     stored: set[int] = field(default_factory=set)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lazygt.graph.label import Anyhow, Held, Label, Replicated, Sharded
-from lazygt.graph.mesh import Stored, Unit
+from lazygt.graph.mesh import FSDPUnit, Stored
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.passes.base import placed, rebuild
@@ -40,7 +40,7 @@ def place_node(value: int, meta: TensorMeta, stored: Stored) -> Node:
 def stored_by(node: Node) -> Stored:
     """What a ``lazygt.place`` says."""
     labels, pinned, *unit = node.args[1:]
-    return Stored(tuple(map(_label, labels)), pinned, Unit(*unit[0]) if unit else None)
+    return Stored(tuple(map(_label, labels)), pinned, FSDPUnit(*unit[0]) if unit else None)
 
 
 def _label(text: str) -> Label:

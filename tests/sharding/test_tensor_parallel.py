@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
+from lazygt.fsdp import fsdp_units
 from lazygt.graph.communication import communications
-from lazygt.units import unit_names
 from tests.sharding.counting import GPT, Block
 
 WORDS, DIM, STEPS = 20, 32, 3
@@ -38,7 +38,7 @@ def session() -> Iterator[lazygt.Session]:
 
 def units(wrap: object) -> list[str]:
     with torch.device("meta"):
-        return sorted(set(unit_names(GPT(WORDS, DIM, 3), wrap).values()))  # type: ignore[arg-type]
+        return sorted(set(fsdp_units(GPT(WORDS, DIM, 3), wrap).values()))  # type: ignore[arg-type]
 
 
 def test_units_are_blocks() -> None:
@@ -52,11 +52,11 @@ def test_units_are_blocks() -> None:
 def test_without_blocks_units_are_children() -> None:
     with torch.device("meta"):
         mlp = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        assert set(unit_names(mlp, "auto").values()) == {"0", "2"}
+        assert set(fsdp_units(mlp, "auto").values()) == {"0", "2"}
         with pytest.raises(ValueError, match="Sequential has no repeated blocks"):
-            unit_names(mlp, "block")
+            fsdp_units(mlp, "block")
         with pytest.raises(ValueError, match="wrap='blocks': expected 'auto', 'block', 'block2'"):
-            unit_names(mlp, "blocks")  # type: ignore[arg-type]
+            fsdp_units(mlp, "blocks")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cap", [-1, float("nan")])

@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import nn
 
 from lazygt.graph.label import Label, Replicated, Sharded
-from lazygt.graph.mesh import Placement, Stored, Unit
+from lazygt.graph.mesh import FSDPUnit, Placement, Stored
 from lazygt.placing import store, stored_now
 from lazygt.session import current
 from lazygt.sharding import own_parameter
-from lazygt.tensor import LazyTensor
 
 #: Whether a module, of this name, is the root of a unit.
 Roots = Callable[[str, nn.Module], bool]
@@ -74,69 +72,30 @@ def fully_shard(
     parts = mesh.size(mesh_dim)
     at = mesh.names.index(mesh_dim)
     named = [(name, own_parameter(name, p)) for name, p in module.named_parameters()]
-    names = unit_names(module, wrap)
+    names = fsdp_units(module, wrap)
     call = f"{type(module).__name__}#{next(_calls)}"
     cap = round(bucket_cap_mb * (1 << 20))
     for name, t in named:
         before = stored_now(t)
         if before.unit is not None:
             continue
-        unit = Unit(f"{call}.{names[name]}", mesh_dim, cap, reshard_after_forward,
+        unit = FSDPUnit(f"{call}.{names[name]}", mesh_dim, cap, reshard_after_forward,
                     limit_all_gathers)  # fmt: skip
-        dim = _dim(tuple(t.shape), before.labels, at, parts)
+        dim = dim_to_shard(tuple(t.shape), before.labels, at, parts)
         label: Label = Replicated() if dim is None else Sharded(dim)
         labels = (*before.labels[:at], label, *before.labels[at + 1 :])
         store(t, Stored(labels, True, None if dim is None else unit))
     return module
 
 
-def shard_optimizer_state(
-    optimizer: torch.optim.Optimizer, mesh_dim: str = "data"
-) -> torch.optim.Optimizer:
-    """Store what an optimizer keeps of each parameter in blocks along an axis (ZeRO-1 and 2).
-
-    Parameters stay whole there. From the second step on gradients are reduced to blocks, each rank
-    updates its block of every parameter, and the blocks are gathered. What is cut, and along which
-    dim, is as in ``fully_shard``; on other axes the state lies as its parameter does.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: the mesh has no such axis.
-    """
-    mesh = current().mesh
-    parts = mesh.size(mesh_dim)
-    at = mesh.names.index(mesh_dim)
-
-    def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, LazyTensor):
-                continue
-            for t in state.values():
-                if isinstance(t, LazyTensor) and t._view is None and t.shape == parameter.shape:
-                    placed = t._cell.placed
-                    if placed is None or not isinstance(placed.labels[at], Sharded):
-                        cut(t, stored_now(parameter))
-
-    def cut(t: LazyTensor, home: Stored) -> None:
-        dim = _dim(tuple(t.shape), home.labels, at, parts)
-        if dim is not None:
-            labels = (*home.labels[:at], Sharded(dim), *home.labels[at + 1 :])
-            store(t, Stored(labels, True))
-
-    optimizer.register_step_post_hook(place)
-    return optimizer
-
-
-def _dim(shape: tuple[int, ...], labels: Placement, at: int, parts: int) -> int | None:
-    """The dim of a parameter that is cut along axis ``at`` of ``parts`` ranks."""
+def dim_to_shard(shape: tuple[int, ...], labels: Placement, at: int, parts: int) -> int | None:
+    """The dim of a parameter that is cut along axis ``at`` of ``parts`` ranks; None: whole."""
     taken = [label for place, label in enumerate(labels) if place != at]
     free = (dim for dim, size in enumerate(shape) if size >= parts and Sharded(dim) not in taken)
     return next(free, None)
 
 
-def unit_names(module: nn.Module, wrap: Wrap) -> dict[str, str]:
+def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
     """The unit of each parameter, by name; ``rest`` for those in none.
 
     Raises:
