@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazygt.graph.amounts import count, duration
 from lazygt.graph.communication import Communication, communications
 from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
-from lazygt.graph.inline import inline
-from lazygt.graph.members import REDUCTIONS, is_member, numbers_of
+from lazygt.graph.fusion import REDUCTIONS, inline, is_member, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
+from lazygt.graph.text import count, duration
 from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
 from lazygt.report import Dearer, Exchange, Fused, LineCost, PlanCost, Report, Unfused
 from lazygt.runtime.plan import Plan, Schedule

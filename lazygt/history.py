@@ -23,7 +23,7 @@ from lazygt.runtime.plan import Plan
 from lazygt.trie import Step
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.gathers import Gather
+    from lazygt.passes.sharding.decisions import Gather
 
 _KEPT_MISSES = 256
 _KEPT_FLUSHES = 1_000

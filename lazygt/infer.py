@@ -1,5 +1,5 @@
 """What an op's results will look like: by rule (``graph.shapes``), or found by running it on meta
-tensors (``graph.metarun``), once a signature.
+tensors (``graph.shapes.meta_run``), once a signature.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from lazygt.graph.alias import op_facts
 from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, intern
-from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.rules.base import Results
 from lazygt.graph.shapes import Shapes
+from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.meta_run import run_on_metas
 
 _LIMIT = 50_000
 

@@ -12,8 +12,7 @@ from lazygt.config import Config
 from lazygt.description import line_of, lines_of
 from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.label import Replicated
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Stored
+from lazygt.graph.mesh import LogicalMesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
@@ -30,7 +29,7 @@ from lazygt.stretch import Stretch
 from lazygt.trie import Step, build_graph
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.gathers import Gather
+    from lazygt.passes.sharding.decisions import Gather
     from lazygt.passes.sharding.shard import AxisStep
 
 Stages = tuple[tuple[str, Graph], ...]
@@ -191,7 +190,7 @@ class Planner:
             given: how its inputs lie there.
         """
         # why: the rules of every op take a while to load, and few sessions shard
-        from lazygt.passes.sharding.gathers import gathers
+        from lazygt.passes.sharding.decisions import gathers
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks

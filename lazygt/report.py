@@ -15,8 +15,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lazygt.graph.amounts import amount, duration
 from lazygt.graph.cost import Cost
+from lazygt.graph.text import amount, duration
 
 #: The way to an installed package.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")

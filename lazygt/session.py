@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lazygt import device, notebook
 from lazygt.config import Config
 from lazygt.errors import NoSession
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh
+from lazygt.graph.mesh import LogicalMesh, Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark, user_mark
 from lazygt.history import History

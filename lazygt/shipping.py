@@ -10,7 +10,7 @@ import torch
 from lazygt.config import Config
 from lazygt.description import Description
 from lazygt.errors import ProtocolError, exception_class
-from lazygt.graph.logical import LogicalMesh
+from lazygt.graph.mesh import LogicalMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import Mark
 from lazygt.history import Flush, History

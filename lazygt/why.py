@@ -16,7 +16,7 @@ from lazygt.history import Flush, Miss
 from lazygt.runtime.tiers import Compile
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.gathers import Gather
+    from lazygt.passes.sharding.decisions import Gather
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "

@@ -9,7 +9,7 @@ import torch
 
 import lazygt
 from lazygt.errors import ProtocolError
-from lazygt.graph import layouts
+from lazygt.graph.shapes import layouts
 from lazygt.runtime.messages import Relaid
 
 ROWS, TURNED = (3, 1), (1, 2)

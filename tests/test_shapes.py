@@ -12,9 +12,8 @@ import lazygt
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Param, Ref
 from lazygt.graph.ops import facts, overload
-from lazygt.graph.rules import RULES, WRITING_RULES
-from lazygt.graph.rules.base import Results
-from lazygt.graph.shapes import Shapes
+from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
+from lazygt.graph.shapes.base import Results
 from lazygt.infer import Inference
 from lazygt.runtime.executors.eager import _compiled
 from tests.versions import TORCH

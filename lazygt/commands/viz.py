@@ -11,8 +11,8 @@ import typer
 from lazygt.commands.base import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
 from lazygt.commands.dump import GRAPHS, most_ops
 from lazygt.errors import LazyGTError
-from lazygt.graph.amounts import count
 from lazygt.graph.node import Graph
+from lazygt.graph.text import count
 from lazygt.runtime.plan import Plan
 from lazygt.session import Session
 

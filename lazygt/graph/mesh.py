@@ -1,14 +1,20 @@
-"""Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest."""
+"""Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest.
+
+With ``invariant=`` an axis has a fixed number of logical ranks, whatever workers there are. The
+program is placed and cut for them, whoever runs it; a worker stands for as many neighbours on each
+axis as it takes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lazygt.config import mesh_axes
-from lazygt.graph.label import Label
+from lazygt.graph.label import Label, Sharded
 
 #: How a value lies on a mesh: one label an axis, in its order.
 Placement = tuple[Label, ...]
@@ -110,3 +116,115 @@ class Mesh:
             others = tuple(self.index(rank, name) for name in self.names if name != axis)
             found.setdefault(others, []).append(rank)
         return [tuple(line) for line in found.values()]
+
+
+# -- logical ranks ---------------------------------------------------------------------------------
+
+#: Logical ranks of every axis with ``invariant=True``.
+USUAL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMesh:
+    """The logical ranks, and the workers that stand for them; both have the same axes.
+
+    Attributes:
+        workers: the grid of workers.
+        ranks: the grid of logical ranks.
+    """
+
+    workers: Mesh
+    ranks: Mesh
+
+    @staticmethod
+    def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> LogicalMesh:
+        """The logical ranks that ``lazygt.session(invariant=...)`` asks for.
+
+        Args:
+            invariant: logical ranks of every axis, or by axis (one that is not named has those of
+                its workers); True: ``USUAL``; None or False: each worker is one.
+
+        Raises:
+            ValueError: an axis that the mesh does not have, or workers that can't share the
+                logical ranks of an axis evenly.
+        """
+        if invariant is None or invariant is False:
+            return LogicalMesh(workers, workers)
+        named = invariant if isinstance(invariant, Mapping) else {}
+        unknown = [name for name in named if name not in workers.names]
+        if unknown:
+            raise ValueError(
+                f"lazygt.session(invariant={invariant!r}): the mesh {workers} has no axis "
+                f"{unknown[0]!r}"
+            )
+        sizes = {
+            name: _ranks_of(name, size, invariant)
+            for name, size in zip(workers.names, workers.sizes, strict=True)
+        }
+        return LogicalMesh(workers, Mesh.of(sizes))
+
+    def each(self, axis: str) -> int:
+        """Logical ranks that a worker stands for along an axis."""
+        return self.ranks.size(axis) // self.workers.size(axis)
+
+    def worker(self, rank: int) -> int:
+        """The worker that stands for a logical rank."""
+        found = 0
+        for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
+            found = found * size + self.ranks.index(rank, axis) // self.each(axis)
+        return found
+
+    def of_worker(self, worker: int) -> tuple[int, ...]:
+        """The logical ranks of a worker, in order."""
+        ranges = []
+        for axis in self.workers.names:
+            first = self.workers.index(worker, axis) * self.each(axis)
+            ranges.append(range(first, first + self.each(axis)))
+        return tuple([self._rank(place) for place in itertools.product(*ranges)])
+
+    def holder(self, rank: int, placement: Placement) -> int:
+        """Of the ranks of the same worker that have the same block, the first."""
+        place = []
+        for axis, label in zip(self.ranks.names, placement, strict=True):
+            index = self.ranks.index(rank, axis)
+            one = index if isinstance(label, Sharded) else index - index % self.each(axis)
+            place.append(one)
+        return self._rank(tuple(place))
+
+    def holders(self, worker: int, placement: Placement) -> tuple[int, ...]:
+        """Those of a worker's logical ranks whose blocks it keeps, in order."""
+        return tuple(r for r in self.of_worker(worker) if self.holder(r, placement) == r)
+
+    def slots(self, stored: Sequence[Stored | None]) -> tuple[range, ...]:
+        """For each of some values the places of a worker's blocks, one value after another.
+
+        Args:
+            stored: how each lies on the logical ranks; None: whole.
+        """
+        counts = [1 if each is None else len(self.holders(0, each.labels)) for each in stored]
+        stops = list(itertools.accumulate(counts))
+        return tuple([range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)])
+
+    def __str__(self) -> str:
+        return f"{self.ranks} on {self.workers}"
+
+    def _rank(self, place: tuple[int, ...]) -> int:
+        found = 0
+        for size, index in zip(self.ranks.sizes, place, strict=True):
+            found = found * size + index
+        return found
+
+
+def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:
+    """Logical ranks of one axis."""
+    if isinstance(invariant, Mapping):
+        wanted = invariant.get(axis, workers)
+    else:
+        wanted = USUAL if invariant is True else invariant
+    if type(wanted) is not int or wanted < 1 or wanted % workers:
+        raise ValueError(
+            f"lazygt.session(invariant={invariant!r}): {workers} workers on axis {axis!r} can't "
+            f"share {wanted!r} logical ranks evenly; take a multiple of {workers}, the same for "
+            f"every number of workers that shall give the same numbers"
+        )
+    return wanted

@@ -5,9 +5,8 @@ from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
-from lazygt.passes.fuse import Fuse
+from lazygt.passes.fuse import Fuse, Unpack
 from lazygt.passes.lifetime import Lifetime
-from lazygt.passes.unpack import Unpack
 
 #: What is done to a program, however many ranks run it.
 BEFORE_SHARDING: tuple[Pass, ...] = (Fold(), CommonSubexpressions(), DeadCode())

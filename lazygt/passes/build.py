@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from lazygt.errors import GraphError
@@ -24,17 +25,98 @@ from lazygt.graph.label import (
     Partial,
     Replicated,
     Sharded,
+    around,
     block_size,
     groups,
     shard_bounds,
 )
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
-from lazygt.graph.metarun import run_on_metas
-from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, map_arg, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, writing_facts
-from lazygt.graph.rules.base import Results
-from lazygt.passes.apart import in_groups
-from lazygt.passes.arguments import changed, numbers, schema, tuples, with_operands, written_by
+from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.meta_run import run_on_metas
+
+# -- a node's arguments: by name, with other operands, with some changed ---------------------------
+
+
+@lru_cache(maxsize=4096)
+def schema(op: str) -> tuple[tuple[str, bool, Any], ...]:
+    """(name, keyword only, default) of each argument of an overload."""
+    return tuple(
+        (a.name, a.kwarg_only, _frozen(a.default_value) if a.has_default_value() else None)
+        for a in overload(op)._schema.arguments
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def bound(node: Node) -> dict[str, Arg]:
+    """Arguments by name, those given first and in the node's order, so that refs() agrees."""
+    arguments = schema(node.op)
+    named = {name: arg for (name, _, _), arg in zip(arguments, node.args, strict=False)}
+    named.update(node.kwargs)
+    for name, _, default in arguments:
+        named.setdefault(name, default)
+    return named
+
+
+def tuples(arg: Any) -> Arg:
+    """Lists as tuples, as nodes hold them."""
+    return tuple(map(tuples, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+def numbers(arg: Arg) -> list[int]:
+    """The numbers of the values inside an argument, in order, with repeats."""
+    if type(arg) is Ref:
+        return [arg.index]
+    return [n for item in arg for n in numbers(item)] if type(arg) is tuple else []
+
+
+def written_by(
+    f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> tuple[int, ...]:
+    """The numbers of the values that a call writes."""
+    named = dict(kwargs)
+    targets = [args[i] for i in f.writes if i < len(args)]
+    targets += [named[name] for name in f.writes_named if name in named]
+    return tuple(numbers(tuple(targets)))
+
+
+def with_operands(
+    node: Node, operands: Sequence[Ref]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """The arguments and keywords of ``node`` with other values, in order of refs()."""
+    rest = iter(operands)
+
+    def leaf(arg: Arg) -> Arg:
+        return next(rest) if type(arg) is Ref else arg
+
+    args = map_arg(node.args, leaf)
+    return args, tuple([(name, map_arg(arg, leaf)) for name, arg in node.kwargs])
+
+
+def changed(
+    op: str,
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    changes: Mapping[str, Any],
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """Arguments with some replaced by name; those left out before them get their defaults."""
+    places, named = list(args), dict(kwargs)
+    for number, (name, keyword_only, default) in enumerate(schema(op)):
+        if keyword_only:
+            if name in changes:
+                named[name] = tuples(changes[name])
+        elif number < len(places):
+            places[number] = tuples(changes.get(name, places[number]))
+        elif any(later in changes for later, only, _ in schema(op)[number:] if not only):
+            places.append(tuples(changes.get(name, default)))
+    return tuple(places), tuple(named.items())
+
+
+# -- one rank's graph ------------------------------------------------------------------------------
 
 #: A run-time number of each kind: metas depend on the kind alone.
 _SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
@@ -233,7 +315,7 @@ class Builder:
             return value
         match have, want:
             case (Interleaved(), Replicated()) | (Replicated() | Partial(), Interleaved()):
-                return in_groups(self, value, tuple(shape), have, want)
+                return self._reshard_strided(value, tuple(shape), have, want)
             case Interleaved(), _:
                 return self.convert(self.convert(value, shape, have, Replicated()), shape,
                                     Replicated(), want)  # fmt: skip
@@ -253,6 +335,19 @@ class Builder:
             case Partial(op), _:
                 return self.convert(self.all_reduce(value, op), shape, Replicated(), want)
         raise GraphError(f"no way from {have} to {want}")
+
+    def _reshard_strided(self, value: Ref, shape: tuple[int, ...], have: Label, want: Label) -> Ref:
+        """``convert`` where one of the two is interleaved: its dim is seen as three, of which one
+        is in blocks."""
+        label = have if isinstance(have, Interleaved) else want
+        assert isinstance(label, Interleaved)
+        dim, (outer, inner) = label.dim, around(label)
+        size = shape[dim] // groups(label)
+        grouped = (*shape[:dim], outer, size, inner, *shape[dim + 1 :])
+        source, target = (Sharded(dim + 1) if one == label else one for one in (have, want))
+        seen = self.reshape(value, self.local(grouped, source))
+        moved = self.convert(seen, grouped, source, target)
+        return self.reshape(moved, self.local(shape, want))
 
     def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
         """The row-major meta of ``value`` with other sizes for some dims."""

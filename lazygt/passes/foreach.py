@@ -17,9 +17,8 @@ from typing import Any
 from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
-from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled
 from lazygt.passes.forms import EACH, MERGE, SPLIT, Form
-from lazygt.passes.order import dependencies, scheduled
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
 SMALL = 16 << 10

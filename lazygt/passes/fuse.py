@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lazygt.graph.members import Metas, is_member
+from lazygt.graph.alias import Aliases
+from lazygt.graph.fusion import Metas, is_member
+from lazygt.graph.label import WAIT
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
-from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.order import Order, dependencies, scheduled
+from lazygt.passes.base import Order, Placed, dependencies, placed, rebuild, scheduled
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 64
@@ -313,3 +314,35 @@ def _body(
         tuple(graph.origin(row.source) for row in rows),
     )
     return body, [Param(index) for index in params]
+
+
+# -- what a pack of tensors leaves behind ----------------------------------------------------------
+
+
+class Unpack:
+    """Tells each wait which of its results to copy out; runs when all writes are decided.
+
+    Results of a bucketed collective are used where they lie in its buffer, which is freed when the
+    last of them dies. One that outlives the run would keep all of it, so it leaves the buffer.
+    """
+
+    name = "unpack"
+
+    def run(self, graph: Graph) -> Graph:
+        waits = {n for n, node in enumerate(graph.nodes) if node.op == WAIT and len(node.fresh) > 1}
+        if not waits:
+            return graph
+        aliases = Aliases(graph)
+        aliases.run()
+        outlive = {aliases.memory[value] for value in graph.outputs}
+        rows = placed(graph)
+        for number in waits:
+            row = rows[number]
+            kept = tuple(p for p, value in enumerate(row.results) if value in outlive)
+            rows[number] = row._replace(node=_keeping(row.node, kept))
+        return rebuild(graph, rows)
+
+
+def _keeping(node: Node, kept: tuple[int, ...]) -> Node:
+    flying, held, _, axis = node.args
+    return Node(node.op, (flying, held, kept, axis), node.kwargs, node.fresh)

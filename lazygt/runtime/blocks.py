@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lazygt.graph.label import Held, Replicated, Sharded, shard_bounds
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Placement
+from lazygt.graph.mesh import LogicalMesh, Mesh, Placement
 from lazygt.graph.meta import TensorMeta
 
 Region = tuple[slice, ...]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.communication import Slots, slots
 from lazygt.graph.label import block_size
-from lazygt.graph.packed import Slots, slots
 from lazygt.runtime import group
 from lazygt.runtime.carriers import Work
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.communication import Communication, communications
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
 from lazygt.graph.text import print_graph

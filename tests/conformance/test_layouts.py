@@ -31,7 +31,7 @@ ALL = os.environ.get("LAZYGT_ALL_SAMPLES") == "1"
 #: Samples of each operator.
 LIMIT = 12 if ALL else 3
 
-#: Operators whose meta kernels are known to give other strides (``lazygt.graph.layouts``).
+#: Operators whose meta kernels are known to give other strides (``lazygt.graph.shapes.layouts``).
 CORRECTED = """__rpow__ bfloat16 copysign div.floor_rounding floor_divide heaviside ldexp logaddexp
     logical_and native_dropout_backward nn.functional.batch_norm
     nn.functional.binary_cross_entropy nn.functional.channel_shuffle nn.functional.conv1d

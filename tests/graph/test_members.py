@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lazygt.graph import Graph, Param, Ref
-from lazygt.graph.members import (
+from lazygt.graph.fusion import (
     NUMBERS,
     REDUCTIONS,
     _is_pointwise,

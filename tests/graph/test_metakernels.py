@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import lazygt
-from lazygt.graph.metakernels import META_KERNELS
+from lazygt.graph.shapes.meta_kernels import META_KERNELS
 
 OFFSETS = torch.tensor([2, 4, 8], dtype=torch.int32)
 FACTORS = {

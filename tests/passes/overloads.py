@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lazygt.graph import Graph, Ref
-from lazygt.graph.members import pure_form
+from lazygt.graph.fusion import pure_form
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import overload

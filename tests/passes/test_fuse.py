@@ -10,7 +10,7 @@ import torch
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.node import FUSED
 from lazygt.passes.fuse import Fuse
 from tests.passes.tools import check_numbers, difference, graph_of, same_numbers

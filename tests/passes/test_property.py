@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.alias import IN_PLACE, analyse, draws
-from lazygt.graph.inline import inline
-from lazygt.graph.members import is_member
+from lazygt.graph.fusion import inline, is_member
 from lazygt.graph.verify import verify
 from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse

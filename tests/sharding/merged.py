@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.label import Sharded
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.passes.sharding.programs import programs
 from lazygt.passes.sharding.shard import Sharding

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from lazygt.graph.communication import communications
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.label import WAIT, Label, Replicated, Sharded
 from lazygt.graph.mesh import FSDPUnit, Mesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.graph.text import parse_graph
 from lazygt.graph.verify import verify
+from lazygt.passes.fuse import Unpack
 from lazygt.passes.sharding import overlap
-from lazygt.passes.sharding.bucket import Caps, buckets
-from lazygt.passes.sharding.meetings import survey
+from lazygt.passes.sharding.bucket import Caps, buckets, survey
 from lazygt.passes.sharding.overlap import overlapped
 from lazygt.passes.sharding.programs import programs
-from lazygt.passes.unpack import Unpack
 from tests.sharding.test_programs import recorded
 from tests.sharding.world import run_sharded
 

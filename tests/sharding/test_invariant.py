@@ -17,10 +17,9 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.config import Config
 from lazygt.graph.communication import communications
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.label import Replicated, Sharded
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
 from lazygt.graph.text import parse_graph
 from tests.models import zoo
 from tests.sharding.merged import SEED, run_merged, worker_graphs

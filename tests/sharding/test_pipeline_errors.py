@@ -7,8 +7,7 @@ import torch
 
 import lazygt
 from lazygt.graph.label import Held, Label, Replicated, Sharded
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.programs import programs
 

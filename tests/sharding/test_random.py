@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.label import SHARD, Replicated, Sharded
 from lazygt.graph.mesh import Stored
 from lazygt.graph.text import parse_graph

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.passes.sharding import reasons as module
-from lazygt.passes.sharding.chosen import chosen, programs_of
 from lazygt.passes.sharding.cost import CPU, collective_seconds
+from lazygt.passes.sharding.decisions import chosen, programs_of
 from lazygt.passes.sharding.reasons import Reason, reasons
 from lazygt.passes.sharding.shard import AxisStep
 

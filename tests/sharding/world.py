@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.inline import inline
+from lazygt.graph.fusion import inline
 from lazygt.graph.label import (
     COLLECTIVE_OPS,
     LAUNCH,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lazygt.graph import Graph, Param
-from lazygt.graph.members import NUMBERS, REDUCTIONS, _is_pointwise, is_member, pure_form
+from lazygt.graph.fusion import NUMBERS, REDUCTIONS, _is_pointwise, is_member, pure_form
 from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse

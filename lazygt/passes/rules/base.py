@@ -17,7 +17,7 @@ import torch
 from lazygt.graph.label import Label, Partial, Replicated, Sharded, shard_bounds
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
-from lazygt.passes.arguments import bound, numbers
+from lazygt.passes.build import bound, numbers
 
 if TYPE_CHECKING:
     from lazygt.passes.build import Builder

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Ref
-from lazygt.passes.arguments import numbers
 from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.build import numbers
 from lazygt.passes.forms import ALL, EACH, SPLIT, Form
 from lazygt.passes.rules import pointwise, statistics
 from lazygt.passes.rules.base import Call, Lower, Metas, R, Row, Rule, S, Values, lower_row

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from lazygt.graph.fusion import pure_form
 from lazygt.graph.label import Label, Partial, Replicated
-from lazygt.graph.members import pure_form
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.ops import facts, overload

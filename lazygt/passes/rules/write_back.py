@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from lazygt.graph.alias import WRITE_BACK, ViewStepKey, view_step
 from lazygt.graph.label import Label, Sharded
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.metarun import run_on_metas
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import facts, overload
+from lazygt.graph.shapes.meta_run import run_on_metas
 from lazygt.passes.rules import slicing, views
 from lazygt.passes.rules.base import (
     Call,

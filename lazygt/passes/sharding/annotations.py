@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import COLLECTIVE_OPS, Interleaved, Label
-from lazygt.graph.node import Graph, Node
+from lazygt.graph.label import COLLECTIVE_OPS, Anyhow, Interleaved, Label, Replicated, Sharded
+from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.passes.base import view_source
+from lazygt.passes.build import Builder
 from lazygt.passes.rules import pointwise
-from lazygt.passes.rules.base import Metas
+from lazygt.passes.rules.base import Metas, Row, Values, splittable
+from lazygt.passes.rules.views import PARTIALS
 from lazygt.passes.sharding.catalogue import Entry
-from lazygt.passes.sharding.places import PLACE
+from lazygt.passes.sharding.places import ENTER, PLACE, stored_by
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
@@ -116,3 +119,71 @@ def takes_whole(node: Node, value: int, metas: Metas) -> bool:
 def _is_number(metas: Metas, value: int) -> bool:
     meta = metas[value]
     return meta is not None and meta.numel == 1
+
+
+# -- where the values of a program are stored, as placements and inputs tell -----------------------
+
+R = Replicated()
+
+
+def kept_values(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Stored]:
+    """The values with a place of their own: inputs, those that were placed, what is made of
+    nothing (a weight before its first values), and new versions of all these."""
+    found = dict(enumerate(inputs))
+    whole = Stored((R,) * len(mesh.names))
+    for node, results in graph.numbered():
+        if node.op == PLACE:
+            found[results[0]] = stored_by(node)
+        elif node.op == ENTER and node.args[0].index in found:
+            found[results[0]] = found[node.args[0].index]
+        elif not node.refs():
+            found.update(dict.fromkeys(results, whole))
+        targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
+        versions = results if node.op == WRITE_BACK else results[len(node.fresh) :]
+        for target, version in zip(targets, versions, strict=False):
+            if target.index in found:
+                found[version] = found[target.index]
+    return found
+
+
+def annotations_on(
+    graph: Graph, kept: Mapping[int, Stored], mesh: Mesh, at: int
+) -> dict[int, Annotation]:
+    """What the user has said of a graph's values, for one axis."""
+    found = {}
+    for value, each in kept.items():
+        label = each.labels[at]
+        if isinstance(label, Anyhow):
+            continue
+        if each.unit is not None and each.unit.axis == mesh.names[at] and label != R:
+            found[value] = Annotation(label, "stored")
+        elif each.pinned:
+            found[value] = Annotation(label, "pinned")
+        elif value < len(graph.inputs) and label != R:
+            found[value] = Annotation(label)
+    for node, results in graph.numbered():
+        label = kept[results[0]].labels[at] if node.op == PLACE else Anyhow()
+        if not isinstance(label, Anyhow):
+            found.setdefault(results[0], Annotation(label, "free"))
+    return found
+
+
+def place_rows(node: Node, at: int) -> Sequence[Row]:
+    """The rows of a placement on axis number ``at``.
+
+    One in blocks is made right here: what stands behind it can then cut them again on another axis.
+    """
+    (meta,) = node.fresh
+    assert meta is not None
+    wanted = stored_by(node).labels[at]
+    labels: list[Label] = [R, *(Sharded(dim) for dim in splittable(meta.shape))]
+    if isinstance(wanted, Sharded):
+        labels = [wanted]
+    elif isinstance(wanted, Anyhow):
+        labels += PARTIALS
+    return [Row((label,), (label,), _place_here) for label in labels]
+
+
+def _place_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    (value,) = operands
+    return build.add(Node(PLACE, (value, *node.args[1:]), (), (build.meta(value),)))

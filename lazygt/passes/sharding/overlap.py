@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lazygt.graph.communication import buffer_length, slots
 from lazygt.graph.label import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,10 +28,17 @@ from lazygt.graph.label import (
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import Graph, Node, Ref, ref
-from lazygt.graph.packed import buffer_length, slots
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.sharding.bucket import Bucket, Caps, agree, buckets, one_each
-from lazygt.passes.sharding.meetings import Survey, survey, unhooked
+from lazygt.passes.sharding.bucket import (
+    Bucket,
+    Caps,
+    Survey,
+    agree,
+    buckets,
+    one_each,
+    survey,
+    unhooked,
+)
 
 #: Gathers of stored parameters under way at most; PyTorch's FSDP has found no use for more.
 MOST_GATHERS = 2

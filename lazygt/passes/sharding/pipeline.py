@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.graph.label import Held, Label, Replicated
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
 from lazygt.graph.node import Graph, Node
-from lazygt.passes.sharding.blanks import unlikened
+from lazygt.passes.base import unlikened
 from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.onefoneb import ordered
 from lazygt.passes.sharding.places import ENTER, LEAVE, PLACE

@@ -18,8 +18,7 @@ from lazygt.graph.node import Graph
 from lazygt.passes.rules.base import Metas, Row
 from lazygt.passes.sharding.annotations import Annotation, follow
 from lazygt.passes.sharding.catalogue import Catalogue, Entry, RowsOf
-from lazygt.passes.sharding.cost import Machine, reshard_kind
-from lazygt.passes.sharding.prices import Labels, Options, Prices
+from lazygt.passes.sharding.cost import Labels, Machine, Options, Prices, reshard_kind
 from lazygt.passes.sharding.reach import open_entries
 from lazygt.passes.solver import Problem, Solution
 from lazygt.passes.tables import Factor, Table

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from lazygt.graph.logical import LogicalMesh
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
 from lazygt.graph.node import Graph
 from lazygt.graph.verify import verify
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
+from lazygt.passes.sharding.annotations import kept_values
 from lazygt.passes.sharding.bucket import CAP, Caps
 from lazygt.passes.sharding.cost import CPU, GPU
-from lazygt.passes.sharding.kept import kept_values
 from lazygt.passes.sharding.merge import merged
 from lazygt.passes.sharding.overlap import overlapped
 from lazygt.passes.sharding.pipeline import pipeline_axis, shard_stages

@@ -1,28 +1,211 @@
 """Why there is a collective: what led to it, and what the best program without it would cost.
 
-On demand only, since each answer solves the placements of one axis again; see ``without``.
+On demand only, since each answer solves the placements of one axis again, with infinite cost for
+some choices: where parts were reduced, that those parts are made; where blocks were moved, that the
+value is moved; where an op meets others inside, that it is run so. All other choices stay open, and
+the op that made the parts may be done whole on every rank, which annotations rule out else.
+
+    x in S(0), w in S(0) ── mm ── P(sum) ══ all_reduce ══ R ── add
+                             without it: x and w gathered, and mm runs on whole values
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from lazygt.graph.communication import Communication, communications
-from lazygt.graph.label import MEETINGS, Anyhow, Replicated
+from lazygt.graph.cost import family
+from lazygt.graph.label import MEETINGS, Anyhow, Interleaved, Label, Partial, Replicated
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
+from lazygt.graph.text import amount
 from lazygt.passes.rules.views import RESHAPES
-from lazygt.passes.sharding.cost import collective_seconds
+from lazygt.passes.sharding.cost import Labels, Options, collective_seconds, reshard_kind, seconds
 from lazygt.passes.sharding.places import PLACE, stored_by
+from lazygt.passes.sharding.problem import Question
 from lazygt.passes.sharding.shard import AxisStep
-from lazygt.passes.sharding.without import label_of, without
-from lazygt.passes.solver import solve
+from lazygt.passes.solver import Infeasible, Problem, solve
+from lazygt.passes.tables import Factor
+
+# -- the best program without some collectives -----------------------------------------------------
+
+_NAMED = 3
+R = Replicated()
+
+
+class Other(NamedTuple):
+    """Another program.
+
+    Attributes:
+        exchanges: what it exchanges that this one does not, in words.
+        extra: how many seconds longer it takes; None: there is none.
+    """
+
+    exchanges: str
+    extra: float | None
+
+
+def without(step: AxisStep, values: Collection[int], inside: Collection[int], cost: float) -> Other:
+    """The best program that does not move some values, and whose ops do not meet inside.
+
+    Args:
+        values: by number, of the program before it is cut.
+        inside: nodes, by number.
+        cost: of the program as it is, in ticks.
+    """
+    parts = {at for value in values for at in _origins(step, value)}
+    moved = {each for value in values for each in _same_data(step, value)}
+    question = step.question({number for number, _ in parts} | set(inside))
+    rows = [entry.rows for entry in question.entries]
+    factors = list(question.problem.factors)
+    for number, place in sorted(parts):
+        made = [isinstance(row.outputs[place], Partial) for row in rows[number]]
+        factors.append(Factor((number,), _forbidding(made)))
+    for number in sorted(inside):
+        factors.append(Factor((number,), _forbidding([bool(row.comm) for row in rows[number]])))
+    for value in sorted(moved):
+        factors += _stays(step, question, value)
+    try:
+        solution = solve(Problem(question.problem.sizes, factors))
+    except Infeasible:
+        return Other("", None)
+    other = step.other(question, solution).graph
+    return Other(_difference(step, other), seconds(solution.cost - cost))
+
+
+def label_of(step: AxisStep, value: int) -> Label:
+    """What a value is made with."""
+    return next(iter(step.local.values[value]))
+
+
+def _forbidding(flags: Sequence[object]) -> np.ndarray:
+    return np.where(np.array(flags, dtype=bool), math.inf, 0.0)
+
+
+def _origins(step: AxisStep, value: int) -> list[tuple[int, int]]:
+    """The (node, result) pairs that made the parts of which a value is the sum (or maximum...);
+    none where it has no parts.
+
+    Ops that pass parts on are none of them: there the collective would only move.
+    """
+    graph = step.graph
+    makers = {v: (n, at) for n, (_, rs) in enumerate(graph.numbered()) for at, v in enumerate(rs)}
+    ahead = [value] if _is_partial(step, value) else []
+    found = []
+    for made in ahead:  # grows meanwhile
+        number, place = makers[made]
+        parts = [v for v in graph.nodes[number].refs() if v in makers and _is_partial(step, v)]
+        ahead += [v for v in parts if v not in ahead]
+        if not parts:
+            found.append((number, place))
+    return found
+
+
+def _is_partial(step: AxisStep, value: int) -> bool:
+    return isinstance(label_of(step, value), Partial)
+
+
+def _same_data(step: AxisStep, value: int) -> set[int]:
+    """A value that is not in parts, with its views and what it is a view of, where they are cut:
+    to move one of them is to move all. Nothing for a value in parts."""
+    if _is_partial(step, value):
+        return set()
+    found = {value}
+    views = [
+        (node.refs()[0], results)
+        for node, results in step.graph.numbered()
+        if node.refs() and (node.op == PLACE or family(node) == "view")
+    ]
+    for source, results in [*reversed(views), *views]:
+        group = {v for v in (source, *results) if step.local.values[v]}
+        if found & group:
+            found |= {v for v in group if label_of(step, v) != R}
+    return found
+
+
+def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
+    """Infinite cost for every joint choice that moves a value between ranks."""
+    variable, have = _made(step, question, value)
+    if value in question.kept:
+        kept, options = question.kept[value]
+        yield from _couple(variable, have, kept, tuple([option[:1] for option in options]))
+        yield Factor((kept,), _forbidding([_moves(o[:1], o[1:]) for o in options]))
+        variable, have = kept, options
+    for number, node in enumerate(step.graph.nodes):
+        places = [place for place, ref in enumerate(node.refs()) if ref == value]
+        if places:
+            rows = question.entries[number].rows
+            want = tuple([tuple([row.inputs[place] for place in places]) for row in rows])
+            yield from _couple(variable, have, number, want)
+    for output, label in zip(step.graph.outputs, step.wanted, strict=True):
+        if output == value and variable is not None:
+            ends = [(label,)] if label is not None else [(R,), *_blocks(have)]
+            flags = [all(_moves(labels, end) for end in ends) for labels in have]
+            yield Factor((variable,), _forbidding(flags))
+
+
+def _made(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
+    """The variable that decides what a value is made with, and its label by each choice."""
+    graph = step.graph
+    if value < len(graph.inputs):
+        return None, ((step.axis.inputs[value].labels[step.axis.at],),)
+    for number, (_, results) in enumerate(graph.numbered()):
+        if value in results:
+            place = results.index(value)
+            rows = question.entries[number].rows
+            return number, tuple([(row.outputs[place],) for row in rows])
+    raise ValueError(f"%{value} is no value of the graph")
+
+
+def _couple(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
+    table = _forbidding([[_moves(h, w) for w in want] for h in have])
+    if a is None:
+        yield Factor((b,), table[0])
+    elif a != b:
+        yield Factor((a, b), table)
+
+
+def _moves(have: Labels, want: Labels) -> bool:
+    """Whether any label that is wanted has to be made by a collective."""
+    return any(all(reshard_kind(h, w) != "" for h in have) for w in want)
+
+
+def _blocks(have: Options) -> list[tuple[Label, ...]]:
+    """The labels that an output may have without being moved."""
+    return [
+        labels
+        for labels in have
+        if reshard_kind(R, labels[0]) == "" and not isinstance(labels[0], Interleaved)
+    ]
+
+
+def _difference(step: AxisStep, other: Graph) -> str:
+    """The collectives that another program has and this one has not."""
+    mesh = step.axis.mesh
+    there = Counter(map(_named, communications(other, mesh)))
+    there.subtract(map(_named, communications(step.local.graph, mesh)))
+    more = [(name, count) for name, count in there.items() if count > 0]
+    shown = [f"{count}x {name}" if count > 1 else name for name, count in more[:_NAMED]]
+    if len(more) > _NAMED:
+        shown.append(f"{len(more) - _NAMED} more kinds")
+    if not shown and not any(there.values()):
+        return "the same, of a value before or after"
+    return ", ".join(shown) or "no other collective: more is computed on every rank"
+
+
+def _named(each: Communication) -> str:
+    return f"{each.kind} {amount(each.nbytes, 'B')} along {each.mesh_dim}"
+
+
+# -- why there is a collective ---------------------------------------------------------------------
 
 #: Collectives that are looked into, the dearest first.
 MOST = 20
-R = Replicated()
 
 
 class Reason(NamedTuple):

@@ -16,8 +16,8 @@ from lazygt.graph.node import Graph, Node
 from lazygt.passes import rules
 from lazygt.passes.rules.base import Row, splittable
 from lazygt.passes.rules.foreach import Unmerge
+from lazygt.passes.sharding.annotations import annotations_on, kept_values, place_rows
 from lazygt.passes.sharding.cost import CPU, Machine
-from lazygt.passes.sharding.kept import annotations_on, kept_values, place_rows
 from lazygt.passes.sharding.localise import Choice, Local, localise
 from lazygt.passes.sharding.places import PLACE, without_places
 from lazygt.passes.sharding.problem import Question, build_problem

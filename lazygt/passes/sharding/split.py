@@ -17,8 +17,7 @@ from lazygt.graph.alias import draws, has_effect
 from lazygt.graph.label import RECV, SEND, Held, Label, Replicated, local_meta
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Graph, Node, ref
-from lazygt.passes.base import Placed, placed, rebuild, view_source
-from lazygt.passes.sharding.blanks import blank
+from lazygt.passes.base import Placed, blank, placed, rebuild, view_source
 from lazygt.passes.sharding.stages import EVERY, Stages, written
 
 

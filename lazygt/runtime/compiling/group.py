@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from lazygt.graph.exact import exact
-from lazygt.graph.members import REDUCTIONS
+from lazygt.graph.fusion import REDUCTIONS
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 

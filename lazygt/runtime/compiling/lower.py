@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazygt.graph.members import numbers_of, pure_form
+from lazygt.graph.fusion import numbers_of, pure_form
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
 

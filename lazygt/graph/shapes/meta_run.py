@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lazygt.graph.layouts import relaid
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.metakernels import META_KERNELS
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
-from lazygt.graph.rules.base import Results
+from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.layouts import relaid
+from lazygt.graph.shapes.meta_kernels import META_KERNELS
 
 
 def run_on_metas(

@@ -1,9 +1,11 @@
 """What an op's results will look like, without running a meta kernel: exact, and much quicker.
 
 An answer comes only where it is sure; an error, and whatever is unusual, is left to torch's meta
-kernels, so every error stays torch's own. ``graph.rules`` has the ops of common training steps.
-Pointwise ops need no rule: their results' dtypes are learned from the first meta kernel that ran
-for the same operands in other sizes.
+kernels, so every error stays torch's own. A rule, one small function an op, has the parameters of
+its op, tensors as metas, and answers None for whatever is unusual; none is asked about tensors with
+lazy bits or without elements. There are rules for the ops of common training steps. Pointwise ops
+need no rule: their results' dtypes are learned from the first meta kernel that ran for the same
+operands in other sizes.
 """
 
 from __future__ import annotations
@@ -17,10 +19,17 @@ from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.rules import RULES, WRITING_RULES
-from lazygt.graph.rules.base import Metas, Results, Rule, broadcast, is_rows, rows
+from lazygt.graph.shapes.base import Metas, Results, Rule, broadcast, is_rows, rows
+from lazygt.graph.shapes.layers import LAYERS
+from lazygt.graph.shapes.tensors import TENSORS, WRITING
+from lazygt.graph.shapes.views import VIEWS
 
 Named = tuple[tuple[str, Arg], ...]
+
+#: Op -> rule for the tensors it returns anew.
+RULES = VIEWS | TENSORS | LAYERS
+#: Op -> rule for its first argument, which it writes and returns.
+WRITING_RULES = WRITING
 
 _LEARNED_LIMIT = 10_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.rules.base import Metas, Rule, Shape, is_rows, position, seen, without
+from lazygt.graph.shapes.base import Metas, Rule, Shape, is_rows, position, seen, without
 
 
 def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:

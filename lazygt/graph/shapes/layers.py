@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.rules.base import (
+from lazygt.graph.shapes.base import (
     FLOATS,
     Metas,
     Rule,

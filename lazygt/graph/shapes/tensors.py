@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.rules.base import (
+from lazygt.graph.shapes.base import (
     FLOATS,
     Metas,
     Rule,
