@@ -1,8 +1,8 @@
 """What a new plan costs the client, a node of the graph: inference, graph, passes, plan, bytes.
 
-Real programs are recorded into one long stretch each; nothing of it runs while the clock does.
+Real programs are recorded into one long trace each; nothing of it runs while the clock does.
 Then each part of a miss is timed by itself, as the session would do it. Growth is the cost a node
-of the longest stretch over that of the shortest: 1.0 is linear.
+of the longest trace over that of the shortest: 1.0 is linear.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 
 import lazygt
 from benchmarks.harness import Measured, Report, parser
-from benchmarks.models import TINY_GPT, Step, gpt_step, mlp_step
+from benchmarks.models import TINY_GPT, TrieNode, gpt_step, mlp_step
 from lazygt.graph.alias import op_facts
 from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
@@ -24,7 +24,7 @@ from lazygt.infer import Inference
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import encode_graph
-from lazygt.trie import Step as TrieStep
+from lazygt.trie import TrieNode as TrieStep
 from lazygt.trie import build_graph
 
 SIZES = (1_000, 3_000, 10_000)
@@ -36,7 +36,7 @@ _NUMBERS = {"int": 1, "float": 1.0, "complex": 1j, "bool": True}
 
 
 class Recorded(NamedTuple):
-    """A stretch as the session finds it at a flush."""
+    """A trace as the session finds it at a flush."""
 
     steps: list[TrieStep]
     outputs: tuple[int, ...]
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
         return build_graph(self.steps, self.outputs, self.lines, self.kinds)
 
 
-def chain_of_numbers() -> Step:
+def chain_of_numbers() -> TrieNode:
     """Ten ops a step of one long chain; one of them takes a number known only at run time."""
     a, b = torch.full((4,), 0.999, device="lazygt"), torch.full((4,), 0.001, device="lazygt")
     state = [torch.ones(4, device="lazygt")]
@@ -64,15 +64,15 @@ def chain_of_numbers() -> Step:
 
 
 # name, how to make the step
-PROGRAMS: tuple[tuple[str, Callable[[], Step]], ...] = (
+PROGRAMS: tuple[tuple[str, Callable[[], TrieNode]], ...] = (
     ("chain", chain_of_numbers),
     ("MLP, Adam", lambda: mlp_step("lazygt", "adam", batch=4, width=16)),
     ("GPT, AdamW", lambda: gpt_step("lazygt", TINY_GPT)),
 )
 
 
-def record(make: Callable[[], Step], nodes: int) -> Recorded:
-    """Steps of a program in one stretch, at least `nodes` ops of them.
+def record(make: Callable[[], TrieNode], nodes: int) -> Recorded:
+    """Steps of a program in one trace, at least `nodes` ops of them.
 
     The first step is shipped before: it makes the optimizer's state, later ones are all alike.
     """
@@ -83,12 +83,14 @@ def record(make: Callable[[], Step], nodes: int) -> Recorded:
         s.synchronize()
         recorder = s.recorder
         kept = []
-        while len(recorder.stretch.marks) < nodes:
+        while len(recorder.trace.call_sites) < nodes:
             kept.append(step())
-        stretch = recorder.stretch
-        lines = tuple(expand(mark or recorder.backward_mark) for mark in stretch.marks)
-        kinds = tuple(type(value).__name__ for value in stretch.params)
-        return Recorded(stretch.step.path(), stretch.alive()[1], lines, kinds)
+        trace = recorder.trace
+        lines = tuple(
+            expand(call_site or recorder.backward_call_site) for call_site in trace.call_sites
+        )
+        kinds = tuple(type(value).__name__ for value in trace.params)
+        return Recorded(trace.step.path(), trace.alive()[1], lines, kinds)
 
 
 def infer(graph: Graph) -> None:
@@ -137,7 +139,7 @@ def costs(recorded: Recorded, rounds: int) -> dict[str, Measured]:
 def measure(args: argparse.Namespace) -> Report:
     sizes: Sequence[int] = args.sizes
     columns = ["graph", "part of a miss", *(f"{size:,} ops" for size in sizes), "growth"]
-    title = "A new plan: client's time in us an op, by length of the stretch"
+    title = "A new plan: client's time in us an op, by length of the trace"
     report = Report("compile_cost", title, columns)
     slowest = 0.0
     for name, make in PROGRAMS:
@@ -161,7 +163,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
-    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ops in a stretch")
+    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ops in a trace")
     args = options.parse_args()
     torch.set_num_threads(1)
     measure(args).finish(save=args.save)

@@ -1,6 +1,6 @@
 """Time to record one op, against the time of the same op in eager torch.
 
-A stretch of ops on four floats is recorded again and again (so that its plan is known). Only the
+A trace of ops on four floats is recorded again and again (so that its plan is known). Only the
 recording is timed: the flush and the worker's run come after the clock has stopped.
 """
 
@@ -29,11 +29,11 @@ CASES: tuple[tuple[str, Operation, bool, str], ...] = (
 def record(
     operation: Operation, device: str, needs_grad: bool, ops: int, settle: Callable[[], object]
 ) -> Callable[[], float]:
-    """A case: us an op over one stretch of `ops` ops whose results die at once."""
+    """A case: us an op over one trace of `ops` ops whose results die at once."""
     x = torch.ones(4, device=device, requires_grad=needs_grad)
     y = torch.ones(4, device=device)
 
-    def stretch() -> float:
+    def trace() -> float:
         settle()
         start = time.perf_counter()
         for index in range(ops):
@@ -42,21 +42,21 @@ def record(
         settle()
         return took / ops * 1e6
 
-    return stretch
+    return trace
 
 
 def chain(device: str, ops: int) -> Callable[[], float]:
     """us an op of a chain `x = x * a + b` with one fetch at its end, everything counted."""
     x, a, b = (torch.full((4,), value, device=device) for value in (1.0, 0.5, 0.25))
 
-    def stretch() -> float:
+    def trace() -> float:
         start, result = time.perf_counter(), x
         for _ in range(ops // 2):
             result = result * a + b
         result.tolist()
         return (time.perf_counter() - start) / ops * 1e6
 
-    return stretch
+    return trace
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -83,13 +83,13 @@ def measure(args: argparse.Namespace) -> Report:
             mine, peer = found["ours"], found["eager"]
             times = f"{ratio(mine, peer):.1f}x"
             report.add(name, f"{mine.median:.2f}", f"{peer.median:.2f}", times, aim)
-    report.remarks.append(f"{args.ops} ops a stretch, {args.rounds} rounds, results die at once")
+    report.remarks.append(f"{args.ops} ops a trace, {args.rounds} rounds, results die at once")
     return report
 
 
 def main() -> None:
     options = parser(__doc__, rounds=21)
-    options.add_argument("--ops", type=int, default=1_000, help="ops in a stretch")
+    options.add_argument("--ops", type=int, default=1_000, help="ops in a trace")
     args = options.parse_args()
     torch.set_num_threads(1)
     measure(args).finish(save=args.save)

@@ -6,7 +6,7 @@ import typer
 
 from lazygt.commands import PLAIN, WITH_SCRIPT
 from lazygt.commands.base import SETTINGS, ScriptCommand
-from lazygt.opened import current_session
+from lazygt.context import current_session
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 for _plain in PLAIN:

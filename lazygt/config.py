@@ -69,10 +69,10 @@ class Config:
     )
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
     default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)
-    flush_on_backward: bool = _setting(True, "ship the stretch at the end of .backward()", _flag)
-    max_graph_nodes: int = _setting(5_000, "a stretch of so many ops flushes by itself", int)
+    flush_on_backward: bool = _setting(True, "ship the trace at the end of .backward()", _flag)
+    max_graph_nodes: int = _setting(5_000, "a trace of so many ops flushes by itself", int)
     max_graph_bytes: int = _setting(
-        8 << 30, "a stretch whose results hold so many bytes on a rank flushes by itself", int
+        8 << 30, "a trace whose results hold so many bytes on a rank flushes by itself", int
     )
     max_plans: int = _setting(512, "plans kept by the client and by each worker", int)
     max_plan_bytes: int = _setting(256 << 20, "bytes of memory that these may take, about", int)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.tensor import Cell, LazyTensor, View, wrapper
+from lazygt.tensor import LazyTensor, Storage, ViewChain, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 def deep_copy(recorder: Recorder, t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
     """A handle like ``t`` on a copied cell; handles that shared a cell share the copy."""
-    cell = t._cell
+    cell = t._storage
     twin = memo.get(id(cell))
     if twin is None:
         base = wrapper(cell.meta, cell, None)
         with torch.no_grad():
             copied = cast(LazyTensor, base.clone())
-        recorder.keep_place(copied, cell)
-        twin = copied._cell
+        recorder.keep_sharding(copied, cell)
+        twin = copied._storage
         memo[id(cell)] = twin
     view = t._view
-    shown = None if view is None else View(view.steps, 0, 0, 0)
+    shown = None if view is None else ViewChain(view.steps, 0, 0, 0)
     return wrapper(TensorMeta.of(t), twin, shown)
 
 
@@ -35,7 +35,7 @@ def host_copy(recorder: Recorder, t: LazyTensor) -> torch.Tensor:
 
     Handles that share a cell get tensors that share a storage, so they are tied in the file too.
     """
-    cell, meta = t._cell, TensorMeta.of(t)
+    cell, meta = t._storage, TensorMeta.of(t)
     if t._view is not None and (meta.conj or meta.neg or meta.dtype != cell.meta.dtype):
         return recorder.fetch(t, "save")
     storage = _saved_storage(cell)
@@ -52,7 +52,7 @@ def host_copy(recorder: Recorder, t: LazyTensor) -> torch.Tensor:
     return flat.set_(storage, meta.offset, meta.shape, meta.stride)
 
 
-def _saved_storage(cell: Cell) -> torch.UntypedStorage | None:
+def _saved_storage(cell: Storage) -> torch.UntypedStorage | None:
     """The storage that another handle of the cell was saved with, in the same ``torch.save``."""
     found, remote = getattr(cell, "saved", (None, None))
     if found is None or remote is None or remote is not cell.remote:

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from lazygt.opened import stack as _open
+from lazygt.context import session_stack
 
 
 def stays_free(kwargs: dict[str, Any]) -> bool:
     """Whether nothing else says where the tensor is to be."""
-    if not _open:  # a module that was imported in a session keeps what it was given there
+    if not session_stack:  # a module that was imported in a session keeps what it was given there
         return False
-    lock: Any = _open[-1].recorder.lock
+    lock: Any = session_stack[-1].recorder.lock
     if lock._is_owned():  # lazygt itself, or torch working for it
         return False
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False
     generator = kwargs.get("generator")
-    if generator is not None and not _open[-1].recorder.generator.is_own(generator):
+    if generator is not None and not session_stack[-1].recorder.generator.is_own(generator):
         return False
     out = kwargs.get("out")
     return out is None

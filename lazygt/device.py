@@ -22,24 +22,23 @@ from torch.utils.backend_registration import (
 )
 
 from lazygt import (
-    backward,
-    drawing,
+    autograd,
+    dataloader,
     factories,
-    generator,
-    identity,
-    loaders,
-    storages,
+    host_rng,
+    rng,
+    storage,
     subclasses,
+    swap,
     tensor,
 )
 from lazygt.autocast import fall_through, register_autocast
-from lazygt.composites import register_composites
-from lazygt.formulas import register_formulas
-from lazygt.opened import NAME, OpenSession, recorder
-from lazygt.opened import stack as _open
+from lazygt.context import NAME, OpenSession, recorder, session_stack
+from lazygt.decompositions import register_decompositions
+from lazygt.derivatives import register_formulas
 from lazygt.optimizers import register_optimizers
-from lazygt.packed import register_packed
 from lazygt.recorder import closed_error
+from lazygt.recurrent import register_packed
 from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
 
@@ -54,43 +53,43 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     HOLD.adopt()
-    _open.append(session)
-    identity.patch()
+    session_stack.append(session)
+    swap.patch()
     if session.config.default_device:
         factories.patch()
     if session.device_type == "cpu":
-        drawing.install()
+        host_rng.install()
 
 
 def close_session(session: OpenSession) -> None:
     """Undo ``open_session``."""
-    if session in _open:
-        _open.remove(session)
-    if not _open:
-        identity.unpatch()
-    if not any(s.config.default_device for s in _open):
+    if session in session_stack:
+        session_stack.remove(session)
+    if not session_stack:
+        swap.unpatch()
+    if not any(s.config.default_device for s in session_stack):
         factories.unpatch()
-    if not any(s.device_type == "cpu" for s in _open):
-        drawing.uninstall()
+    if not any(s.device_type == "cpu" for s in session_stack):
+        host_rng.uninstall()
 
 
 def _workers_device() -> str:
     """What the open session's workers compute on."""
-    return _open[-1].device_type if _open else "cpu"
+    return session_stack[-1].device_type if session_stack else "cpu"
 
 
 def _computes() -> bool:
     """Whether values can be asked for."""
-    return bool(_open) and _open[-1].config.launcher != "dry"
+    return bool(session_stack) and session_stack[-1].config.launcher != "dry"
 
 
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
-    _open.clear()
-    identity.unpatch()
+    session_stack.clear()
+    swap.unpatch()
     factories.unpatch()
-    generator.drop()
-    drawing.uninstall()
+    rng.drop()
+    host_rng.uninstall()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -104,23 +103,23 @@ def _torch_dispatch(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Every op on a LazyTensor comes here, on whatever thread."""
-    if not _open:
+    if not session_stack:
         if func in _NEEDS_NO_SESSION:
             return args[0]
         raise closed_error()
-    active = _open[-1].recorder
+    active = session_stack[-1].recorder
     try:
-        if active.backward_error is not None and backward.called_by_engine():
-            return backward.carrier(active, active.backward_error)
+        if active.backward_error is not None and autograd.called_by_engine():
+            return autograd.deferred_error(active, active.backward_error)
         with active.lock:
             result = active.record(func, args, kwargs)
-            if active.anchor is not None or active.stretch.step.full:
+            if active.anchor is not None or active.trace.step.full:
                 active.overflow()
             return result
     except BaseException as error:
-        if not backward.called_by_engine():
+        if not autograd.called_by_engine():
             raise
-        return backward.carrier(active, error)
+        return autograd.deferred_error(active, error)
 
 
 def _dispatch(
@@ -208,7 +207,7 @@ class DeviceModule(ModuleType):
 
     def device_count(self) -> int:
         """1 inside a session, which shows its workers as one device; else 0."""
-        return 1 if _open else 0
+        return 1 if session_stack else 0
 
     def current_device(self) -> int:
         """0."""
@@ -222,8 +221,8 @@ class DeviceModule(ModuleType):
 
     def synchronize(self, device: Any = None) -> None:
         """Ship what is recorded and wait for it."""
-        if _open:
-            _open[-1].synchronize()
+        if session_stack:
+            session_stack[-1].synchronize()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """The dtypes that ``torch.autocast("lazygt")`` may use."""
@@ -231,8 +230,8 @@ class DeviceModule(ModuleType):
 
     def manual_seed(self, seed: int) -> None:
         """Seed the session's generator (no sync point)."""
-        if _open:
-            _open[-1].recorder.generator.manual_seed(int(seed))
+        if session_stack:
+            session_stack[-1].recorder.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
         """What ``torch.manual_seed`` calls."""
@@ -244,13 +243,13 @@ class DeviceModule(ModuleType):
         Without a session there is none: an empty state, for code that keeps and restores the
         state of every device around something on the CPU.
         """
-        if not _open:
+        if not session_stack:
             return torch.empty(0, dtype=torch.uint8)
         return recorder().generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
         """Set the generator's state (a recorded op)."""
-        if not _open and not state.numel():
+        if not session_stack and not state.numel():
             return
         recorder().generator.set_state(state)
 
@@ -282,7 +281,7 @@ class _LoadedStorage(torch.UntypedStorage):
     """A CPU storage on its way to the workers.
 
     torch.load makes an empty tensor on its device and calls ``set_`` with it; there the bytes are
-    uploaded, once a storage, so that tensors which share one in the file share a cell.
+    uploaded, once a storage, so that tensors which share one in the file share a storage.
     """
 
     @property
@@ -317,11 +316,11 @@ def register() -> None:
     torch._register_device_module(NAME, module)
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    backward.install()
-    identity.install()
+    autograd.install()
+    swap.install()
     subclasses.install()
-    storages.install()
-    loaders.install()
+    storage.install()
+    dataloader.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
@@ -340,7 +339,7 @@ def register() -> None:
         everything.fallback(_refuse_layout, key)
     fall_through(everything)
     _libraries.extend((everything, aten))
-    _libraries.append(register_composites(_workers_device, _fallback))
+    _libraries.append(register_decompositions(_workers_device, _fallback))
     _libraries.append(register_formulas(_computes))
     _libraries.append(register_packed())
     _libraries.append(register_autocast())

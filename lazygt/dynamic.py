@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.ops import OpFacts, returned_write
-from lazygt.stretch import Stretch, written_tensors
+from lazygt.trace import Trace, written_tensors
 from lazygt.views import write
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def ask(
     recorder: Recorder,
-    stretch: Stretch,
+    trace: Trace,
     f: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Results that only the values can tell: ship the stretch and ask."""
-    reply = recorder.shipper.ship(stretch, f"data-dependent: {f.name}", None, True)
+    """Results that only the values can tell: ship the trace and ask."""
+    reply = recorder.sink.ship(trace, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
     if (len(reply.returned), len(reply.written)) != (results, len(targets)):
@@ -30,11 +30,11 @@ def ask(
         if meta.shape != tuple(target.shape):
             recorder.resized(target, meta)
         if target._view is None:
-            target._cell.remote, target._cell.serial = remote, 0
-            target._cell.blank = False
+            target._storage.remote, target._storage.serial = remote, 0
+            target._storage.blank = False
         else:
             value = recorder.remote_tensor(meta, remote)
-            recorder.index_of(target)  # a new stretch has begun: what it is a view of enters
+            recorder.index_of(target)  # a new trace has begun: what it is a view of enters
             write(recorder, target, recorder.index_of(value))
     out: list[Any] = []
     fresh = iter(reply.returned)

@@ -13,9 +13,9 @@ from typing import Literal
 
 from torch import nn
 
+from lazygt.annotate import set_sharding, stored_now
 from lazygt.graph.label import Label, Replicated, Sharded
 from lazygt.graph.mesh import FSDPUnit, Placement, Stored
-from lazygt.placing import store, stored_now
 from lazygt.session import current
 from lazygt.sharding import own_parameter
 
@@ -84,7 +84,7 @@ def fully_shard(
         dim = dim_to_shard(tuple(t.shape), before.labels, at, parts)
         label: Label = Replicated() if dim is None else Sharded(dim)
         labels = (*before.labels[:at], label, *before.labels[at + 1 :])
-        store(t, Stored(labels, True, None if dim is None else unit))
+        set_sharding(t, Stored(labels, True, None if dim is None else unit))
     return module
 
 

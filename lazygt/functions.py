@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lazygt.bundles import bundle
+from lazygt.context import recorder
 from lazygt.definitions import known_op
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import Foreign, undispatched
-from lazygt.opened import recorder
 from lazygt.recorder import Recorder
 from lazygt.runtime.code import Definition, code_name
 from lazygt.runtime.functions import Gradient, Operand, PlainFunction

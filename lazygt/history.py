@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lazygt.generator import is_state
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Param, Ref
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.source import Mark, expand
+from lazygt.graph.source import CallSite, expand
+from lazygt.rng import is_state
 from lazygt.runtime.plan import Plan
-from lazygt.trie import Step
+from lazygt.trie import TrieNode
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import Gather
@@ -44,7 +44,7 @@ class Flush(NamedTuple):
     """
 
     reason: str
-    mark: Mark | None
+    call_site: CallSite | None
     ops: int
     digest: bytes | None
     hit: bool
@@ -52,12 +52,12 @@ class Flush(NamedTuple):
 
 
 class FirstMiss(NamedTuple):
-    """The first step of a stretch that was not in the trie: what the recorder notes."""
+    """The first step of a trace that was not in the trie: what the recorder notes."""
 
-    step: Step
+    step: TrieNode
     key: Any
     facts: OpFacts | None
-    mark: Mark | None
+    call_site: CallSite | None
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Miss:
         flush: the reason of the flush.
         first: the first new step; None when every step was known.
         known: the steps that had followed the same beginning before, newest last.
-        ended: whether an earlier stretch with the same steps had ended at the same place.
+        ended: whether an earlier trace with the same steps had ended at the same place.
         alive: values that had not been outputs then, each as ``op meta  line``.
         line_of: finds the user's line of a step that was recorded earlier, or ``"?"``.
         digest, seconds: the plan, and what building it took.
@@ -76,15 +76,15 @@ class Miss:
 
     flush: str
     first: FirstMiss | None
-    known: tuple[Step, ...] = ()
+    known: tuple[TrieNode, ...] = ()
     ended: bool = False
     alive: tuple[str, ...] = ()
-    line_of: Callable[[Step], str] = field(default=lambda step: "?", repr=False)
+    line_of: Callable[[TrieNode], str] = field(default=lambda step: "?", repr=False)
     digest: bytes = b""
     seconds: float = 0.0
 
     @staticmethod
-    def at(flush: str, found: tuple[Any, ...], line_of: Callable[[Step], str]) -> Miss:
+    def at(flush: str, found: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
         """The miss that began at what the recorder noted."""
         first = FirstMiss(*found)
         new = first.step.children.get(first.key)
@@ -103,10 +103,10 @@ class Miss:
     @cached_property
     def line(self) -> str:
         """The user's line of the first new op."""
-        return "?" if self.first is None else expand(self.first.mark)
+        return "?" if self.first is None else expand(self.first.call_site)
 
     @cached_property
-    def before(self) -> Step | None:
+    def before(self) -> TrieNode | None:
         """The known step that the new one is most like."""
         if not self.known:
             return None
@@ -118,7 +118,7 @@ class Miss:
         if self.first is None:
             if self.ended:
                 return "another set of values is alive"
-            return "the stretch ends where no kept plan ends"
+            return "the trace ends where no kept plan ends"
         if self.before is None:
             return "a new sequence of ops"
         name = _name(self.before)
@@ -190,7 +190,7 @@ class History:
 # -- words ----------------------------------------------------------------------------
 
 
-def shown(step: Step) -> str:
+def shown(step: TrieNode) -> str:
     """A step as the user would know it: the op with its inputs' metas and its numbers."""
     if step.node is None:
         return f"input {_text(step.input)}"
@@ -216,7 +216,7 @@ def shown(step: Step) -> str:
     return f"{step.node.op}({', '.join(parts)})"
 
 
-def _metas(step: Step) -> tuple[list[TensorMeta | None], list[TensorMeta | None]]:
+def _metas(step: TrieNode) -> tuple[list[TensorMeta | None], list[TensorMeta | None]]:
     """The metas of the inputs and of the results on the way to a step."""
     inputs: list[TensorMeta | None] = []
     values: list[TensorMeta | None] = []
@@ -228,7 +228,7 @@ def _metas(step: Step) -> tuple[list[TensorMeta | None], list[TensorMeta | None]
     return inputs, values
 
 
-def _name(step: Step) -> str:
+def _name(step: TrieNode) -> str:
     if step.facts is not None:
         return step.facts.name
     return f"input {_text(step.input)}" if step.node is None else step.node.op
@@ -238,7 +238,7 @@ def _text(meta: TensorMeta | None) -> str:
     return "generator state" if is_state(meta) else str(meta)
 
 
-def _is_input(step: Step) -> bool:
+def _is_input(step: TrieNode) -> bool:
     return step.input is not None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lazygt.errors import IdleWarning
-from lazygt.graph.source import expand, user_mark
+from lazygt.graph.source import expand, user_call_site
 
 if TYPE_CHECKING:
     from lazygt.session import Session
@@ -29,7 +29,7 @@ class Idle:
 
     def __init__(self, session: Session) -> None:
         self.entered = self._said = False
-        self._made = expand(user_mark(1))
+        self._made = expand(user_call_site(1))
         self._owner = os.getpid()
         self._session = weakref.ref(session)
         self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -61,8 +61,8 @@ class Idle:
             self.used()
         elif self._steps == _MOST_STEPS:
             self._say(
-                f"the optimizer that stepped at {expand(user_mark(1))} trains parameters on the "
-                f"CPU of this process, not on the workers of the session made at {self._made}. "
+                f"the optimizer that stepped at {expand(user_call_site(1))} trains parameters on "
+                f"the CPU of this process, not on the workers of the session made at {self._made}. "
                 f"Make the model in the session, or move it with .to('lazygt') before the "
                 f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
                 f"meant so, open the session with default_device=False."

@@ -9,7 +9,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.source import expand, is_library, user_mark
+from lazygt.graph.source import expand, is_library, user_call_site
 
 
 def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
@@ -22,7 +22,7 @@ def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
 
 
 def _advice(t: torch.Tensor) -> str:
-    here = expand(user_mark(1))
+    here = expand(user_call_site(1))
     source = t if t._base is None else t._base
     if source.is_leaf and (source.requires_grad or isinstance(source, torch.nn.Parameter)):
         return f"it is a model's weight. Before {here}, write\n    model.to('lazygt')"

@@ -10,10 +10,10 @@ import torch
 
 from lazygt.graph.communication import Communication
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.source import Mark, expand
+from lazygt.graph.source import CallSite, expand
 from lazygt.recorder import Recorder
 from lazygt.tensor import LazyTensor
-from lazygt.trie import Step
+from lazygt.trie import TrieNode
 
 #: The counts of ``stats()`` that the table of a session shows.
 _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_sent",
@@ -22,7 +22,7 @@ _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_se
 
 def summary(t: LazyTensor) -> dict[str, str]:
     """Shape, dtype, bytes, where the value is, and the user's line that made it."""
-    where, mark = _place(t)
+    where, call_site = _place(t)
     meta = TensorMeta.of(t)
     return {
         "shape": str(tuple(t.shape)),
@@ -30,36 +30,36 @@ def summary(t: LazyTensor) -> dict[str, str]:
         "bytes": str(meta.nbytes),
         "requires_grad": str(t.requires_grad),
         "value": where,
-        "made at": expand(mark),
+        "made at": expand(call_site),
     }
 
 
-def _place(t: LazyTensor) -> tuple[str, Mark | None]:
+def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
     """Where a handle's value is, in words, and the line that made it, as far as known."""
-    cell, view = t._cell, t._view
-    recorder = cell.recorder
+    storage, view = t._storage, t._view
+    recorder = storage.recorder
     if recorder.closed:
         return "lost: the session is closed", None
-    if cell.serial == recorder.serial and cell.index >= 0:
-        fresh = view is not None and view.serial == cell.serial and view.base == cell.index
-        index = view.index if view is not None and fresh else cell.index
-        return "recorded, not computed yet", _mark_of(recorder, index)
-    if cell.remote is not None:
-        return "on the workers", cell.remote.mark
-    if cell.host is not None:
+    if storage.serial == recorder.serial and storage.index >= 0:
+        fresh = view is not None and view.serial == storage.serial and view.base == storage.index
+        index = view.index if view is not None and fresh else storage.index
+        return "recorded, not computed yet", _call_site_of(recorder, index)
+    if storage.remote is not None:
+        return "on the workers", storage.remote.call_site
+    if storage.host is not None:
         return "a number in the client", None
-    return ("not written yet" if cell.blank else "lost: its flush was interrupted"), None
+    return ("not written yet" if storage.blank else "lost: its flush was interrupted"), None
 
 
-def _mark_of(recorder: Recorder, index: int) -> Mark | None:
-    """The mark of the op that made value ``index`` of the current stretch."""
-    stretch = recorder.stretch
-    made = makers(stretch.step.path())
-    return (stretch.marks[made[index]] if index >= 0 else None) or recorder.backward_mark
+def _call_site_of(recorder: Recorder, index: int) -> CallSite | None:
+    """The call site of the op that made value ``index`` of the current trace."""
+    trace = recorder.trace
+    made = makers(trace.step.path())
+    return (trace.call_sites[made[index]] if index >= 0 else None) or recorder.backward_call_site
 
 
-def makers(steps: list[Step]) -> list[int]:
-    """For each value that a stretch's ops make, the number of the op."""
+def makers(steps: list[TrieNode]) -> list[int]:
+    """For each value that a trace's ops make, the number of the op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
 
@@ -95,13 +95,13 @@ def collectives_html(collectives: Sequence[Communication]) -> str:
         for each in collectives
     ]  # fmt: skip
     head = ("kind", "reduce op", "nbytes", "ring bytes", "mesh dim", "source", "why")
-    cells = "".join(_row("td", row) for row in rows)
-    return f"<table><caption>collectives</caption>{_row('th', head)}{cells}</table>"
+    storages = "".join(_row("td", row) for row in rows)
+    return f"<table><caption>collectives</caption>{_row('th', head)}{storages}</table>"
 
 
 def _row(tag: str, texts: Sequence[str]) -> str:
-    cells = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
-    return f"<tr>{cells}</tr>"
+    storages = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{storages}</tr>"
 
 
 def _title(t: LazyTensor) -> str:
@@ -109,12 +109,12 @@ def _title(t: LazyTensor) -> str:
 
 
 def _table(title: str, rows: Mapping[str, str]) -> str:
-    cells = "".join(
+    storages = "".join(
         f"<tr><th style='text-align:left'>{escape(key)}</th>"
         f"<td style='text-align:left'>{escape(value)}</td></tr>"
         for key, value in rows.items()
     )
-    return f"<table><caption>{escape(title)}</caption>{cells}</table>"
+    return f"<table><caption>{escape(title)}</caption>{storages}</table>"
 
 
 # Notebooks look for these names; set here because this file knows tensors and not the reverse.

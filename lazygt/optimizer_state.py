@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lazygt.annotate import is_everywhere, restore_sharding, set_sharding, stored_now
+from lazygt.context import current_session
 from lazygt.fsdp import dim_to_shard
 from lazygt.graph.label import Sharded
 from lazygt.graph.mesh import Stored
-from lazygt.opened import current_session
-from lazygt.placing import is_everywhere, keep, store, stored_now
 from lazygt.session import current
 from lazygt.tensor import LazyTensor
 
@@ -45,7 +45,7 @@ def shard_optimizer_state(
                 continue
             for t in state.values():
                 if isinstance(t, LazyTensor) and t._view is None and t.shape == parameter.shape:
-                    placed = t._cell.placed
+                    placed = t._storage.placed
                     if placed is None or not isinstance(placed.labels[at], Sharded):
                         cut(t, stored_now(parameter))
 
@@ -53,7 +53,7 @@ def shard_optimizer_state(
         dim = dim_to_shard(tuple(t.shape), home.labels, at, parts)
         if dim is not None:
             labels = (*home.labels[:at], Sharded(dim), *home.labels[at + 1 :])
-            store(t, Stored(labels, True))
+            set_sharding(t, Stored(labels, True))
 
     optimizer.register_step_post_hook(place)
     return optimizer
@@ -73,13 +73,13 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         (value, parameter)
         for parameter, state in optimizer.state.items()
         if isinstance(parameter, LazyTensor)
-        and parameter._cell.placed is not None
-        and parameter._cell.recorder is session.recorder
+        and parameter._storage.placed is not None
+        and parameter._storage.recorder is session.recorder
         for value in state.values()
         if _is_loaded(value, parameter)
     ]
     for value, parameter in pairs:
-        keep(value, stored_now(parameter)._replace(pinned=False, unit=None))
+        restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:

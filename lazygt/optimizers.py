@@ -18,7 +18,7 @@ import torch
 from torch.optim import swa_utils
 from torch.optim.optimizer import _foreach_supported_types
 
-from lazygt.opened import NAME
+from lazygt.context import NAME
 from lazygt.tensor import LazyTensor
 
 #: Optimizer (its module and its function have one name) -> whether foreach rounds differently.

@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lazygt.annotate import assign_stage, is_everywhere, mesh_of, record_mark
 from lazygt.graph.mesh import Mesh
 from lazygt.passes.sharding.places import ENTER, LEAVE
-from lazygt.placing import is_everywhere, mesh_of, move, record_mark
 from lazygt.recorder import Recorder
 from lazygt.session import current
 from lazygt.sharding import drop_hooks, fresh_meta, own_parameter
@@ -91,7 +91,7 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     for t in [t for module in modules for t in _own(module)]:
         if t not in given.tensors:
             given.tensors[t] = index
-            move(t, index, mesh_dim)
+            assign_stage(t, index, mesh_dim)
     return what
 
 
@@ -149,12 +149,12 @@ class _Entry:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         for t in _own(module):
             if is_everywhere(t) and self._has(t):
-                move(t, self.index, self.mesh_dim)
+                assign_stage(t, self.index, self.mesh_dim)
         return tree_map_only(LazyTensor, self._enter, (args, kwargs))
 
     def _has(self, t: LazyTensor) -> bool:
         """Whether a tensor of the module belongs to this stage, not to one that shares it."""
-        given = _given.get(t._cell.recorder)
+        given = _given.get(t._storage.recorder)
         first = self.index if given is None else given.tensors.get(t, self.index)
         return self._is_known(t) and first == self.index
 
@@ -207,6 +207,6 @@ class _Leave(torch.autograd.Function):
 
 
 def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
-    recorder, meta = operands[0]._cell.recorder, fresh_meta(meta_of(operands[0]))
+    recorder, meta = operands[0]._storage.recorder, fresh_meta(meta_of(operands[0]))
     with recorder.lock:
         return recorder.show(record_mark(op, operands, rest, meta), meta)

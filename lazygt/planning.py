@@ -1,4 +1,4 @@
-"""Planning: from a recorded stretch to the plans that the ranks run, once for each new stretch."""
+"""Planning: from a recorded trace to the plans that the ranks run, once for each new trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt import notebook
 from lazygt.config import Config
-from lazygt.description import line_of, lines_of
 from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.label import Replicated
 from lazygt.graph.mesh import LogicalMesh, Stored
@@ -19,14 +18,15 @@ from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
 from lazygt.passes.sharding.places import MARKS, without_places
 from lazygt.passes.template import Templates
+from lazygt.provenance import line_of, lines_of
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client
 from lazygt.runtime.entries import PlanEntry
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
-from lazygt.stretch import Stretch
-from lazygt.trie import Step, build_graph
+from lazygt.trace import Trace
+from lazygt.trie import TrieNode, build_graph
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import Gather
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     """A plan as the trie keeps it.
 
     Attributes:
-        positions: number of a value of the stretch -> which output it is.
+        positions: number of a value of the trace -> which output it is.
         origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
         stored: how each output lies on the mesh; None: whole on every rank.
@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 
 
 class Planner:
-    """Finds the plan of a stretch in the trie, or has the passes make one.
+    """Finds the plan of a trace in the trie, or has the passes make one.
 
     Args:
         mesh: the ranks that plans are made for, on the workers there are.
@@ -87,15 +87,15 @@ class Planner:
         self._history = history
         self._told_of_turns = False
 
-    def plan_of(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
-        """The plan of a stretch that needs ``outputs``, built if it is a new one."""
+    def plan_of(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
+        """The plan of a trace that needs ``outputs``, built if it is a new one."""
         trie = self._recorder.trie
-        found: Kept | None = trie.find(stretch.step, outputs)
+        found: Kept | None = trie.find(trace.step, outputs)
         if found is not None:
             self._history.plan_hits += 1
         else:
-            found = self._build(stretch, outputs, reason)
-            dropped = trie.keep(stretch.step, outputs, found, found.entry.nbytes)
+            found = self._build(trace, outputs, reason)
+            dropped = trie.keep(trace.step, outputs, found, found.entry.nbytes)
             self._client.entries.forget([old.entry for old in dropped])
         self._history.last_plan = found.entry.plan
         return found
@@ -104,29 +104,29 @@ class Planner:
         """The plans there are, least recently used first."""
         return self._recorder.trie.kept()
 
-    def is_sharded(self, stretch: Stretch) -> bool:
-        """Whether anything in a stretch is placed on the mesh."""
+    def is_sharded(self, trace: Trace) -> bool:
+        """Whether anything in a trace is placed on the mesh."""
         if self._mesh.ranks.world_size == 1:
             return False
-        if any(remote.stored is not None for _, remote in stretch.inputs):
+        if any(remote.stored is not None for _, remote in trace.inputs):
             return True
-        return any(step.node is not None and step.node.op in MARKS for step in stretch.step.path())
+        return any(step.node is not None and step.node.op in MARKS for step in trace.step.path())
 
     # -- a new plan ----------------------------------------------------------------------
 
     @uncollected()
-    def _build(self, stretch: Stretch, outputs: tuple[int, ...], reason: str) -> Kept:
+    def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
         begin = time.monotonic_ns()
-        steps = stretch.step.path()
-        lines = lines_of(steps, stretch.marks, self._recorder.backward_mark)
-        kinds = tuple(type(value).__name__ for value in stretch.params)
+        steps = trace.step.path()
+        lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
+        kinds = tuple(type(value).__name__ for value in trace.params)
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages
         stages = [("recorded", recorded)] if keep else None
         decided: list[AxisStep] = []
         plans, stored = self._plans(recorded, steps, stages, decided)
         entry = self._client.entries.of(plans)
-        miss = self._why_missed(stretch.step, recorded, outputs, reason)
+        miss = self._why_missed(trace.step, recorded, outputs, reason)
         self._history.missed(miss, plans[0], begin)
         if not entry.sent:
             self._history.plans_built += 1
@@ -144,7 +144,7 @@ class Planner:
         )
 
     def _why_missed(
-        self, step: Step, recorded: Graph, outputs: tuple[int, ...], reason: str
+        self, step: TrieNode, recorded: Graph, outputs: tuple[int, ...], reason: str
     ) -> Miss:
         first = self._recorder.first_miss
         if first is not None:
@@ -155,7 +155,7 @@ class Planner:
     def _plans(
         self,
         recorded: Graph,
-        steps: list[Step],
+        steps: list[TrieNode],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
     ) -> tuple[tuple[Plan, ...], tuple[Stored | None, ...]]:
@@ -179,7 +179,7 @@ class Planner:
     def _sharded(
         self,
         recorded: Graph,
-        steps: list[Step],
+        steps: list[TrieNode],
         given: list[Stored | None],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
@@ -241,13 +241,13 @@ class Planner:
             )
 
 
-def _backward(steps: Sequence[Step]) -> frozenset[int]:
+def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
     """The ops that autograd ran, by number."""
     ops = [step for step in steps if step.node is not None]
     return frozenset(number for number, step in enumerate(ops) if step.backward)
 
 
-def _stored(step: Step) -> Stored | None:
+def _stored(step: TrieNode) -> Stored | None:
     """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
     stored: Stored | None = step.key[1] if type(step.key) is tuple else None
     return stored

@@ -1,7 +1,7 @@
 """The hot path: the stream of ops, step by step through the trie; on a miss, a new step.
 
 ``Recorder.record`` is what every op comes to. On a hit it does a dictionary look-up and makes the
-wrappers; on a miss (``misses``) the results' metas are inferred, where a wrong shape or dtype
+wrappers; on a miss (``miss``) the results' metas are inferred, where a wrong shape or dtype
 raises torch's own exception on the user's line.
 """
 
@@ -16,34 +16,34 @@ from typing import Any
 
 import torch
 
-from lazygt import copies, dynamic, hostnumbers, placing, views
+from lazygt import annotate, copies, dynamic, host_scalars, views
 from lazygt.definitions import Definitions
 from lazygt.errors import LazyGTError, NoSession
-from lazygt.generator import SessionGenerator
 from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
-from lazygt.graph.source import Mark, user_mark
+from lazygt.graph.source import CallSite, user_call_site
 from lazygt.infer import Inference
-from lazygt.misses import NUMBERS, new_step
+from lazygt.miss import NUMBERS, on_miss
 from lazygt.mixed import mixed_error
-from lazygt.stretch import Place, Shipper, Stretch, returned, written_tensors
+from lazygt.rng import SessionGenerator
 from lazygt.tensor import (
     DEVICE_0,
     STRIDED,
-    Cell,
     LazyTensor,
+    Storage,
     make_wrapper,
     meta_of,
     rebind,
     wrapper,
 )
-from lazygt.trie import Step, Trie
+from lazygt.trace import Trace, TracePoint, TraceSink, returned, written_tensors
+from lazygt.trie import TraceTrie, TrieNode
 
 Handler = Callable[..., Any]
 
-#: Frames between the user's and ``user_mark`` at least: _record, record, the dispatch.
+#: Frames between the user's and ``user_call_site`` at least: _record, record, the dispatch.
 _CALLER = 4
 _ref = weakref.ref
 _PID = os.getpid()
@@ -52,12 +52,12 @@ _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch
 
 
 class Recorder:
-    """Records ops into the current stretch, and says when it has to be shipped."""
+    """Records ops into the current trace, and says when it has to be shipped."""
 
     def __init__(
-        self, shipper: Shipper, trie: Trie, worker_device: str, ship_code: bool = True
+        self, sink: TraceSink, trie: TraceTrie, worker_device: str, ship_code: bool = True
     ) -> None:
-        self.shipper = shipper
+        self.sink = sink
         self.definitions = Definitions(worker_device, ship_code)
         self.trie = trie
         #: what the workers compute on
@@ -66,19 +66,19 @@ class Recorder:
         self.generator = SessionGenerator(self, worker_device)
         self.lock = threading.RLock()
         self.serial = next(_SERIALS)
-        self.stretch = Stretch(self.serial, trie.root)
+        self.trace = Trace(self.serial, trie.root)
         self.closed = False
-        #: ops of the stretches before this one
+        #: ops of the traces before this one
         self.shipped_ops = 0
-        #: (step, key, facts) of the first miss of the stretch, for stats and ``why``
-        self.first_miss: tuple[Step, Any, OpFacts | None, Mark | None] | None = None
+        #: (step, key, facts) of the first miss of the trace, for stats and ``why``
+        self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self._known: dict[int, tuple[OpFacts, Handler | None]] = {}
-        #: autograd's sequence number -> op of the stretch
+        #: autograd's sequence number -> op of the trace
         self.forward_ops: dict[int, int] = {}
-        self._backward_mark: Mark | None = None
+        self._backward_call_site: CallSite | None = None
         self.backward_error: BaseException | None = None
-        #: the op before which over-long stretches end, once one has
-        self.anchor: Place | None = None
+        #: the op before which over-long traces end, once one has
+        self.anchor: TracePoint | None = None
 
     # -- the hot path --------------------------------------------------------------------
 
@@ -107,16 +107,16 @@ class Recorder:
                     args, kwargs = self.generator.before_draw(args, kwargs)
                 return self._record(f, func, args, kwargs)
             except BaseException:
-                self.stretch.settle()
+                self.trace.settle()
                 raise
         except BaseException:
-            self.stretch.settle()  # again: Ctrl-C may have ended that
+            self.trace.settle()  # again: Ctrl-C may have ended that
             raise
 
     def record_plain(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        """Record an op as it is, past what ``special`` does with it."""
+        """Record an op as it is, past what ``handlers`` do with it."""
         return self._record(facts(func), func, args, kwargs)
 
     def _record(
@@ -126,37 +126,37 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        stretch = self.stretch
-        serial = stretch.serial
+        trace = self.trace
+        serial = trace.serial
         key: list[Any] = [f]
         add = key.append
         for a, hoist in zip(args, f.hoist):  # noqa: B905 - strict= costs 0.1 us an op
             kind = type(a)
             if kind is LazyTensor:
-                cell = a._cell
-                if cell.serial == serial:
+                storage = a._storage
+                if storage.serial == serial:
                     view = a._view
                     if view is None:
-                        add(cell.index)
+                        add(storage.index)
                         continue
-                    if view.base == cell.index and view.serial == serial:
+                    if view.base == storage.index and view.serial == serial:
                         add(view.index)
                         continue
-                elif cell.host is not None and f.pointwise:
-                    result = hostnumbers.compute(self, func, args, kwargs or {})
+                elif storage.host is not None and f.pointwise:
+                    result = host_scalars.compute(self, func, args, kwargs or {})
                     if result is not NotImplemented:
-                        del stretch.params[stretch.step.params :]
+                        del trace.params[trace.step.params :]
                         return result
                 add(self.index_of(a))
             elif hoist == 1 and kind in NUMBERS:
                 add(kind)
-                stretch.params.append(a)
+                trace.params.append(a)
             elif kind in _PLAIN:
                 add(a)
-            elif kind is list and f.pointwise and hostnumbers.is_host(a):
-                result = hostnumbers.compute(self, func, args, kwargs or {})
+            elif kind is list and f.pointwise and host_scalars.is_host_scalar(a):
+                result = host_scalars.compute(self, func, args, kwargs or {})
                 if result is not NotImplemented:
-                    del stretch.params[stretch.step.params :]
+                    del trace.params[trace.step.params :]
                     return result
                 add(self._key(a, hoist, f))
             else:
@@ -166,32 +166,32 @@ class Recorder:
                 add(name)
                 add(self._key(a, f.hoist_named.get(name, 0), f))
         found = tuple(key)
-        step = stretch.step.children.get(found)
+        step = trace.step.children.get(found)
         if step is None:
-            step = new_step(self, stretch, found, f, args, kwargs or {})
-        stretch.step = step
-        stretch.marks.append(user_mark(_CALLER))
+            step = on_miss(self, trace, found, f, args, kwargs or {})
+        trace.step = step
+        trace.call_sites.append(user_call_site(_CALLER))
         make = step.make
         if make is not None:
-            cell = Cell(self, serial, step.first, make)
-            stretch.owners.append(_ref(cell))
+            storage = Storage(self, serial, step.first, make)
+            trace.owners.append(_ref(storage))
             if not make.plain:
-                return wrapper(make, cell, None)
+                return wrapper(make, storage, None)
             # ``wrapper`` written out: a call less an op
             t = make_wrapper(LazyTensor, make.shape, None, None, None, make.dtype, STRIDED,
                              DEVICE_0)  # fmt: skip
-            t.__dict__ = {"_cell": cell, "_view": None}
+            t.__dict__ = {"_storage": storage, "_view": None}
             return t
         if step.itself and args[0]._view is None:
-            cell = args[0]._cell
-            stretch.owners.append(weakref.ref(cell))
-            cell.index, cell.serial, cell.remote = step.first, serial, None
+            storage = args[0]._storage
+            trace.owners.append(weakref.ref(storage))
+            storage.index, storage.serial, storage.remote = step.first, serial, None
             return args[0]
         if f.one_view:
             return views.handle(self, step, args)
         if step.node is not None and step.node.dynamic:
-            return dynamic.ask(self, stretch, f, args, kwargs or {})
-        return self._results(stretch, step, f, args, kwargs or {})
+            return dynamic.ask(self, trace, f, args, kwargs or {})
+        return self._results(trace, step, f, args, kwargs or {})
 
     def foreign_op(
         self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -208,15 +208,15 @@ class Recorder:
                 raise closed_error()
             result = self.foreign_op(f, args)
         except BaseException:
-            self.stretch.settle()
+            self.trace.settle()
             raise
-        if self.anchor is not None or self.stretch.step.full:
+        if self.anchor is not None or self.trace.step.full:
             self.overflow()
         return result
 
     def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None]:
         # why: special's handlers are written against this module
-        from lazygt.special import handler_of
+        from lazygt.handlers import handler_of
 
         f = facts(func)
         special = handler_of(f) or (_either if f.name in UNDECLARED_WRITES else None)
@@ -229,7 +229,7 @@ class Recorder:
         if kind is LazyTensor:
             return self.index_of(a)
         if hoist == 1 and kind in NUMBERS:
-            self.stretch.params.append(a)
+            self.trace.params.append(a)
             return kind
         if kind in _PLAIN:
             return a
@@ -256,7 +256,7 @@ class Recorder:
         if hoist == 2:
             kinds = tuple(map(type, items))
             if NUMBERS.issuperset(kinds):
-                self.stretch.params.extend(items)
+                self.trace.params.extend(items)
                 return kinds
         elif first is int or first is bool:
             return tuple(items)
@@ -264,8 +264,8 @@ class Recorder:
             serial = self.serial
             return tuple(
                 [
-                    t._cell.index
-                    if type(t) is LazyTensor and t._view is None and t._cell.serial == serial
+                    t._storage.index
+                    if type(t) is LazyTensor and t._view is None and t._storage.serial == serial
                     else self._key(t, 0, f)
                     for t in items
                 ]
@@ -281,74 +281,79 @@ class Recorder:
     # -- values --------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
-        """The number of a handle's current value in the stretch; it enters if need be."""
-        cell = t._cell
-        if cell.serial != self.serial:
-            self._enter(cell)
+        """The number of a handle's current value in the trace; it enters if need be."""
+        storage = t._storage
+        if storage.serial != self.serial:
+            self._enter(storage)
         view = t._view
         if view is None:
-            return cell.index
-        if view.serial != self.serial or view.base != cell.index:
-            views.replay(self, view, cell)
+            return storage.index
+        if view.serial != self.serial or view.base != storage.index:
+            views.replay(self, view, storage)
         return view.index
 
-    def _enter(self, cell: Cell) -> None:
-        """A value from before this stretch becomes an input of it."""
-        if cell.recorder is not self:
-            raise closed_error() if cell.recorder.closed else _other_session()
-        stretch = self.stretch
-        if cell.host is not None:
-            cell.remote = self.shipper.upload(cell.host, cell.meta)
-            cell.host = None
-        if cell.blank:
-            self._write_blank(cell)
+    def _enter(self, storage: Storage) -> None:
+        """A value from before this trace becomes an input of it."""
+        if storage.recorder is not self:
+            raise closed_error() if storage.recorder.closed else _other_session()
+        trace = self.trace
+        if storage.host is not None:
+            storage.remote = self.sink.upload(storage.host, storage.meta)
+            storage.host = None
+        if storage.blank:
+            self._write_blank(storage)
             return
-        if cell.remote is None:
+        if storage.remote is None:
             raise LazyGTError(
                 "the value of this tensor was lost: the flush that shipped it was interrupted"
             )
-        meta, stored = cell.meta, cell.remote.stored
+        meta, stored = storage.meta, storage.remote.stored
         key = meta if stored is None else (meta, stored)
-        step = stretch.step.children.get(key)
+        step = trace.step.children.get(key)
         if step is None:
-            self.note_miss(stretch, meta, None, None)
-            step = self.trie.add(Step(stretch.step, key, input=meta))
+            self.note_miss(trace, meta, None, None)
+            step = self.trie.add(TrieNode(trace.step, key, input=meta))
         try:
-            stretch.inputs.append((weakref.ref(cell), cell.remote))
-            stretch.step = step
+            trace.inputs.append((weakref.ref(storage), storage.remote))
+            trace.step = step
         except BaseException:
-            stretch.settle()
+            trace.settle()
             raise
-        cell.index, cell.serial = ~(step.inputs - 1), stretch.serial
+        storage.index, storage.serial = ~(step.inputs - 1), trace.serial
 
-    def _write_blank(self, cell: Cell) -> None:
+    def _write_blank(self, storage: Storage) -> None:
         """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
-        meta = cell.meta
+        meta = storage.meta
         f = facts(torch.ops.aten.empty_strided.default)
         key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
         node = Node(f.name, (meta.shape, meta.stride),
                     (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
-        self.own(cell, self.internal(key, node, f))
+        self.own(storage, self.internal(key, node, f))
 
-    def own(self, cell: Cell, index: int) -> None:
-        """The cell shows value ``index`` of the stretch from here on."""
-        stretch = self.stretch
-        stretch.owners[index] = weakref.ref(cell)
-        cell.blank, cell.index, cell.serial, cell.remote = False, index, stretch.serial, None
+    def own(self, storage: Storage, index: int) -> None:
+        """The storage shows value ``index`` of the trace from here on."""
+        trace = self.trace
+        trace.owners[index] = weakref.ref(storage)
+        storage.blank, storage.index, storage.serial, storage.remote = (
+            False,
+            index,
+            trace.serial,
+            None,
+        )
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
         """Advance by an op that the user did not write; returns its first result's number."""
         try:
-            stretch = self.stretch
-            step = stretch.step.children.get(key)
+            trace = self.trace
+            step = trace.step.children.get(key)
             if step is None:
-                self.note_miss(stretch, key, f, None)
-                step = self.trie.add(Step(stretch.step, key, node, facts=f))
-            stretch.step = step
-            stretch.marks.append(user_mark(1))
-            stretch.owners.extend([None] * (step.values - step.first))
+                self.note_miss(trace, key, f, None)
+                step = self.trie.add(TrieNode(trace.step, key, node, facts=f))
+            trace.step = step
+            trace.call_sites.append(user_call_site(1))
+            trace.owners.extend([None] * (step.values - step.first))
         except BaseException:
-            self.stretch.settle()
+            self.trace.settle()
             raise
         return step.first
 
@@ -356,15 +361,15 @@ class Recorder:
 
     def _results(
         self,
-        stretch: Stretch,
-        step: Step,
+        trace: Trace,
+        step: TrieNode,
         f: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         node = step.node
         assert node is not None
-        stretch.owners.extend([None] * (step.values - step.first))
+        trace.owners.extend([None] * (step.values - step.first))
         if node.written:
             targets = written_tensors(f, args, kwargs)
             index = step.first + len(node.fresh)
@@ -383,29 +388,31 @@ class Recorder:
         return returned(f, args, kwargs, made, step.numbers)
 
     def resized(self, t: LazyTensor, meta: TensorMeta) -> None:
-        """``out=`` gave a tensor another shape: it shows a cell of its own from here on."""
-        cell = Cell(self, 0, 0, meta)
-        rebind(t, meta, cell, None)
+        """``out=`` gave a tensor another shape: it shows a storage of its own from here on."""
+        storage = Storage(self, 0, 0, meta)
+        rebind(t, meta, storage, None)
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
-        """A handle with a cell of its own for a value of the stretch."""
-        cell = Cell(self, self.serial, index, meta)
-        self.stretch.owners[index] = weakref.ref(cell)
-        return wrapper(meta, cell, None)
+        """A handle with a storage of its own for a value of the trace."""
+        storage = Storage(self, self.serial, index, meta)
+        self.trace.owners[index] = weakref.ref(storage)
+        return wrapper(meta, storage, None)
 
-    def note_miss(self, stretch: Stretch, key: Any, f: OpFacts | None, mark: Mark | None) -> None:
-        """A step is about to be added; only the first one of a stretch is of interest."""
+    def note_miss(
+        self, trace: Trace, key: Any, f: OpFacts | None, call_site: CallSite | None
+    ) -> None:
+        """A step is about to be added; only the first one of a trace is of interest."""
         if self.first_miss is None:
-            self.first_miss = stretch.step, key, f, mark or user_mark(1)
+            self.first_miss = trace.step, key, f, call_site or user_call_site(1)
 
     # -- creation ------------------------------------------------------------------------
 
     def remote_tensor(self, meta: TensorMeta, remote: Any) -> LazyTensor:
         """A handle for a value that the workers hold already."""
         base = intern(meta.shape, meta.stride, meta.dtype)
-        cell = Cell(self, 0, 0, base)
-        cell.remote = remote
-        return wrapper(base, cell, None)
+        storage = Storage(self, 0, 0, base)
+        storage.remote = remote
+        return wrapper(base, storage, None)
 
     def blank(self, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
         """``torch.empty``: memory that is only asked for when something is done with it."""
@@ -414,9 +421,9 @@ class Recorder:
             raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
         steps = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
         meta = intern(sizes, steps, dtype or torch.get_default_dtype())
-        cell = Cell(self, 0, 0, meta)
-        cell.blank = True
-        return wrapper(meta, cell, None)
+        storage = Storage(self, 0, 0, meta)
+        storage.blank = True
+        return wrapper(meta, storage, None)
 
     def to_lazy(self, source: torch.Tensor) -> LazyTensor:
         """Upload a CPU tensor: its values are taken now."""
@@ -430,8 +437,8 @@ class Recorder:
 
     def fill(self, t: LazyTensor, source: torch.Tensor) -> None:
         """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
-        cell = t._cell
-        meta = cell.meta
+        storage = t._storage
+        meta = storage.meta
         value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
         if tuple(value.shape) != meta.shape:
             value = value.expand(meta.shape)
@@ -439,46 +446,46 @@ class Recorder:
         if meta.numel == 1 and not meta.dtype.is_complex:
             host = value.clone().reshape(meta.shape)
         else:
-            remote = self.shipper.upload(value, meta)
-        cell.blank, cell.host, cell.remote, cell.serial = False, host, remote, 0
+            remote = self.sink.upload(value, meta)
+        storage.blank, storage.host, storage.remote, storage.serial = False, host, remote, 0
 
     def alias(self, t: LazyTensor) -> LazyTensor:
         """Another handle for the same values, with a version counter of its own."""
-        return wrapper(meta_of(t), t._cell, t._view)
+        return wrapper(meta_of(t), t._storage, t._view)
 
     # -- sync points ---------------------------------------------------------------------
 
     def flush(self, reason: str) -> None:
         """Ship what is recorded, without waiting for it."""
         with self.lock:
-            self.shipper.ship(self.stretch, reason, None, False)
+            self.sink.ship(self.trace, reason, None, False)
 
     def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
         """The values of a handle as a CPU tensor of its own: ship, run, wait."""
         with self.lock:
-            cell, view = t._cell, t._view
-            if self.closed or cell.recorder is not self:
-                raise closed_error() if cell.recorder.closed else _other_session()
-            if cell.host is not None and view is None:
-                return cell.host.clone()
+            storage, view = t._storage, t._view
+            if self.closed or storage.recorder is not self:
+                raise closed_error() if storage.recorder.closed else _other_session()
+            if storage.host is not None and view is None:
+                return storage.host.clone()
             if view is not None:
-                # the view's own elements travel, not the whole cell
+                # the view's own elements travel, not the whole storage
                 t = torch.ops.aten.clone.default(t)
-                cell = t._cell
-            elif cell.serial != self.serial and cell.remote is None:
-                self._enter(cell)  # blank memory, or a lost value
-            value: torch.Tensor = self.shipper.ship(self.stretch, reason, cell, False)
+                storage = t._storage
+            elif storage.serial != self.serial and storage.remote is None:
+                self._enter(storage)  # blank memory, or a lost value
+            value: torch.Tensor = self.sink.ship(self.trace, reason, storage, False)
             return value
 
     def ship_pending(self, t: LazyTensor, reason: str) -> None:
         """Flush if the value of ``t`` is still only recorded."""
-        cell = t._cell
-        if not self.closed and cell.serial == self.serial and cell.index >= 0:
+        storage = t._storage
+        if not self.closed and storage.serial == self.serial and storage.index >= 0:
             self.flush(reason)
 
     def before_backward(self) -> None:
         """Remember the user's line: it is the one that torch's backward ops are recorded at."""
-        self._backward_mark = user_mark(1)
+        self._backward_call_site = user_call_site(1)
         self.backward_error = None
 
     def raise_backward_error(self) -> None:
@@ -489,63 +496,63 @@ class Recorder:
 
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""
-        self.shipper.after_backward()
+        self.sink.after_backward()
 
-    def next_stretch(self) -> None:
+    def next_trace(self) -> None:
         """Begin anew at the root."""
         self.serial = next(_SERIALS)
-        self.shipped_ops += len(self.stretch.marks)
-        self.stretch = Stretch(self.serial, self.trie.root)
+        self.shipped_ops += len(self.trace.call_sites)
+        self.trace = Trace(self.serial, self.trie.root)
         self.first_miss = None
         self.forward_ops.clear()
 
     @property
     def ops(self) -> int:
         """Ops recorded since the session opened."""
-        return self.shipped_ops + len(self.stretch.marks)
+        return self.shipped_ops + len(self.trace.call_sites)
 
     def overflow(self) -> None:
-        """Flush a stretch that has become too long, at a place that comes again.
+        """Flush a trace that has become too long, at a place that comes again.
 
         Cut at a fixed length, a loop would be cut at another point of its body every time, and
-        each cut would be a new plan. So the first cut looks for the line that the stretch came
+        each cut would be a new plan. So the first cut looks for the line that the trace came
         by least often, but more than once (once an iteration, most likely), and from then on
-        stretches end where that line comes round.
+        traces end where that line comes round.
         """
-        step = self.stretch.step
+        step = self.trace.step
         if step.full:
-            self.anchor = self.stretch.rarest_repeated()
-        elif self.anchor != self.stretch.here() or not self.trie.half_full(
-            step, self.stretch.bytes_alive
+            self.anchor = self.trace.rarest_repeated()
+        elif self.anchor != self.trace.here() or not self.trie.half_full(
+            step, self.trace.bytes_alive
         ):
             return
-        self.flush("stretch too long")
+        self.flush("trace too long")
 
     @property
-    def backward_mark(self) -> Mark | None:
+    def backward_call_site(self) -> CallSite | None:
         """Where the user called ``.backward()`` last."""
-        return self._backward_mark
+        return self._backward_call_site
 
     def deep_copy(self, t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
         """See ``copies.deep_copy``."""
         return copies.deep_copy(self, t, memo)
 
-    def keep_place(self, t: LazyTensor, before: Cell) -> None:
-        """Lay a handle's values as the user has laid another cell's of that shape, unless something
-        else was said of them."""
-        cell = t._cell
-        alike = t._view is None and cell.meta.shape == before.meta.shape
+    def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
+        """Lay a handle's values as the user has laid another storage's of that shape, unless
+        something else was said of them."""
+        storage = t._storage
+        alike = t._view is None and storage.meta.shape == before.meta.shape
         here = before.recorder is self and not self.closed
-        if before.placed is not None and cell.placed is None and alike and here:
-            placing.keep(t, before.placed)
+        if before.placed is not None and storage.placed is None and alike and here:
+            annotate.restore_sharding(t, before.placed)
 
     def host_copy(self, t: LazyTensor) -> torch.Tensor:
         """See ``copies.host_copy``."""
         return copies.host_copy(self, t)
 
 
-#: Shared by all sessions, so that no other session's cell looks like one of this stretch; 0 is
-#: the serial of a cell that belongs to none.
+#: Shared by all sessions, so that no other session's storage looks like one of this trace; 0 is
+#: the serial of a storage that belongs to none.
 _SERIALS = itertools.count(1)
 
 #: Ops that take CPU index tensors on any device.

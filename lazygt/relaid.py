@@ -16,7 +16,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client
-from lazygt.trie import Step
+from lazygt.trie import TrieNode
 
 #: (node of a plan's steps, result, strides that its kernel gave it).
 Row = tuple[int, int, tuple[int, ...]]
@@ -39,7 +39,7 @@ def learn(recorder: Recorder, client: Client) -> None:
     if not stale:
         return
 
-    def is_stale(step: Step) -> bool:
+    def is_stale(step: TrieNode) -> bool:
         node = step.node
         return node is not None and any(
             _Stale(node.op, position, meta) in stale for position, meta in enumerate(node.fresh)

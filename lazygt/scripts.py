@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.source import Mark
+from lazygt.graph.source import CallSite
 from lazygt.session import Session
 
 #: A script that imports lazygt opens its sessions itself.
@@ -66,7 +66,7 @@ class _ScriptSession(Session):
         self.ended = True
         super().__exit__(kind, error, trace)
 
-    def forced_by(self) -> Mark | None:
+    def forced_by(self) -> CallSite | None:
         """None once the script has ended: no line of it forces the last flush."""
         return None if self.ended else super().forced_by()
 

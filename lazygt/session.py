@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lazygt import device, notebook
 from lazygt.config import Config
+from lazygt.context import NAME, current_session
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import LogicalMesh, Mesh
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.source import Mark, user_mark
+from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import History
 from lazygt.idle import Idle
-from lazygt.opened import NAME, current_session
 from lazygt.planning import Kept, Planner, Stages
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client
@@ -34,11 +34,11 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Compile, Tiers
 from lazygt.shipping import Shipping
-from lazygt.stretch import Stretch
-from lazygt.tensor import Cell, LazyTensor
+from lazygt.tensor import LazyTensor, Storage
 from lazygt.timeline import Probe, Timeline
+from lazygt.trace import Trace
 from lazygt.transfer import origins
-from lazygt.trie import Trie
+from lazygt.trie import TraceTrie
 from lazygt.why import Why
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Session:
         self.device_type = kind = device_type(config)
         self._log = InstructionLog(config.log)
         self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._log)
-        trie = Trie(
+        trie = TraceTrie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
@@ -104,7 +104,7 @@ class Session:
         try:
             if kind is None and not self.recorder.closed:
                 self.synchronize()
-                self.recorder.generator.give_back()
+                self.recorder.generator.restore_host_state()
         finally:
             self.close()
 
@@ -164,11 +164,11 @@ class Session:
                 assert isinstance(t, LazyTensor)
                 own = t if t._view is None else t.clone()
                 assert isinstance(own, LazyTensor)
-                if own._cell.remote is None:
+                if own._storage.remote is None:
                     self.recorder.index_of(own)
                 handles.append(own)
             self.synchronize()
-            return [t._cell.remote for t in handles if t._cell.remote is not None]
+            return [t._storage.remote for t in handles if t._storage.remote is not None]
 
     @property
     def origin(self) -> Workers | None:
@@ -214,7 +214,7 @@ class Session:
         recorder = self.recorder
         if not self.config.flush_on_backward or recorder.closed:
             return
-        if self._planner.is_sharded(recorder.stretch) == sharded:
+        if self._planner.is_sharded(recorder.trace) == sharded:
             recorder.flush(reason)
 
     def _check_used(self) -> None:
@@ -231,21 +231,21 @@ class Session:
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
         """Take a copy of a CPU tensor for the workers."""
         value = self._client.upload(source, meta)
-        value.mark = user_mark(1)
+        value.call_site = user_call_site(1)
         return value
 
-    def ship(self, stretch: Stretch, reason: str, fetch: Cell | None, ask: bool) -> Any:
-        """Turn the stretch into a run and begin a new one.
+    def ship(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
+        """Turn the trace into a run and begin a new one.
 
         Returns:
             The fetched CPU tensor, the Reply to a data-dependent op, or None.
         """
         with HOLD, self._history.flushing():
-            return self._shipping.ship(stretch, reason, self.forced_by(), fetch, ask)
+            return self._shipping.ship(trace, reason, self.forced_by(), fetch, ask)
 
-    def forced_by(self) -> Mark | None:
+    def forced_by(self) -> CallSite | None:
         """The user's line that forces a flush now."""
-        return user_mark(1) or self.recorder.backward_mark
+        return user_call_site(1) or self.recorder.backward_call_site
 
     # -- seeing --------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Session:
 
 
 def _origin(tensor: LazyTensor) -> Workers | None:
-    session = tensor._cell.recorder.shipper
+    session = tensor._storage.recorder.sink
     return session.origin if isinstance(session, Session) else None
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lazygt.annotate import record_place
 from lazygt.graph.label import Anyhow, Label, Partial, Replicated, label_of
 from lazygt.graph.mesh import Mesh, Placement, Stored
 from lazygt.graph.meta import TensorMeta
-from lazygt.placing import record_place
 from lazygt.session import current
 from lazygt.tensor import LazyTensor, meta_of
 
@@ -155,10 +155,10 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: LazyTensor, stored: Stored) -> LazyTensor:
         ctx.stored = stored
-        recorder, meta = t._cell.recorder, fresh_meta(meta_of(t))
+        recorder, meta = t._storage.recorder, fresh_meta(meta_of(t))
         with recorder.lock:
             made = recorder.show(record_place(t, meta, stored), meta)
-        made._cell.placed = stored
+        made._storage.placed = stored
         return made
 
     @staticmethod

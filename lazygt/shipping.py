@@ -1,4 +1,4 @@
-"""Shipping: from a recorded stretch to a run on the workers, and back to what was asked of it."""
+"""Shipping: from a recorded trace to a run on the workers, and back to what was asked of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from lazygt.config import Config
-from lazygt.description import Description
 from lazygt.errors import ProtocolError, exception_class
 from lazygt.graph.mesh import LogicalMesh
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.source import Mark
+from lazygt.graph.source import CallSite
 from lazygt.history import Flush, History
 from lazygt.planning import Kept, Planner
+from lazygt.provenance import Provenance
 from lazygt.recorder import Recorder
 from lazygt.relaid import learn
 from lazygt.runtime.blocks import sent
@@ -23,8 +23,8 @@ from lazygt.runtime.fetches import Answer, Regions
 from lazygt.runtime.messages import Made, Plain, Several
 from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
-from lazygt.stretch import Stretch
-from lazygt.tensor import Cell
+from lazygt.tensor import Storage
+from lazygt.trace import Trace
 
 #: What torch's own ops raise: a call that waits for its op raises no other class.
 _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
@@ -39,7 +39,7 @@ class Reply(NamedTuple):
 
 
 class Shipping:
-    """Ships one stretch after another.
+    """Ships one trace after another.
 
     Args:
         mesh: the ranks that plans are made for, on the workers there are.
@@ -64,32 +64,39 @@ class Shipping:
         self._in_blocks = bool(config.invariant)
 
     def ship(
-        self, stretch: Stretch, reason: str, mark: Mark | None, fetch: Cell | None, ask: bool
+        self,
+        trace: Trace,
+        reason: str,
+        call_site: CallSite | None,
+        fetch: Storage | None,
+        ask: bool,
     ) -> Any:
         """See ``Session.ship``.
 
         Args:
-            mark: the user's line that forces it.
+            call_site: the user's line that forces it.
         """
-        cells, outputs = stretch.alive()
-        if not stretch.marks and fetch is None and self._client.idle:
+        storages, outputs = trace.alive()
+        if not trace.call_sites and fetch is None and self._client.idle:
             return None
         self._history.flushes[reason.split(":")[0]] += 1
         hits = self._history.plan_hits
-        kept = self._planner.plan_of(stretch, outputs, reason) if stretch.marks else None
+        kept = self._planner.plan_of(trace, outputs, reason) if trace.call_sites else None
         hit = self._history.plan_hits > hits
-        seq, values, describe, regions = self._run(stretch, kept, reason, fetch)
+        seq, values, provenance, regions = self._run(trace, kept, reason, fetch)
         digest = None if kept is None else kept.entry.plan.digest
-        self._history.recent.append(Flush(reason, mark, len(stretch.marks), digest, hit, seq))
+        self._history.recent.append(
+            Flush(reason, call_site, len(trace.call_sites), digest, hit, seq)
+        )
         if kept is not None:
             self._tiers.ran(kept.entry)
-            self._rebind(kept, outputs, cells, values, stretch.marks)
+            self._rebind(kept, outputs, storages, values, trace.call_sites)
         del values
         answer: Any = None
         if fetch is not None:
             answer = self._fetched(seq, fetch, regions)
         elif ask:
-            answer = self._asked(seq, describe)
+            answer = self._asked(seq, provenance)
         else:
             self._client.hold_back()
         if self._client.relaid:
@@ -97,37 +104,39 @@ class Shipping:
         return answer
 
     def _run(
-        self, stretch: Stretch, kept: Kept | None, reason: str, fetch: Cell | None
-    ) -> tuple[int, list[RemoteValue], Description, Regions | None]:
-        """Send the run of a stretch and begin a new one; does not wait.
+        self, trace: Trace, kept: Kept | None, reason: str, fetch: Storage | None
+    ) -> tuple[int, list[RemoteValue], Provenance, Regions | None]:
+        """Send the run of a trace and begin a new one; does not wait.
 
         Returns:
             The number of the run, its outputs, what its steps are, and where the blocks of the
             fetched value lie.
         """
         entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
-        inputs = [remote.id for _, remote in stretch.inputs]
+        inputs = [remote.id for _, remote in trace.inputs]
         if self._in_blocks:
-            inputs = [key for _, remote in stretch.inputs for key in remote.ids]
-        wanted, regions = self._wanted(fetch, stretch, kept)
-        self._recorder.next_stretch()
-        _let_go_of_inputs(stretch)
-        describe = Description(stretch.step, stretch.marks, self._recorder.backward_mark, made_of)
-        seq, values = self._client.run(
-            entry, inputs, tuple(stretch.params), wanted, describe, reason, regions or (0,)
+            inputs = [key for _, remote in trace.inputs for key in remote.ids]
+        wanted, regions = self._wanted(fetch, trace, kept)
+        self._recorder.next_trace()
+        _let_go_of_inputs(trace)
+        provenance = Provenance(
+            trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
         )
-        return seq, values, describe, regions
+        seq, values = self._client.run(
+            entry, inputs, tuple(trace.params), wanted, provenance, reason, regions or (0,)
+        )
+        return seq, values, provenance, regions
 
     def _wanted(
-        self, fetch: Cell | None, stretch: Stretch, kept: Kept | None
+        self, fetch: Storage | None, trace: Trace, kept: Kept | None
     ) -> tuple[tuple[int, ...], Regions | None]:
-        """The ids that the fetched cell's blocks will have, and which ranks have what of it.
+        """The ids that the fetched storage's blocks will have, and which ranks have what of it.
 
         No regions: rank 0 has all of it.
         """
         if fetch is None:
             return (), None
-        if fetch.remote is not None and not (fetch.serial == stretch.serial and fetch.index >= 0):
+        if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
             keys, stored = fetch.remote.ids, fetch.remote.stored
         else:
             assert kept is not None
@@ -142,19 +151,19 @@ class Shipping:
         self,
         kept: Kept,
         outputs: tuple[int, ...],
-        cells: list[Cell],
+        storages: list[Storage],
         values: list[RemoteValue],
-        marks: list[Mark | None],
+        call_sites: list[CallSite | None],
     ) -> None:
         """The handles show the outputs of the run from here on."""
         if self._in_blocks:
             values = kept.grouped(values)
-        for cell, index in zip(cells, outputs, strict=True):
+        for storage, index in zip(storages, outputs, strict=True):
             position = kept.positions[index]
-            cell.remote = value = values[position]
+            storage.remote = value = values[position]
             value.stored = kept.stored[position]
-            value.mark = marks[kept.makers[position]] or self._recorder.backward_mark
-            cell.serial = 0
+            value.call_site = call_sites[kept.makers[position]] or self._recorder.backward_call_site
+            storage.serial = 0
 
     # -- what comes back -----------------------------------------------------------------
 
@@ -166,14 +175,14 @@ class Shipping:
             self._history.probe.did("wait for the answer", begin, {"run": seq})
         return answers
 
-    def _fetched(self, seq: int, cell: Cell, regions: Regions | None) -> torch.Tensor:
-        value = self._client.fetched(self._wait(seq), cell.meta, regions)
+    def _fetched(self, seq: int, storage: Storage, regions: Regions | None) -> torch.Tensor:
+        value = self._client.fetched(self._wait(seq), storage.meta, regions)
         self._client.raise_failure()
-        if self._dry and value.shape != cell.meta.shape:
-            return torch.zeros(cell.meta.shape, dtype=value.dtype, device="cpu")
+        if self._dry and value.shape != storage.meta.shape:
+            return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
         return value
 
-    def _asked(self, seq: int, describe: Description) -> Reply:
+    def _asked(self, seq: int, provenance: Provenance) -> Reply:
         """The reply to a run whose last op is data-dependent.
 
         Raises:
@@ -187,35 +196,35 @@ class Shipping:
         failure = reply.failure
         if failure is not None:
             eager = exception_class(failure.kind)
-            earlier = failure.seq != seq or not describe.is_last(failure.node)
+            earlier = failure.seq != seq or not provenance.is_last(failure.node)
             if earlier or eager is None or eager not in _TORCHS_OWN:
                 self._client.raise_for(0, failure)
             self._client.drop_failure(0, failure)
             raise eager(failure.detail)
         self._client.raise_failure()
-        mark = describe.marks[-1]
-        returned = [self._received(item, mark) for item in reply.returned]
-        return Reply(returned, [self._adopted(made, mark) for made in reply.written])
+        call_site = provenance.call_sites[-1]
+        returned = [self._received(item, call_site) for item in reply.returned]
+        return Reply(returned, [self._adopted(made, call_site) for made in reply.written])
 
-    def _received(self, item: Made | Several | Plain, mark: Mark | None) -> Any:
+    def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
         match item:
             case Several():
-                return [self._received(one, mark) for one in item.items]
+                return [self._received(one, call_site) for one in item.items]
             case Plain():
                 return item.value
             case Made():
-                return self._adopted(item, mark)
+                return self._adopted(item, call_site)
 
-    def _adopted(self, made: Made, mark: Mark | None) -> tuple[TensorMeta, RemoteValue]:
+    def _adopted(self, made: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
         value = self._client.adopt(made.id)
-        value.mark = mark
+        value.call_site = call_site
         return made.meta, value
 
 
-def _let_go_of_inputs(stretch: Stretch) -> None:
-    """The stretch is over: an input that nobody else holds is freed with its run."""
-    held, stretch.inputs = stretch.inputs, []
-    for cell, _ in held:
-        entered = cell()
-        if entered is not None and entered.serial == stretch.serial and entered.index < 0:
+def _let_go_of_inputs(trace: Trace) -> None:
+    """The trace is over: an input that nobody else holds is freed with its run."""
+    held, trace.inputs = trace.inputs, []
+    for storage, _ in held:
+        entered = storage()
+        if entered is not None and entered.serial == trace.serial and entered.index < 0:
             entered.serial = 0

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lazygt.annotate import mesh_of
 from lazygt.graph.mesh import Stored
-from lazygt.placing import mesh_of
 from lazygt.sharding import drop_hooks, placed, placement_for, unsaid
 from lazygt.tensor import LazyTensor, meta_of
 

@@ -1,4 +1,4 @@
-"""LazyTensor: the user's handle. Shape, dtype and a place in a Cell; no logic of its own."""
+"""LazyTensor: the user's handle. Shape, dtype and a place in a Storage; no logic of its own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lazygt.runtime.remote import RemoteValue
 
 
-class Cell:
+class Storage:
     """What torch calls a storage: the value that one or more handles look at.
 
-    A cell is *recorded* (``serial`` is the current stretch's and ``index`` its value number),
+    A storage is *recorded* (``serial`` is the current trace's and ``index`` its value number),
     *remote* (its value lives on the workers), *host* (a single number that has met no worker
     data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
-    written). A cell that is none of these lost its value when a flush was interrupted.
+    written). A storage that is none of these lost its value when a flush was interrupted.
 
     Attributes:
         placed: how the user has said that it is stored, or None; other values that it is given
@@ -37,7 +37,7 @@ class Cell:
                  "remote", "saved", "serial")  # fmt: skip
     #: set by ``copies.host_copy`` only
     saved: tuple[weakref.ref[torch.UntypedStorage], Any]
-    #: set by ``storages`` only
+    #: set by ``storage`` only
     address: int
 
     def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
@@ -51,8 +51,8 @@ class Cell:
         self.blank = False
 
 
-class ViewStep:
-    """One view op between a cell and a handle: everything but the tensor it is applied to."""
+class ViewOp:
+    """One view op between a storage and a handle: everything but the tensor it is applied to."""
 
     __slots__ = ("args", "facts", "key", "kwargs", "meta", "position", "which")
 
@@ -72,12 +72,12 @@ class ViewStep:
         self.meta = meta
 
 
-class View:
-    """How a handle looks at its cell, and where its value stands in the current stretch."""
+class ViewChain:
+    """How a handle looks at its storage, and where its value stands in the current trace."""
 
     __slots__ = ("base", "index", "serial", "steps")
 
-    def __init__(self, steps: tuple[ViewStep, ...], serial: int, base: int, index: int) -> None:
+    def __init__(self, steps: tuple[ViewOp, ...], serial: int, base: int, index: int) -> None:
         self.steps = steps
         self.serial, self.base, self.index = serial, base, index
 
@@ -85,11 +85,11 @@ class View:
 class LazyTensor(torch.Tensor):
     """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
 
-    It has no slots, so that a CPU tensor's object can become one (``identity``).
+    It has no slots, so that a CPU tensor's object can become one (``swap``).
     """
 
-    _cell: Cell
-    _view: View | None
+    _storage: Storage
+    _view: ViewChain | None
     #: of the same tensor on the host; subclasses set it
     _host_class: ClassVar[type] = torch.Tensor
 
@@ -126,9 +126,9 @@ class LazyTensor(torch.Tensor):
         if self._view is not None:
             copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
             return copy.placements
-        recorder = self._cell.recorder
+        recorder = self._storage.recorder
         recorder.ship_pending(self, "placements")
-        remote, mesh = self._cell.remote, recorder.shipper.mesh
+        remote, mesh = self._storage.remote, recorder.sink.mesh
         if remote is None or remote.stored is None:
             return tuple(placement_of(Replicated()) for _ in mesh.names)
         return tuple(map(placement_of, remote.stored.labels))
@@ -155,7 +155,7 @@ class LazyTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._cell.recorder.closed:  # a debugger shows such ones too
+        if self._storage.recorder.closed:  # a debugger shows such ones too
             text = f"tensor(..., size={tuple(self.size())}, dtype={self.dtype}, session closed)"
         else:
             text = repr(self.detach().cpu())
@@ -170,7 +170,7 @@ class LazyTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        readable = self.dim() == 0 and not self._cell.recorder.closed
+        readable = self.dim() == 0 and not self._storage.recorder.closed
         return format(self.item() if readable else str(self), spec)
 
     # -- identity and aliasing -----------------------------------------------------------
@@ -182,8 +182,8 @@ class LazyTensor(torch.Tensor):
         Values that it is set to lie where those before lay, if they have its shape and no place
         of their own.
         """
-        self._cell.recorder.ship_pending(self, "data")
-        return self._cell.recorder.alias(self)
+        self._storage.recorder.ship_pending(self, "data")
+        return self._storage.recorder.alias(self)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -192,11 +192,11 @@ class LazyTensor(torch.Tensor):
                 f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
                 f"{new.device}; use .data = value.to('lazygt')"
             )
-        before = self._cell
+        before = self._storage
         _set_data(self, new)
-        self._cell, self._view = new._cell, new._view
+        self._storage, self._view = new._storage, new._view
         if before.placed is not None:
-            self._cell.recorder.keep_place(self, before)
+            self._storage.recorder.keep_sharding(self, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) in memo:
@@ -206,7 +206,7 @@ class LazyTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        twin = self._cell.recorder.deep_copy(self, memo)
+        twin = self._storage.recorder.deep_copy(self, memo)
         twin.requires_grad_(self.requires_grad)
         memo[id(self)] = twin
         if self.grad is not None:
@@ -219,7 +219,7 @@ class LazyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
-        host = self._cell.recorder.host_copy(self)
+        host = self._storage.recorder.host_copy(self)
         twin: torch.Tensor = _make_subclass(host_class(self), host, self.requires_grad)
         twin.__dict__.update(attributes(self))
         twin.__dict__.pop("_is_param", None)
@@ -244,7 +244,7 @@ def _is_values(given: Any) -> bool:
 
 
 #: What a lazy tensor has in its ``__dict__`` and one of the host has not.
-OF_LAZY = frozenset({"_cell", "_view"})
+OF_LAZY = frozenset({"_storage", "_view"})
 _make_subclass = torch.Tensor._make_subclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -253,7 +253,7 @@ STRIDED = torch.strided
 DEVICE_0 = torch.device("privateuseone", 0)
 
 
-def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
+def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
     """A new handle."""
     # by position: torch takes twice as long to read keywords
     if meta.plain:
@@ -266,7 +266,7 @@ def wrapper(meta: TensorMeta, cell: Cell, view: View | None) -> LazyTensor:
         if meta.neg:
             torch._C._set_neg(t, True)
     # a dictionary made so, and not by two assignments, is read in a third of the time
-    t.__dict__ = {"_cell": cell, "_view": view}
+    t.__dict__ = {"_storage": storage, "_view": view}
     return t
 
 
@@ -285,12 +285,12 @@ def attributes(t: LazyTensor) -> dict[str, Any]:
 def meta_of(t: LazyTensor) -> TensorMeta:
     """What a handle shows: ``TensorMeta.of`` without asking torch."""
     view = t._view
-    return t._cell.meta if view is None else view.steps[-1].meta
+    return t._storage.meta if view is None else view.steps[-1].meta
 
 
-def rebind(t: LazyTensor, meta: TensorMeta, cell: Cell, view: View | None) -> None:
-    """Make the handle ``t`` show another shape, cell or view (``t_``, ``set_``, ``out=``)."""
+def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | None) -> None:
+    """Make the handle ``t`` show another shape, storage or view (``t_``, ``set_``, ``out=``)."""
     # set_data is implemented at the autograd keys, which are off while an op is dispatched
     with undispatched():
-        _set_data(t, wrapper(meta, cell, view))
-    t._cell, t._view = cell, view
+        _set_data(t, wrapper(meta, storage, view))
+    t._storage, t._view = storage, view

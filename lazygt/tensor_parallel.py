@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lazygt.annotate import set_sharding, stored_now
 from lazygt.graph.label import Anyhow, Replicated, placement_of
 from lazygt.graph.mesh import Mesh, Placement, Stored
-from lazygt.placing import store, stored_now
 from lazygt.session import current
 from lazygt.sharding import Placements, own_parameter, placement_for, unsaid
 from lazygt.styles import Style, hold, torch_placements
-from lazygt.tensor import Cell, LazyTensor, meta_of
+from lazygt.tensor import LazyTensor, Storage, meta_of
 
 Plan = Mapping[str, Placements | Style]
 #: The name of a module -> the pattern that gives it a style, and the style.
@@ -90,15 +90,15 @@ def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Modul
     _check_kinds(plan)
     styles = _styles(module, plan, mesh)
     _check_counted(module, plan, styles)
-    found: dict[Cell, _Said] = {}
+    found: dict[Storage, _Said] = {}
     for said in _said(module, plan, styles, pinned, mesh):
-        first = found.setdefault(said.parameter._cell, said)
+        first = found.setdefault(said.parameter._storage, said)
         _check_agree(first, said, mesh)
         both = first.pinned or said.pinned
-        found[said.parameter._cell] = _filled(first, said)._replace(pinned=both)
+        found[said.parameter._storage] = _filled(first, said)._replace(pinned=both)
     for said in _left_whole(module, styles, mesh):
-        first = found.setdefault(said.parameter._cell, said)
-        found[said.parameter._cell] = _filled(first, said)
+        first = found.setdefault(said.parameter._storage, said)
+        found[said.parameter._storage] = _filled(first, said)
     _store(list(found.values()), mesh)
     for name, (_, style) in styles.items():
         hold(module.get_submodule(name), style)
@@ -241,4 +241,4 @@ def _store(found: Collection[_Said], mesh: Mesh) -> None:
         unit = before.unit
         if unit is not None and labels[mesh.names.index(unit.axis)] == Replicated():
             unit = None
-        store(said.parameter, Stored(labels, said.pinned or before.pinned, unit))
+        set_sharding(said.parameter, Stored(labels, said.pinned or before.pinned, unit))

@@ -215,7 +215,7 @@ class Probe:
 
     def _flushed(self, flush: Flush, begin: int, end: int) -> None:
         about = {
-            "line": expand(flush.mark), "ops": flush.ops, "run": flush.run, "hit": flush.hit,
+            "line": expand(flush.call_site), "ops": flush.ops, "run": flush.run, "hit": flush.hit,
             "plan": None if flush.digest is None else flush.digest.hex()[:12],
         }  # fmt: skip
         self._span(_RECORDING, f"record {flush.ops} ops", self._since, begin, about)

@@ -1,6 +1,6 @@
 """The trie of recorded steps: shape cache, plan cache and proof that nothing changed, in one.
 
-Each node is one step of a stretch: an input that enters, or an op. Its key says all that is
+Each node is one step of a trace: an input that enters, or an op. Its key says all that is
 structural: the op, which earlier results feed it, the ints and flags it was called with, the
 *types* of its Python numbers. Since Python really runs every step, reaching a node proves that
 the program up to there is the one that was seen before.
@@ -17,21 +17,21 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.recent import Recent
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.places import MARKS
-from lazygt.tensor import ViewStep
+from lazygt.tensor import ViewOp
 
 
-class Step:
+class TrieNode:
     """One remembered step.
 
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
         links: for an op that returns views: what its handles keep of it, once some were made.
-        full: the stretch is so long here that it has to be flushed.
-        node: the op with Ref numbers as in the stretch (inputs negative); None for an input.
+        full: the trace is so long here that it has to be flushed.
+        node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
         input: the meta of the input that enters here; None for an op.
-        forward: for a backward op, the number of the forward op in the same stretch, or -1.
+        forward: for a backward op, the number of the forward op in the same trace, or -1.
         backward: autograd ran it.
         nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
             gone since they were last counted included.
@@ -67,14 +67,14 @@ class Step:
 
     def __init__(
         self,
-        parent: Step | None,
+        parent: TrieNode | None,
         key: Any,
         node: Node | None = None,
         input: TensorMeta | None = None,
         facts: OpFacts | None = None,
     ) -> None:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
-        self.children: dict[Any, Step] = {}
+        self.children: dict[Any, TrieNode] = {}
         self.plans: dict[tuple[int, ...], Any] = {}
         self.depth = self.nbytes = self.ops = self.values = self.params = self.inputs = 0
         if parent is not None:
@@ -84,7 +84,7 @@ class Step:
         self.first = self.values
         self.full = False
         self.itself = False
-        self.links: tuple[ViewStep, ...] | None = None
+        self.links: tuple[ViewOp, ...] | None = None
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
@@ -98,10 +98,10 @@ class Step:
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
-    def path(self) -> list[Step]:
+    def path(self) -> list[TrieNode]:
         """The steps from the root (excluded) to here."""
-        steps: list[Step] = []
-        step: Step = self
+        steps: list[TrieNode] = []
+        step: TrieNode = self
         while step.parent is not None:
             steps.append(step)
             step = step.parent
@@ -109,13 +109,13 @@ class Step:
         return steps
 
 
-class Trie:
-    """The steps, with the plans at the places where stretches ended; bounded, oldest plan out.
+class TraceTrie:
+    """The steps, with the plans at the places where traces ended; bounded, oldest plan out.
 
     Args:
         max_plans, max_plan_bytes: of all plans together.
-        max_steps: of all stretches together.
-        max_depth, max_bytes: steps of one stretch, and bytes that their results hold on a rank.
+        max_steps: of all traces together.
+        max_depth, max_bytes: steps of one trace, and bytes that their results hold on a rank.
         ranks: among which what is laid out on the mesh is shared.
     """
 
@@ -128,17 +128,19 @@ class Trie:
         max_bytes: int,
         ranks: int = 1,
     ) -> None:
-        self.root = Step(None, None)
+        self.root = TrieNode(None, None)
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self._max_steps = max_steps
-        self._recent: Recent[tuple[int, tuple[int, ...]], Step] = Recent(max_plans, max_plan_bytes)
+        self._recent: Recent[tuple[int, tuple[int, ...]], TrieNode] = Recent(
+            max_plans, max_plan_bytes
+        )
 
-    def add(self, step: Step, alive: Callable[[], int] | None = None) -> Step:
+    def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
         """Remember a step below its parent.
 
         Args:
-            alive: counts the bytes of what the stretch has made before it and handles still show.
+            alive: counts the bytes of what the trace has made before it and handles still show.
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
@@ -151,18 +153,18 @@ class Trie:
         self.steps += 1
         return step
 
-    def half_full(self, step: Step, alive: Callable[[], int]) -> bool:
-        """Whether a stretch that ends here is at least half as long as one may be."""
+    def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
+        """Whether a trace that ends here is at least half as long as one may be."""
         if 2 * step.depth >= self.max_depth:
             return True
         perhaps = 2 * step.nbytes >= self.max_bytes
         return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
 
-    def _on_a_rank(self, step: Step, nbytes: int) -> int:
+    def _on_a_rank(self, step: TrieNode, nbytes: int) -> int:
         """What of so many bytes is on one rank.
 
-        In a stretch that is laid out on the mesh they count as cut among all ranks: how each value
-        lies is decided only when the stretch is planned.
+        In a trace that is laid out on the mesh they count as cut among all ranks: how each value
+        lies is decided only when the trace is planned.
         """
         return nbytes // self._ranks if step.placed else nbytes
 
@@ -170,8 +172,8 @@ class Trie:
         """All plans, least recently used first."""
         return [step.plans[outputs] for (_, outputs), step in self._recent.items()]
 
-    def find(self, step: Step, outputs: tuple[int, ...]) -> Any | None:
-        """The plan of a stretch that ended at ``step`` and needs ``outputs``.
+    def find(self, step: TrieNode, outputs: tuple[int, ...]) -> Any | None:
+        """The plan of a trace that ended at ``step`` and needs ``outputs``.
 
         A plan with more outputs will do: what is not needed is freed with the next message. When
         a value dies is up to Python's garbage collector, and must not cost a miss.
@@ -187,7 +189,7 @@ class Trie:
             self._recent.get((id(step), outputs))
         return found
 
-    def keep(self, step: Step, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
+    def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
         step.plans[outputs] = plan
         forgotten = self._recent.keep((id(step), outputs), step, nbytes)
@@ -197,7 +199,7 @@ class Trie:
             dropped.append(self._drop(old, place, step))
         return dropped
 
-    def cut(self, stale: Callable[[Step], bool]) -> list[Any]:
+    def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
         """Forget the steps for which ``stale`` holds, and all below; the plans that stood there."""
         todo, dropped = [self.root], []
         while todo:
@@ -210,7 +212,7 @@ class Trie:
                     todo.append(child)
         return dropped
 
-    def _forget(self, top: Step) -> list[Any]:
+    def _forget(self, top: TrieNode) -> list[Any]:
         """Take a step that nothing leads to any more, and all below it, out of the counts."""
         todo, dropped = [top], []
         while todo:
@@ -223,13 +225,13 @@ class Trie:
             todo += step.children.values()
         return dropped
 
-    def _drop(self, outputs: tuple[int, ...], place: Step, keep: Step) -> Any:
+    def _drop(self, outputs: tuple[int, ...], place: TrieNode, keep: TrieNode) -> Any:
         """Take a plan from where it stands, and the steps that led there alone."""
         plan = place.plans.pop(outputs)
         self._prune(place, keep)
         return plan
 
-    def _prune(self, step: Step, keep: Step) -> None:
+    def _prune(self, step: TrieNode, keep: TrieNode) -> None:
         while step.parent is not None and step is not keep:
             if step.children or step.plans:
                 return
@@ -244,7 +246,7 @@ def _is_placed(node: Node | None, key: Any) -> bool:
 
 
 def build_graph(
-    steps: list[Step], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
+    steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
 ) -> Graph:
     """The graph of a path through the trie: inputs first, then the results of the ops in order."""
     inputs = tuple([step.input for step in steps if step.input is not None])

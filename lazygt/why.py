@@ -1,6 +1,6 @@
 """Why lazygt did what it did: flushes, plan misses, fallbacks and compiles, as a printable text.
 
-The session notes little while it runs (marks and steps of the trie); the words are found when
+The session notes little while it runs (call sites and steps of the trie); the words are found when
 somebody asks.
 """
 
@@ -61,7 +61,7 @@ class Why:
         hits: Counter[tuple[str, str, int, str]] = Counter()
         for flush in self.flushes:
             plan = "nothing to run" if flush.digest is None else f"plan {flush.digest.hex()[:12]}"
-            key = flush.reason, expand(flush.mark), flush.ops, plan
+            key = flush.reason, expand(flush.call_site), flush.ops, plan
             alike[key] += 1
             hits[key] += flush.hit
         return [
@@ -73,7 +73,7 @@ class Why:
 
     def _fallback_rows(self) -> list[str]:
         asked = Counter(
-            (flush.reason.removeprefix(ASKED), expand(flush.mark))
+            (flush.reason.removeprefix(ASKED), expand(flush.call_site))
             for flush in self.flushes
             if flush.reason.startswith(ASKED)
         )

@@ -233,7 +233,7 @@ def test_what_is_loaded_is_no_view(s: lazygt.Session, tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict() | {"none": torch.empty(0, 3)}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", map_location="lazygt")
     assert not any(value._is_view() or value._view for value in loaded.values())
-    assert {name: tuple(value._cell.meta.shape) for name, value in loaded.items()} == {
+    assert {name: tuple(value._storage.meta.shape) for name, value in loaded.items()} == {
         "weight": (3, 2),
         "bias": (3,),
         "none": (0, 3),

@@ -32,13 +32,12 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Files at the root that belong to one of these.
 AT_THE_ROOT = {
     "record": {
-        "autocast", "backward", "bundles", "composites", "constructors", "copies", "defaults",
-        "definitions", "description", "device", "drawing", "dynamic", "factories", "formulas",
-        "functions", "generator", "hostnumbers", "identity", "infer", "libraries", "loaders",
-        "misses", "mixed", "opened", "optimizers", "packed", "pickling", "placing", "recorder",
-        "registrations", "relaid", "sources", "special", "storages", "stretch", "subclasses",
-        "tensor", "trie", "views", "witness",
-        "annotate", "autograd", "context", "decompositions", "handlers", "miss", "rng", "trace",
+        "annotate", "autocast", "autograd", "bundles", "constructors", "context", "copies",
+        "dataloader", "decompositions", "defaults", "definitions", "derivatives", "device",
+        "dynamic", "factories", "functions", "handlers", "host_rng", "host_scalars", "infer",
+        "libraries", "miss", "mixed", "optimizers", "pickling", "provenance", "recorder",
+        "recurrent", "registrations", "relaid", "rng", "sources", "storage", "subclasses", "swap",
+        "tensor", "trace", "trie", "views", "witness",
     },
     "session": {"history", "idle", "planner", "planning", "shipping", "submit", "weights"},
     "parallel": {

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, random_split
 
 import lazygt
-from lazygt.drawing import _kernels
 from lazygt.graph.ops import NEVER_DRAW
+from lazygt.host_rng import _kernels
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -285,8 +285,8 @@ def test_every_kernel_that_draws_is_wrapped() -> None:
 def test_no_kernel_is_wrapped_outside_sessions() -> None:
     assert torch.random.default_generator is torch.default_generator
     with lazygt.session(launcher="inline"):
-        assert "lazygt/drawing.py" in torch._C._dispatch_dump("aten::uniform_")
-    assert "lazygt/drawing.py" not in torch._C._dispatch_dump("aten::uniform_")
+        assert "lazygt/host_rng.py" in torch._C._dispatch_dump("aten::uniform_")
+    assert "lazygt/host_rng.py" not in torch._C._dispatch_dump("aten::uniform_")
     assert torch.random.default_generator is torch.default_generator
 
 

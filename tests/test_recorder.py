@@ -140,7 +140,7 @@ def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None
             if k == 100:
                 built = s.stats()["plans_built"]
         assert s.stats()["plans_built"] == built
-        assert s.stats()["flushes"]["stretch too long"] > 10
+        assert s.stats()["flushes"]["trace too long"] > 10
 
 
 def test_caches_are_bounded() -> None:
@@ -216,7 +216,7 @@ def test_batch_norm_updates_its_running_statistics() -> None:
 
 RECORDING = {
     str(Path(lazygt.__file__).parent / f"{name}.py")
-    for name in ("hostnumbers", "recorder", "stretch", "tensor", "trie", "views")
+    for name in ("host_scalars", "recorder", "trace", "tensor", "trie", "views")
 }
 
 
@@ -302,11 +302,11 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
             y = x * 2
             with InterruptAt(n) as interrupt:
                 operation(x, y)
-            reached = s.recorder.stretch
+            reached = s.recorder.trace
             step = reached.step
-            assert (len(reached.marks), len(reached.owners)) == (step.ops, step.values)
+            assert (len(reached.call_sites), len(reached.owners)) == (step.ops, step.values)
             assert (len(reached.params), len(reached.inputs)) == (step.params, step.inputs)
-            later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same stretch
+            later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same trace
             assert host_values([x, y]) in possible, f"interrupted at {interrupt.line}"
             assert later.tolist() == (base * 5).tolist(), f"interrupted at {interrupt.line}"
         if not interrupt.line:

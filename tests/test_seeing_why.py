@@ -167,7 +167,7 @@ def test_a_miss_of_a_shorter_stretch(s: lazygt.Session) -> None:
     s.flush()
     x = torch.ones(3).exp()
     s.flush()
-    assert s.why().misses[-1].reason == "the stretch ends where no kept plan ends"
+    assert s.why().misses[-1].reason == "the trace ends where no kept plan ends"
     del x, y
 
 

@@ -175,19 +175,19 @@ def _loop(steps: int) -> list[float]:
     return x.tolist()
 
 
-def test_over_long_stretches_flush_where_they_come_again() -> None:
+def test_over_long_traces_flush_where_they_come_again() -> None:
     expected = torch.ones(16, device="cpu")
     for _ in range(200):
         expected = (expected * 1.5 - 0.25).sin()
     with lazygt.session(launcher="inline", max_graph_nodes=40) as s:
         assert _loop(200) == expected.tolist()
         stats = s.stats()
-        assert stats["flushes"]["stretch too long"] >= 15
+        assert stats["flushes"]["trace too long"] >= 15
         assert stats["plans_built"] <= 5
         assert stats["plan_hits"] >= 10
 
 
-def test_stretches_are_bounded_by_the_bytes_that_they_hold() -> None:
+def test_traces_are_bounded_by_the_bytes_that_they_hold() -> None:
     with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
         _loop(200)
         assert s.stats()["flushes"] == {"to cpu": 1}, "what is dead holds nothing"
@@ -196,7 +196,7 @@ def test_stretches_are_bounded_by_the_bytes_that_they_hold() -> None:
             x = x * 1.5 - 0.25
             kept.append(x)
         # the first when 40 are held, then where the line comes round and 20 are
-        assert s.stats()["flushes"]["stretch too long"] == 1 + (200 - 40) // 20
+        assert s.stats()["flushes"]["trace too long"] == 1 + (200 - 40) // 20
 
 
 def test_what_autograd_keeps_is_held() -> None:
@@ -204,10 +204,10 @@ def test_what_autograd_keeps_is_held() -> None:
         x = torch.ones(16, requires_grad=True)
         for _ in range(100):
             x = x.sin()
-        assert s.stats()["flushes"]["stretch too long"] == 1 + (100 - 40) // 20
+        assert s.stats()["flushes"]["trace too long"] == 1 + (100 - 40) // 20
 
 
-def test_inputs_that_are_updated_in_place_are_not_what_a_stretch_made() -> None:
+def test_inputs_that_are_updated_in_place_are_not_what_a_trace_made() -> None:
     with lazygt.session(launcher="inline", max_graph_bytes=64 * 4) as s:
         weights = [torch.ones(16) for _ in range(3)]
         s.flush()
@@ -221,10 +221,10 @@ def test_the_bound_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LAZYGT_MAX_GRAPH_NODES", "40")
     with lazygt.session(launcher="inline") as s:
         _loop(100)
-        assert s.stats()["flushes"]["stretch too long"] >= 5
+        assert s.stats()["flushes"]["trace too long"] >= 5
     with lazygt.session(launcher="inline", max_graph_nodes=10_000) as s:
         _loop(100)
-        assert "stretch too long" not in s.stats()["flushes"]
+        assert "trace too long" not in s.stats()["flushes"]
 
 
 def test_numpy_refuses_what_torch_refuses(s: lazygt.Session) -> None:

@@ -123,7 +123,7 @@ _BYTES_AN_OP = 1250
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Inputs, nodes and outputs of one stretch between two sync points.
+    """Inputs, nodes and outputs of one trace between two sync points.
 
     Two side tables, which take no part in equality: ``lines`` names the user's ``file:line`` of
     each node; ``origins`` the recorded op that each node comes from, by number, once passes have

@@ -1,6 +1,6 @@
 """Who wrote an op: the user's own file:line.
 
-A *mark* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
+A *call site* is ``(code, lasti)``: cheap to take on every op, expanded only for an error or a dump.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 import torch
 
 #: Code object and instruction offset of the innermost frame that is the user's own.
-Mark = tuple[CodeType, int]
+CallSite = tuple[CodeType, int]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -30,7 +30,7 @@ def is_library(filename: str) -> bool:
     return found
 
 
-def user_mark(depth: int) -> Mark | None:
+def user_call_site(depth: int) -> CallSite | None:
     """The innermost user frame at least ``depth`` frames up; None when there is none.
 
     There is none on autograd's own threads, where backward ops are recorded.
@@ -52,11 +52,11 @@ def user_mark(depth: int) -> Mark | None:
     return None
 
 
-def expand(mark: Mark | None) -> str:
-    """``file:line`` of a mark, or ``"?"``."""
-    if mark is None:
+def expand(call_site: CallSite | None) -> str:
+    """``file:line`` of a call site, or ``"?"``."""
+    if call_site is None:
         return "?"
-    code, lasti = mark
+    code, lasti = call_site
     return _line(code, code.co_filename, lasti)
 
 

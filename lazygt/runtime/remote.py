@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from lazygt.graph.mesh import Stored
-from lazygt.graph.source import Mark
+from lazygt.graph.source import CallSite
 
 
 class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "id", "mark", "rest", "stored")
+    __slots__ = ("_dead", "call_site", "id", "rest", "stored")
 
     def __init__(self, key: int, dead: deque[int]) -> None:
         self.id = key
@@ -23,7 +23,7 @@ class RemoteValue:
         #: the further blocks of a value of which a rank holds several
         self.rest: Sequence[RemoteValue] = ()
         #: the user's line that made it, for whoever looks at its handle
-        self.mark: Mark | None = None
+        self.call_site: CallSite | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def recorded(
         parts = [[m for m in part if m not in left] for part in model.stages(ranks.size("pipe"))]
         put_on_stages(parts)
         homes = {
-            id(t._cell): index for index, part in reversed(list(enumerate(parts)))
+            id(t._storage): index for index, part in reversed(list(enumerate(parts)))
             for module in part for t in (*module.parameters(), *module.buffers())
         }  # fmt: skip
         opt = optimizer(model.parameters(), lr=0.1)
@@ -134,17 +134,17 @@ def recorded(
         for parameter, state in opt.state.items():
             moments = [t for t in state.values() if isinstance(t, LazyTensor) and t.dim()]
             for t in moments:
-                homes[id(t._cell)] = homes.get(id(parameter._cell), -1)
+                homes[id(t._storage)] = homes.get(id(parameter._storage), -1)
         s.flush()
         s.mesh = ranks
         if "data" in ranks.names:
             x, y = (lazygt.distribute(t, {"data": Shard(0)}) for t in (x, y))
         loss = train_step(model, opt, x, y, microbatches, clip)
         s.mesh = alone
-        stretch, store = s.recorder.stretch, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id).clone() for _, remote in stretch.inputs]
-        stored = [_held(ranks, homes.get(id(cell()), -1)) for cell, _ in stretch.inputs]
-        params = list(stretch.params)
+        trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
+        inputs = [store.get(remote.id).clone() for _, remote in trace.inputs]
+        stored = [_held(ranks, homes.get(id(cell()), -1)) for cell, _ in trace.inputs]
+        params = list(trace.params)
         s.flush()
         assert loss.isfinite().item()
         plan = s.plans()[-2]

@@ -113,9 +113,9 @@ def recorded(name: str, samples: int) -> Program:
         s.flush()
         net(*placed).backward()
         opt.step()
-        stretch, store = s.recorder.stretch, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id).clone() for _, remote in stretch.inputs]
-        params = list(stretch.params)
+        trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
+        inputs = [store.get(remote.id).clone() for _, remote in trace.inputs]
+        params = list(trace.params)
         s.flush()
         assert s.last_plan is not None
         return Program(dict(s.stages(s.last_plan))["recorded"], inputs, params)

@@ -49,12 +49,12 @@ def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str])
         for step in program:
             step.run(state)
         made = results(state)
-        stretch, store = s.recorder.stretch, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id) for _, remote in stretch.inputs]
+        trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
+        inputs = [store.get(remote.id) for _, remote in trace.inputs]
         assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
         inputs = [t.clone() for t in inputs]
-        params, (cells, _) = list(stretch.params), stretch.alive()
-        places = {n: cells.index(t._cell) for n, t in enumerate(made) if t._cell in cells}  # type: ignore[attr-defined]
+        params, (cells, _) = list(trace.params), trace.alive()
+        places = {n: cells.index(t._storage) for n, t in enumerate(made) if t._storage in cells}  # type: ignore[attr-defined]
         s.flush()
         assert s.last_plan is not None
         return Recorded(dict(s.stages(s.last_plan))["recorded"], inputs, params, places)

@@ -117,9 +117,9 @@ def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -
     lazygt.fully_shard(model.blocks[0], bucket_cap_mb=1)
     lazygt.fully_shard(model, bucket_cap_mb=2)
     session.flush()
-    found = {p._cell.remote.stored.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
+    found = {p._storage.remote.stored.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
     assert found == {1}
-    assert model.head.weight._cell.remote.stored.unit.cap_bytes >> 20 == 2
+    assert model.head.weight._storage.remote.stored.unit.cap_bytes >> 20 == 2
 
 
 @pytest.mark.parametrize(

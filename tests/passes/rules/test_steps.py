@@ -26,7 +26,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 def recorded(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs that a run's stretches have behind dce, and behind unmerge."""
+    """The graphs that a run's traces have behind dce, and behind unmerge."""
     graphs: list[Graph] = []
     run = DeadCode.run
 

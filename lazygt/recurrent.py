@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazygt.composites import gru_step, lstm_step, stack
+from lazygt.decompositions import gru_step, lstm_step, stack
 
 #: Of a layer: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]

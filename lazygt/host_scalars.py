@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.tensor import Cell, LazyTensor, wrapper
+from lazygt.tensor import LazyTensor, Storage, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -20,10 +20,10 @@ class _NotHost(Exception):
     """An argument is not a host number."""
 
 
-def is_host(tensors: list[Any]) -> bool:
+def is_host_scalar(tensors: list[Any]) -> bool:
     """Whether a list begins with a host number."""
     first = tensors[0] if tensors else None
-    return isinstance(first, LazyTensor) and first._cell.host is not None
+    return isinstance(first, LazyTensor) and first._storage.host is not None
 
 
 def compute(
@@ -34,7 +34,7 @@ def compute(
 
     def leaf(a: Any) -> Any:
         if isinstance(a, LazyTensor):
-            host = a._cell.host
+            host = a._storage.host
             if host is None or a._view is not None:
                 raise _NotHost
             known[id(host)] = a
@@ -60,6 +60,6 @@ def compute(
 
 def host_tensor(recorder: Recorder, value: torch.Tensor) -> LazyTensor:
     """A handle for a single number kept on the host."""
-    cell = Cell(recorder, 0, 0, TensorMeta.of(value))
-    cell.host = value
-    return wrapper(cell.meta, cell, None)
+    storage = Storage(recorder, 0, 0, TensorMeta.of(value))
+    storage.host = value
+    return wrapper(storage.meta, storage, None)

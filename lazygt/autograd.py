@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from lazygt.opened import recorder
-from lazygt.opened import stack as _open
+from lazygt.context import recorder, session_stack
 from lazygt.recorder import Recorder
 from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
@@ -36,9 +35,9 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
     It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
     """
-    if not (_open and any(isinstance(t, LazyTensor) for t in outputs)):
+    if not (session_stack and any(isinstance(t, LazyTensor) for t in outputs)):
         return _engine_run_backward(outputs, *args, **kwargs)
-    active = _open[-1].recorder
+    active = session_stack[-1].recorder
     nested = _autograd_node() is not None
     HOLD.adopt()
     if not nested:
@@ -67,7 +66,7 @@ def called_by_engine() -> bool:
     return frame is None or frame.f_code is _engine_run_backward.__code__
 
 
-def carrier(active: Recorder, error: BaseException) -> Any:
+def deferred_error(active: Recorder, error: BaseException) -> Any:
     """How an error leaves a backward op: aside.
 
     What is returned can't be made a tensor of, so that C++ raises an error of its own, whose text
@@ -85,7 +84,7 @@ def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable
 
     @functools.wraps(hook, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        active = _open[-1].recorder if _open else None
+        active = session_stack[-1].recorder if session_stack else None
         if active is None or _autograd_node() is None:
             return hook(*args, **kwargs)
         if active.backward_error is not None:
@@ -93,14 +92,14 @@ def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable
         try:
             return hook(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by run_backward
-            _put_aside(active, error)
+            _defer(active, error)
             return instead()
 
     call.is_deferring = True  # type: ignore[attr-defined]
     return call
 
 
-def _put_aside(active: Recorder, error: BaseException) -> None:
+def _defer(active: Recorder, error: BaseException) -> None:
     if active.backward_error is None:  # else this one only follows from that
         active.backward_error = error
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.random
 
-from lazygt import generator
+from lazygt import rng
 from lazygt.graph.ops import Overload, facts, overload
 from lazygt.tensor import LazyTensor
 
@@ -77,8 +77,8 @@ def _joined(func: Overload) -> Callable[..., Any]:
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
-        if not given or generator.is_default(given[0]):
-            generator.to_client()
+        if not given or rng.is_default(given[0]):
+            rng.to_client()
         return own.call_boxed(keys, *args, **kwargs)
 
     return kernel
@@ -93,16 +93,16 @@ class _Client:
 
     def manual_seed(self, seed: int) -> torch.Generator:
         seeded = torch.default_generator.manual_seed(seed)
-        generator.drop()
+        rng.drop()
         return seeded
 
     def seed(self) -> int:
         chosen = torch.default_generator.seed()
-        generator.drop()
+        rng.drop()
         return chosen
 
     def initial_seed(self) -> int:
-        generator.to_client()
+        rng.to_client()
         return torch.default_generator.initial_seed()
 
     def get_state(self) -> torch.Tensor:
@@ -110,17 +110,17 @@ class _Client:
 
         Activation checkpointing and ``fork_rng`` are given a lazy tensor then, at no sync point.
         """
-        holder = generator.holder()
+        holder = rng.holder()
         caller = sys._getframe(2).f_globals.get("__name__")
         if holder is not None and caller in _RESTORING:
             return holder.get_state()
-        generator.to_client()
+        rng.to_client()
         return torch.default_generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
         """Takes lazy tensors, too; no sync point."""
         if isinstance(state, LazyTensor):
-            state._cell.recorder.generator.set_state(state)
+            state._storage.recorder.generator.set_state(state)
         else:
             torch.default_generator.set_state(state)
-            generator.drop()
+            rng.drop()

@@ -16,7 +16,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
-from lazygt.backward import defer_hooks
+from lazygt.autograd import defer_hooks
 from lazygt.runtime.interrupts import HOLD
 from lazygt.subclasses import is_convertible, lazy_class, new_parameter
 from lazygt.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class
@@ -120,7 +120,7 @@ def _check(t: torch.Tensor, value: torch.Tensor) -> None:
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
-    twin = value._cell.recorder.blank(t.size(), None, t.dtype)
+    twin = value._storage.recorder.blank(t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
     with HOLD, torch._C.DisableTorchFunctionSubclass():
         _exchange(t, twin, lazy_class(type(t)), grad)
@@ -147,7 +147,7 @@ def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
 @contextmanager
 def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
     """Have lazy tensors be CPU tensors with the same values for the length of a block."""
-    pairs = [(t, t._cell.recorder.host_copy(t)) for t in tensors]
+    pairs = [(t, t._storage.recorder.host_copy(t)) for t in tensors]
     lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
     swapped = 0
     try:

@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._prims_common import suggest_memory_format
 
+from lazygt.annotate import is_placed
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import OpFacts, facts
-from lazygt.placing import is_placed
 from lazygt.sources import is_foreign
-from lazygt.storages import LazyStorage
-from lazygt.tensor import Cell, LazyTensor, rebind, wrapper
+from lazygt.storage import LazyStorage
+from lazygt.tensor import LazyTensor, Storage, rebind, wrapper
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -86,7 +86,7 @@ def _to_other_device(
     else:
         there = [recorder.fetch(a, "to cpu") if isinstance(a, LazyTensor) else a for a in args]
     if facts(func).random:
-        recorder.generator.give_back()
+        recorder.generator.restore_host_state()
     return func(*there, **kwargs)
 
 
@@ -100,7 +100,7 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.size(), target.shape)
-    own = is_whole(target) and tuple(target.shape) == target._cell.meta.shape
+    own = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
     if own and not is_placed(target):
         recorder.fill(target, source.cpu())
         return target
@@ -148,7 +148,7 @@ def _inplace_view(
     """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
-    rebind(target, TensorMeta.of(view), view._cell, view._view)
+    rebind(target, TensorMeta.of(view), view._storage, view._view)
     return target
 
 
@@ -173,8 +173,8 @@ def _as_strided(
         return NotImplemented
     where = t.storage_offset() if offset is None else offset
     base = t
-    if t._view is not None and t._cell.meta.dtype == t.dtype:
-        base = wrapper(t._cell.meta, t._cell, None)
+    if t._view is not None and t._storage.meta.dtype == t.dtype:
+        base = wrapper(t._storage.meta, t._storage, None)
     return recorder.record_plain(func, (base, size, stride, where), {})
 
 
@@ -195,7 +195,7 @@ def _set_source(
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor):
         source = recorder.to_lazy(source)
-    rebind(target, TensorMeta.of(source), source._cell, source._view)
+    rebind(target, TensorMeta.of(source), source._storage, source._view)
     return target
 
 
@@ -217,13 +217,13 @@ def _set_storage(
     plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride
     shown = whole if plain else recorder.record(
         aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
-    rebind(target, TensorMeta.of(shown), shown._cell, shown._view)
+    rebind(target, TensorMeta.of(shown), shown._storage, shown._view)
     return target
 
 
 def _storage_cell(
     recorder: Recorder, storage: Any, flat: torch.Tensor, shown: torch.Tensor
-) -> Cell:
+) -> Storage:
     """The cell of a CPU storage: tensors that share the storage share the cell.
 
     It has the shape of the first of them if that shows the storage from end to end in order:
@@ -236,8 +236,8 @@ def _storage_cell(
     key = (id(recorder), flat.dtype)
     if key not in known:
         whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
-        known[key] = recorder.to_lazy(whole)._cell
-    cell: Cell = known[key]
+        known[key] = recorder.to_lazy(whole)._storage
+    cell: Storage = known[key]
     return cell
 
 
@@ -274,7 +274,7 @@ def _group_norm(
     made = recorder.record_plain(func, args, kwargs)
     form = suggest_memory_format(args[0])
     if recorder.worker_device == "cpu" and form != torch.contiguous_format:
-        _CHANNELS_LAST[made[1]._cell] = form
+        _CHANNELS_LAST[made[1]._storage] = form
     return made
 
 
@@ -283,7 +283,7 @@ def _group_norm_backward(
 ) -> Any:
     """On a CPU torch's formula keeps the layout of what was normalised."""
     grad, source, mean, *rest = args
-    form = _CHANNELS_LAST.get(mean._cell)
+    form = _CHANNELS_LAST.get(mean._storage)
     if form is None:
         return NotImplemented
     laid = [
@@ -293,7 +293,7 @@ def _group_norm_backward(
 
 
 #: Cell of a group norm's means -> the layout of what was normalised.
-_CHANNELS_LAST: WeakKeyDictionary[Cell, torch.memory_format] = WeakKeyDictionary()
+_CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDictionary()
 
 
 _HANDLERS: dict[Any, Handler] = {

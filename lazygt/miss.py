@@ -10,10 +10,10 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
-from lazygt.graph.source import user_mark
-from lazygt.stretch import Stretch, written_tensors
+from lazygt.graph.source import user_call_site
 from lazygt.tensor import LazyTensor, meta_of
-from lazygt.trie import Step
+from lazygt.trace import Trace, written_tensors
+from lazygt.trie import TrieNode
 
 if TYPE_CHECKING:
     from lazygt.recorder import Recorder
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 NUMBERS = frozenset({int, float, bool, complex})
 
 
-def new_step(
+def on_miss(
     recorder: Recorder,
-    stretch: Stretch,
+    trace: Trace,
     key: tuple[Any, ...],
     f: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Step:
-    """Infer an op's results, and remember it below the step that the stretch has reached.
+) -> TrieNode:
+    """Infer an op's results, and remember it below the step that the trace has reached.
 
     Raises:
         Exception: torch's own, when the op can't take such arguments.
     """
-    node, numbers = _node(recorder, stretch, f, args, kwargs)
-    recorder.note_miss(stretch, key, f, user_mark(1))
-    step = Step(stretch.step, key, node, facts=f)
+    node, numbers = _node(recorder, trace, f, args, kwargs)
+    recorder.note_miss(trace, key, f, user_call_site(1))
+    step = TrieNode(trace.step, key, node, facts=f)
     step.numbers = numbers
     step.forward = _link_backward(recorder.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
     step.itself = f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
     if f.views:
         step.make = None
-    return recorder.trie.add(step, stretch.bytes_alive)
+    return recorder.trie.add(step, trace.bytes_alive)
 
 
 def _node(
-    recorder: Recorder, stretch: Stretch, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, trace: Trace, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Node, tuple[int, ...]]:
     """The op with its results' metas, and the ints it returns; dynamic where only values tell."""
     metas: dict[int, TensorMeta] = {}
-    params = itertools.count(stretch.step.params)
+    params = itertools.count(trace.step.params)
 
     def template(a: Any, hoist: int) -> Arg:
         if isinstance(a, torch.Tensor):
@@ -70,7 +70,7 @@ def _node(
     tkwargs = tuple((name, template(a, f.hoist_named.get(name, 0))) for name, a in kwargs.items())
     targets = tuple([recorder.index_of(t) for t in written_tensors(f, args, kwargs)])
     if not (f.dynamic or _masked_index(f, args)):
-        results = recorder.inference.results(f, targs, tkwargs, metas, stretch.params)
+        results = recorder.inference.results(f, targs, tkwargs, metas, trace.params)
         if results is not None:
             node = Node(f.name, targs, tkwargs, results.fresh, targets, results.written)
             return node, results.ints
@@ -81,7 +81,7 @@ def _link_backward(forward: dict[int, int], number: int) -> int:
     """Tie a forward op to its autograd node, or a backward op to its forward op.
 
     Args:
-        forward: autograd's sequence number -> op of the stretch.
+        forward: autograd's sequence number -> op of the trace.
         number: of the op.
 
     Returns:

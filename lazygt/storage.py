@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lazygt.tensor import DEVICE_0, Cell, LazyTensor, meta_of
+from lazygt.tensor import DEVICE_0, LazyTensor, Storage, meta_of
 
 #: Beyond what an x86 or ARM processor can address, so that whoever reads there fails at once.
 _FIRST = 1 << 60
@@ -22,7 +22,7 @@ _ALIGNMENT = 512
 class LazyStorage(torch.UntypedStorage):
     """What ``t.untyped_storage()`` gives: equal addresses mean the same storage."""
 
-    cell: Cell
+    cell: Storage
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: torch would go on with a storage that has no memory, and crash."""
@@ -66,7 +66,7 @@ class _Addresses:
         self._lock = threading.Lock()
         self._free = _FIRST
 
-    def of(self, cell: Cell) -> int:
+    def of(self, cell: Storage) -> int:
         """The cell's own; it is made when it is first asked for."""
         with self._lock:
             if not hasattr(cell, "address"):
@@ -78,7 +78,7 @@ class _Addresses:
 _ADDRESSES = _Addresses()
 
 
-def _nbytes(cell: Cell) -> int:
+def _nbytes(cell: Storage) -> int:
     return cell.meta.extent * cell.meta.dtype.itemsize
 
 
@@ -86,7 +86,7 @@ def untyped_storage(self: LazyTensor) -> LazyStorage:
     """The storage of a lazy tensor."""
     storage: Any = torch.Tensor.untyped_storage(self)
     storage.__class__ = LazyStorage
-    storage.cell = self._cell
+    storage.cell = self._storage
     made: LazyStorage = storage
     return made
 
@@ -95,7 +95,7 @@ def data_ptr(self: LazyTensor) -> int:
     """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
     if not self.numel():
         return 0
-    return _ADDRESSES.of(self._cell) + meta_of(self).offset * self.dtype.itemsize
+    return _ADDRESSES.of(self._storage) + meta_of(self).offset * self.dtype.itemsize
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Stretch: what has been recorded since the last flush."""
+"""Trace: what has been recorded since the last flush."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.ops import OpFacts, returned_write
-from lazygt.graph.source import Mark, user_mark
-from lazygt.tensor import Cell
-from lazygt.trie import Step
+from lazygt.graph.source import CallSite, user_call_site
+from lazygt.tensor import Storage
+from lazygt.trie import TrieNode
 
 #: An op and the user's frame that it was recorded at.
-Place = tuple[OpFacts | None, Mark | None]
+TracePoint = tuple[OpFacts | None, CallSite | None]
 
 
-class Shipper(Protocol):
+class TraceSink(Protocol):
     """What the recorder needs of the session."""
 
     mesh: Mesh
 
-    def ship(self, stretch: Stretch, reason: str, fetch: Any, ask: bool) -> Any:
-        """Turn a stretch into a run; returns the reply when something is fetched or asked."""
+    def ship(self, trace: Trace, reason: str, fetch: Any, ask: bool) -> Any:
+        """Turn a trace into a run; returns the reply when something is fetched or asked."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
         """Take a copy of a CPU tensor for the workers now; returns its RemoteValue."""
@@ -34,59 +34,61 @@ class Shipper(Protocol):
         """The sync point at the end of ``.backward()``."""
 
 
-class Stretch:
+class Trace:
     """What has been recorded since the last flush."""
 
-    __slots__ = ("inputs", "marks", "owners", "params", "serial", "step")
+    __slots__ = ("call_sites", "inputs", "owners", "params", "serial", "step")
 
-    def __init__(self, serial: int, root: Step) -> None:
+    def __init__(self, serial: int, root: TrieNode) -> None:
         self.serial = serial
         self.step = root
-        #: value number -> the cell that shows it (None: nothing of the user's ever does)
-        self.owners: list[weakref.ref[Cell] | None] = []
-        #: (cell, remote value) a slot; input k is value number ~k
-        self.inputs: list[tuple[weakref.ref[Cell], Any]] = []
+        #: value number -> the storage that shows it (None: nothing of the user's ever does)
+        self.owners: list[weakref.ref[Storage] | None] = []
+        #: (storage, remote value) a slot; input k is value number ~k
+        self.inputs: list[tuple[weakref.ref[Storage], Any]] = []
         self.params: list[Any] = []
         #: the user's frame of each op, by op number
-        self.marks: list[Mark | None] = []
+        self.call_sites: list[CallSite | None] = []
 
     def settle(self) -> None:
         """Make the lists agree with the step that was reached, after an exception in an op.
 
-        Numbers and inputs are noted before a step is reached, marks and owners after it, so that
-        the step always tells what belongs to the stretch.
+        Numbers and inputs are noted before a step is reached, call sites and owners after it, so
+        that the step always tells what belongs to the trace.
         """
         step = self.step
         del self.params[step.params :]
         del self.inputs[step.inputs :]
-        self.marks.extend([user_mark(1)] * (step.ops - len(self.marks)))
+        self.call_sites.extend([user_call_site(1)] * (step.ops - len(self.call_sites)))
         self.owners.extend([None] * (step.values - len(self.owners)))
 
-    def alive(self) -> tuple[list[Cell], tuple[int, ...]]:
-        """The cells that still show a value of this stretch, and those values' numbers."""
-        cells, indices = [], []
+    def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
+        """The storages that still show a value of this trace, and those values' numbers."""
+        storages, indices = [], []
         serial = self.serial
         for index, owner in enumerate(self.owners):
-            cell = owner() if owner is not None else None
-            if cell is not None and cell.index == index and cell.serial == serial:
-                cells.append(cell)
+            storage = owner() if owner is not None else None
+            if storage is not None and storage.index == index and storage.serial == serial:
+                storages.append(storage)
                 indices.append(index)
-        return cells, tuple(indices)
+        return storages, tuple(indices)
 
     def bytes_alive(self) -> int:
-        """Bytes of what this stretch made and handles still show; autograd's count, too."""
-        entered = {id(cell()) for cell, _ in self.inputs}
-        cells, _ = self.alive()
-        return sum(cell.meta.nbytes for cell in cells if id(cell) not in entered)
+        """Bytes of what this trace made and handles still show; autograd's count, too."""
+        entered = {id(storage()) for storage, _ in self.inputs}
+        storages, _ = self.alive()
+        return sum(storage.meta.nbytes for storage in storages if id(storage) not in entered)
 
-    def here(self) -> Place:
-        """Where the stretch stands now."""
-        return self.step.facts, self.marks[-1] if self.marks else None
+    def here(self) -> TracePoint:
+        """Where the trace stands now."""
+        return self.step.facts, self.call_sites[-1] if self.call_sites else None
 
-    def rarest_repeated(self) -> Place | None:
-        """The place that the stretch came by least often, but more than once."""
+    def rarest_repeated(self) -> TracePoint | None:
+        """The place that the trace came by least often, but more than once."""
         ops = [step for step in self.step.path() if step.node is not None]
-        seen = Counter((step.facts, mark) for step, mark in zip(ops, self.marks, strict=True))
+        seen = Counter(
+            (step.facts, call_site) for step, call_site in zip(ops, self.call_sites, strict=True)
+        )
         repeated = [place for place, times in seen.items() if times > 1]
         return min(repeated, key=lambda place: seen[place], default=None)
 

@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, dataloader
 
-from lazygt.identity import on_host
-from lazygt.opened import stack as _open
+from lazygt.context import session_stack
+from lazygt.swap import on_host
 from lazygt.tensor import DEVICE_0, LazyTensor
 
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
@@ -35,7 +35,7 @@ def install() -> None:
 
 def _starting(self: Any, loader: DataLoader[Any]) -> None:
     roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
-    held = lazy_tensors(roots) if _open else []
+    held = lazy_tensors(roots) if session_stack else []
     self._is_of_session = bool(held)
     with on_host(held):
         _start(self, loader)
@@ -43,7 +43,7 @@ def _starting(self: Any, loader: DataLoader[Any]) -> None:
 
 def _processing(self: Any, data: Any, worker_id: int) -> Any:
     batch = _process_data(self, data, worker_id)
-    if self._is_of_session and _open:
+    if self._is_of_session and session_stack:
         return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
     return batch
 

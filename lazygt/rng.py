@@ -2,7 +2,7 @@
 
 Its state is in one place at a time: the client's CPU generator has it, or the workers of a session
 have. The first lazy draw takes it to the workers, which costs no sync point. A draw on a CPU tensor
-(see ``drawing``), whoever reads the state, and a session that ends well bring it back, which does.
+(see ``host_rng``), whoever reads the state, and a session that ends well bring it back, which does.
 
 Workers on GPUs have a stream of their own, as GPUs do.
 """
@@ -90,9 +90,9 @@ class SessionGenerator:
         checked = torch.Generator().manual_seed(seed).initial_seed()
         with self._recorder.lock:
             self.holds = True
-            stretch = self._recorder.stretch
-            stretch.params.append(checked)
-            node = Node(_SEED, (DEVICE, Param(len(stretch.params) - 1)))
+            trace = self._recorder.trace
+            trace.params.append(checked)
+            node = Node(_SEED, (DEVICE, Param(len(trace.params) - 1)))
             self._recorder.internal((_SEED,), node)
 
     def get_state(self) -> LazyTensor:
@@ -125,7 +125,7 @@ class SessionGenerator:
             _holders.append(self)
         self.holds = True
 
-    def give_back(self) -> None:
+    def restore_host_state(self) -> None:
         """Bring the state to the client's CPU generator; a sync point if the workers have it."""
         with self._recorder.lock:
             if not (self.holds and self._on_cpu):
@@ -170,7 +170,7 @@ def to_client() -> None:
     """Let the client's CPU generator go on where the workers stopped."""
     found = holder()
     if found is not None:
-        found.give_back()
+        found.restore_host_state()
 
 
 def drop() -> None:

@@ -24,12 +24,12 @@ class OpenSession(Protocol):
 
 
 #: Innermost last.
-stack: list[OpenSession] = []
+session_stack: list[OpenSession] = []
 
 
 def current_session() -> OpenSession | None:
     """The innermost open session, or None."""
-    return stack[-1] if stack else None
+    return session_stack[-1] if session_stack else None
 
 
 def recorder() -> Recorder:
@@ -38,8 +38,8 @@ def recorder() -> Recorder:
     Raises:
         NoSession: with what to do about it.
     """
-    if not stack:
+    if not session_stack:
         raise NoSession(
             "device 'lazygt' needs an open session: do this inside `with lazygt.session():`"
         )
-    return stack[-1].recorder
+    return session_stack[-1].recorder

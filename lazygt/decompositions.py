@@ -22,7 +22,7 @@ _device_type: Callable[[], str] = lambda: "cpu"  # noqa: E731
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
 
 
-def register_composites(
+def register_decompositions(
     device_type: Callable[[], str], record: Callable[..., Any]
 ) -> torch.library.Library:
     """Register the choices.

@@ -5,33 +5,33 @@ from __future__ import annotations
 from lazygt.errors import ProtocolError
 from lazygt.graph.node import Arg, Graph, Param, Ref
 from lazygt.graph.ops import title
-from lazygt.graph.source import Mark, expand
-from lazygt.trie import Step, build_graph
+from lazygt.graph.source import CallSite, expand
+from lazygt.trie import TrieNode, build_graph
 
 
-class Description:
+class Provenance:
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
     def __init__(
         self,
-        step: Step,
-        marks: list[Mark | None],
-        backward: Mark | None,
+        step: TrieNode,
+        call_sites: list[CallSite | None],
+        backward: CallSite | None,
         origins: tuple[tuple[int, ...], ...],
     ) -> None:
-        self.step, self.marks, self.backward = step, marks, backward
+        self.step, self.call_sites, self.backward = step, call_sites, backward
         #: for each plan, step -> recorded op; empty: the same numbers
         self.origins = origins
 
     def is_last(self, number: int) -> bool:
         """Whether a step of the plan is the op that was recorded last."""
-        return self._op(number, 0) == len(self.marks) - 1
+        return self._op(number, 0) == len(self.call_sites) - 1
 
     def _op(self, number: int, rank: int) -> int:
         """The recorded op behind a step of a rank's plan."""
         origins = self._origins(rank)
         try:
-            return origins[number] if origins else range(len(self.marks))[number]
+            return origins[number] if origins else range(len(self.call_sites))[number]
         except IndexError:
             raise ProtocolError(
                 f"it speaks of step {number}, which its plan does not have"
@@ -42,14 +42,14 @@ class Description:
 
     def lines(self, rank: int) -> tuple[str, ...]:
         """The user's line of each step of a rank's plan."""
-        lines = lines_of(self.step.path(), self.marks, self.backward)
+        lines = lines_of(self.step.path(), self.call_sites, self.backward)
         origins = self._origins(rank)
         return tuple(lines[origin] for origin in origins) if origins else lines
 
     def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
         number = self._op(number, rank)
         steps = self.step.path()
-        lines = lines_of(steps, self.marks, self.backward)
+        lines = lines_of(steps, self.call_sites, self.backward)
         graph: Graph = build_graph(steps, (), lines, ())
         node = graph.nodes[number]
         values = graph.values
@@ -65,18 +65,20 @@ class Description:
         return title(node.op), tuple(shown), graph.line(number)
 
 
-def lines_of(steps: list[Step], marks: list[Mark | None], backward: Mark | None) -> tuple[str, ...]:
+def lines_of(
+    steps: list[TrieNode], call_sites: list[CallSite | None], backward: CallSite | None
+) -> tuple[str, ...]:
     """The user's file:line of each op; a backward op has its forward op's."""
     lines = []
     ops = [step for step in steps if step.node is not None]
-    for step, mark in zip(ops, marks, strict=True):
-        if step.forward >= 0 and (mark is None or mark == backward):
-            mark = marks[step.forward]
-        lines.append(expand(mark or backward))
+    for step, call_site in zip(ops, call_sites, strict=True):
+        if step.forward >= 0 and (call_site is None or call_site == backward):
+            call_site = call_sites[step.forward]
+        lines.append(expand(call_site or backward))
     return tuple(lines)
 
 
-def line_of(step: Step) -> str:
+def line_of(step: TrieNode) -> str:
     """The user's line of a step that was recorded earlier, as some kept plan has it, or "?"."""
     if step.node is None:
         return "?"
