@@ -200,20 +200,6 @@ def _masked_put(call: Call, rank: int) -> list[Row]:
     ]
 
 
-def _along_others(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    """index_fill, index_copy, index_reduce: dims other than the one that is indexed."""
-    call = Call(node, metas, parts)
-    shape = call.shape("self")
-    if not shape:
-        return ()
-    dim = call.dim("dim", len(shape))
-    names = ("self", "source") if call.has("source") else ("self",)
-    if any(len(call.shape(name)) != len(shape) for name in names):
-        return ()
-    split = [d for d in splittable(shape) if d != dim]
-    return [call.row(S(d), **dict.fromkeys(names, S(d))) for d in split]
-
-
 def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     call = Call(node, metas, parts)
     count, features = call.shape("weight")
@@ -315,11 +301,6 @@ RULES: dict[str, Rule] = {
         _scatter(added=False),
     ),
     **table("index_add.default index_add_.default", _index_add),
-    **table(
-        "index_fill.int_Scalar index_fill.int_Tensor index_fill_.int_Scalar index_copy.default "
-        "index_copy_.default index_reduce.default",
-        _along_others,
-    ),
     **table("index_put.default index_put_.default", _index_put),
     **table("index.Tensor _unsafe_index.Tensor", _index),
     **table("_embedding_bag.default _embedding_bag_forward_only.default", _bag),

@@ -140,10 +140,6 @@ def _other_dims(call: Call) -> tuple[int, list[Row]]:
     return dim, rows
 
 
-def _along(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    return _other_dims(Call(node, metas, parts))[1]
-
-
 def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """The best of each block's best: k a rank, when every block has as many."""
     call = Call(node, metas, parts)
@@ -207,12 +203,6 @@ RULES: dict[str, Rule] = {
     **table("prod.default prod.dim_int", _rule(PPROD)),
     **table("any.default any.dim any.dims", _rule(PMAX)),
     **table("all.default all.dim all.dims", _rule(PMIN)),
-    **table(
-        "sort.default sort.stable argsort.default kthvalue.default median.dim "
-        "nanmedian.dim mode.default "
-        "cummax.default cummin.default cumprod.default logcumsumexp.default",
-        _along,
-    ),
     **table("topk.default", _topk),
     **table("cumsum.default", _cumsum),
 }

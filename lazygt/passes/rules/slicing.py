@@ -27,7 +27,6 @@ from lazygt.passes.rules.base import (
     scattered,
     splittable,
     table,
-    zeros_when_empty,
 )
 from lazygt.passes.rules.views import PARTIALS, sized
 
@@ -198,16 +197,6 @@ def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     return _untouched(_padded, linear=zero)(node, metas, parts)
 
 
-def _transform(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
-    """Fourier transforms: kernels take no empty blocks."""
-    call = Call(node, metas, parts)
-    rank = len(call.shape("self"))
-    mixed = {d % rank for d in call["dim"]}
-    split = [d for d in splittable(call.shape("self")) if d not in mixed]
-    found = [zeros_when_empty(call, call.row(S(d), self=S(d))) for d in split]
-    return [*found, call.row(P, self=P)]
-
-
 def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Row]:
     """diag_embed: the last dim becomes two; the others stand in order in the rest."""
     call = Call(node, metas, parts)
@@ -274,7 +263,6 @@ RULES: dict[str, Rule] = {
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
     **table("diag_embed.default", _onto_diagonal),
-    **table("_fft_c2c.default _fft_r2c.default _fft_c2r.default", _transform),
     **table("flip.default roll.default rot90.default", _untouched(_dims)),
     **table("constant_pad_nd.default", _pad),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),
