@@ -10,7 +10,6 @@ and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raise
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 
 from lazygt.context import recorder, session_stack
+from lazygt.graph.source import PACKAGE
 from lazygt.recorder import Recorder
 from lazygt.runtime.interrupts import HOLD
 from lazygt.tensor import LazyTensor
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _autograd: Any = torch.autograd
 _autograd_node = torch._C._current_autograd_node
 #: torch's own way into the autograd engine
@@ -61,7 +60,7 @@ def called_by_engine() -> bool:
     if _autograd_node() is None:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return frame is None or frame.f_code is _engine_run_backward.__code__
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from lazygt import registrations
 from lazygt.pickling import pickled
-from lazygt.runtime.learnt import Bundle, InnerOp, NamedOp, namespace
+from lazygt.runtime.foreign_loader import Bundle, InnerOp, NamedOp, namespace
 from lazygt.sources import inner_kernels, source_of
 
 

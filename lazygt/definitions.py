@@ -23,7 +23,7 @@ from lazygt.errors import CodeError
 from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
 from lazygt.pickling import importable
 from lazygt.registrations import ANY_DEVICE
-from lazygt.runtime.code import Definition, code_name, tag_names
+from lazygt.runtime.foreign_schema import Definition, code_name, tag_names
 from lazygt.sources import source_of
 from lazygt.witness import Witness
 

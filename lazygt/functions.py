@@ -18,8 +18,8 @@ from lazygt.definitions import known_op
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import Foreign, undispatched
 from lazygt.recorder import Recorder
-from lazygt.runtime.code import Definition, code_name
-from lazygt.runtime.functions import Gradient, Operand, PlainFunction
+from lazygt.runtime.foreign_calls import Gradient, Operand, PlainFunction
+from lazygt.runtime.foreign_schema import Definition, code_name
 from lazygt.tensor import LazyTensor, meta_of
 from lazygt.witness import Witness
 

@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from lazygt.errors import CodeError
-from lazygt.runtime.jitted import OPTIONS, jitted
+from lazygt.runtime.foreign_loader import OPTIONS, jitted
 from lazygt.tensor import LazyTensor
 
 #: module -> (its spec, its file) when it was first asked about, and whether workers can import it

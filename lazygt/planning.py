@@ -21,10 +21,9 @@ from lazygt.passes.template import Templates
 from lazygt.provenance import line_of, lines_of
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client
-from lazygt.runtime.entries import PlanEntry
-from lazygt.runtime.plan import Plan
-from lazygt.runtime.remote import RemoteValue
+from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.tiers import Tiers
+from lazygt.runtime.values import RemoteValue
 from lazygt.trace import Trace
 from lazygt.trie import TrieNode, build_graph
 

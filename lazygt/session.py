@@ -26,13 +26,12 @@ from lazygt.planning import Kept, Planner, Stages
 from lazygt.recorder import Recorder
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.entries import PlanEntry
+from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.interrupts import HOLD
-from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.opening import device_type, open_link
-from lazygt.runtime.plan import Plan
-from lazygt.runtime.remote import RemoteValue
+from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.tiers import Compile, Tiers
+from lazygt.runtime.values import RemoteValue
 from lazygt.shipping import Shipping
 from lazygt.tensor import LazyTensor, Storage
 from lazygt.timeline import Probe, Timeline

@@ -19,10 +19,9 @@ from lazygt.recorder import Recorder
 from lazygt.relaid import learn
 from lazygt.runtime.blocks import sent
 from lazygt.runtime.client import Client
-from lazygt.runtime.fetches import Answer, Regions
 from lazygt.runtime.messages import Made, Plain, Several
-from lazygt.runtime.remote import RemoteValue
 from lazygt.runtime.tiers import Tiers
+from lazygt.runtime.values import Answer, Regions, RemoteValue
 from lazygt.tensor import Storage
 from lazygt.trace import Trace
 

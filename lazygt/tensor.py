@@ -17,7 +17,7 @@ from lazygt.graph.ops import OpFacts, undispatched
 if TYPE_CHECKING:
     from lazygt.graph.mesh import Stored
     from lazygt.recorder import Recorder
-    from lazygt.runtime.remote import RemoteValue
+    from lazygt.runtime.values import RemoteValue
 
 
 class Storage:

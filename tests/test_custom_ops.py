@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import lazygt
-from lazygt.runtime import code, learnt, wire
+from lazygt.runtime import foreign_loader, foreign_schema, wire
 
 SETTINGS: list[dict[str, Any]] = [{"launcher": "inline"}, {"workers": 1}, {"workers": 2}]
 FACTOR = 2.0
@@ -335,9 +335,9 @@ def test_no_code_is_sent_where_that_is_forbidden() -> None:
 
 
 def test_a_worker_takes_no_code_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = code.encode([made("f.g.default", b"pickled")])
+    data = foreign_schema.encode([made("f.g.default", b"pickled")])
     with pytest.raises(lazygt.ProtocolError, match="ship_code=False"):
-        learnt.learn(data, torch.device("cpu"), takes_code=False)
+        foreign_loader.learn(data, torch.device("cpu"), takes_code=False)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -517,17 +517,17 @@ def test_a_triton_kernel_of_a_script_is_made_anew_on_the_worker(tmp_path: Path) 
 
 
 def made(title: str, text: bytes = b"", **given: Any) -> Any:
-    name = f"{title}@{code.code_name(text) if text else 'm'}"
+    name = f"{title}@{foreign_schema.code_name(text) if text else 'm'}"
     schema = f"{title.split('.')[0]}::{title.split('.')[1]}(Tensor x) -> Tensor"
-    return code.Definition(name, schema, code=text, **given).op()
+    return foreign_schema.Definition(name, schema, code=text, **given).op()
 
 
 def test_definitions_travel_as_they_are() -> None:
     sent = [made("f.g.default", b"text"), made("f.h.default", modules=("m",), tags=())]
-    found = code.decode(code.encode(sent))
+    found = foreign_schema.decode(foreign_schema.encode(sent))
     assert list(found.ops) == [op.definition for op in sent]
     assert set(found.path) >= {p for p in sys.path if p.startswith("/")}
-    assert code.encode([]) == b""
+    assert foreign_schema.encode([]) == b""
 
 
 @pytest.mark.parametrize(
@@ -543,4 +543,4 @@ def test_definitions_travel_as_they_are() -> None:
 )  # fmt: skip
 def test_nonsense_is_one_error(value: Any) -> None:
     with pytest.raises(lazygt.ProtocolError):
-        learnt.learn(wire.pack(value), torch.device("cpu"), takes_code=True)
+        foreign_loader.learn(wire.pack(value), torch.device("cpu"), takes_code=True)

@@ -18,8 +18,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
-from lazygt.runtime.entries import PlanEntry
-from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.plan import Plan, PlanEntry, Schedule
 from lazygt.session import Session
 
 #: The stages that a plan goes through, some of them only on a mesh; from ``shard`` on it is rank

@@ -16,7 +16,8 @@ import torch
 CallSite = tuple[CodeType, int]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: where this package lies
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 #: file name -> whether it belongs to torch, lazygt or the interpreter
 _library: dict[str, bool] = {}
@@ -24,7 +25,7 @@ _library: dict[str, bool] = {}
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to torch, lazygt or the interpreter."""
-    found = filename.startswith((_TORCH, _OWN, "<frozen", "<string>"))
+    found = filename.startswith((_TORCH, PACKAGE, "<frozen", "<string>"))
     found = found or filename.endswith("contextlib.py")
     _library[filename] = found
     return found

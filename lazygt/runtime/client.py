@@ -13,11 +13,9 @@ from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.exact import bits
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
-from lazygt.runtime.entries import Entries, PlanEntry, again_message, swap_message
+from lazygt.runtime.console import InstructionLog, WaitLine
 from lazygt.runtime.failures import Describe, Failures
-from lazygt.runtime.fetches import Answer, Fetches, Regions, drained, wanted
 from lazygt.runtime.link import Link
-from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.messages import (
     TO_CLIENT,
     Done,
@@ -34,9 +32,8 @@ from lazygt.runtime.messages import (
     decode,
     encode,
 )
-from lazygt.runtime.remote import RemoteValue
-from lazygt.runtime.uploads import Uploads
-from lazygt.runtime.waiting import WaitLine
+from lazygt.runtime.plan import Entries, PlanEntry, again_message, swap_message
+from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
 from lazygt.runtime.wire import Buffer, Part
 
 #: Takes (rank, run, plan, who wrote it, timings) of a timed run.

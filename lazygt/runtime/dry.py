@@ -14,7 +14,7 @@ from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.ops import title
-from lazygt.runtime import learnt
+from lazygt.runtime import foreign_loader
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.messages import Failure, Fetched
 from lazygt.runtime.plan import Plan, Schedule
@@ -33,8 +33,8 @@ class DryWorker(Worker):
     the shape of a data-dependent result.
     """
 
-    def _learn(self, definitions: Buffer) -> list[learnt.Learnt]:
-        return learnt.learn(definitions, None, self._takes_code)
+    def _learn(self, definitions: Buffer) -> list[foreign_loader.Learnt]:
+        return foreign_loader.learn(definitions, None, self._takes_code)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return [self.store.get(key) for key in ids]

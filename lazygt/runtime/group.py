@@ -24,11 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.backends import HOST, NCCL
-from lazygt.runtime.carriers import SMALL, Carrier, Sockets, Torch
-from lazygt.runtime.direct import Door, Ends, Peer
-from lazygt.runtime.outbox import Outbox
-from lazygt.runtime.shared import Shared
+from lazygt.runtime.backends import HOST, NCCL, SMALL, Carrier, Outbox, Sockets, Torch
+from lazygt.runtime.shared_backend import Shared
+from lazygt.runtime.sockets import Door, Ends, Peer
 
 if TYPE_CHECKING:
     from lazygt.runtime.launchers.base import GroupSpec

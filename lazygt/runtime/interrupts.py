@@ -14,6 +14,7 @@ again, meets the user's code.
 from __future__ import annotations
 
 import _thread
+import ctypes
 import os
 import signal
 import sys
@@ -23,15 +24,43 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from lazygt.runtime.nativestack import in_torch
+from lazygt.graph.source import PACKAGE
+
+#: Frames that are looked at, innermost first.
+_MOST = 128
+
+
+class _Symbol(ctypes.Structure):
+    """What ``dladdr`` tells of an address: ``Dl_info`` in dlfcn.h."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+_libc = ctypes.PyDLL(None)  # not CDLL, which would let other threads run in between
+
+
+def in_torch() -> bool:
+    """Whether this was called, through whatever, by a function of torch's libraries."""
+    addresses = (ctypes.c_void_p * _MOST)()
+    symbol = _Symbol()
+    for address in addresses[: _libc.backtrace(addresses, _MOST)]:
+        found = _libc.dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
+        if found and b"/torch/lib/" in (symbol.file or b""):
+            return True
+    return False
+
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: What of this package changes no state of a session by itself, or has waits of its own.
 _ELSEWHERE = tuple(
-    _PACKAGE + part
-    for part in ("cli.py", "commands/", "doctor.py", "explain.py", "notebook.py", "scripts.py",
-                 "graph/", "passes/", "transfer/")
+    PACKAGE + part
+    for part in ("cli", "commands/", "doctor.py", "explain.py", "notebook.py", "scripts.py",
+                 "observe/", "graph/", "passes/", "transfer/")
 )  # fmt: skip
 
 
@@ -39,7 +68,7 @@ def _in_users_code(frame: FrameType | None) -> bool:
     """Whether this thread, with this frame, is neither in a session's work nor in an op."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) and not name.startswith(_ELSEWHERE):
+        if name.startswith(PACKAGE) and not name.startswith(_ELSEWHERE):
             return False
         frame = frame.f_back
     return not in_torch()

@@ -24,7 +24,7 @@ from lazygt.graph.label import (
     WAIT,
 )
 from lazygt.graph.ops import overload
-from lazygt.runtime import collectives, flights, group, learnt
+from lazygt.runtime import collective_ops, foreign_loader, group
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -93,17 +93,17 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "lazygt.manual_seed": manual_seed,
     "lazygt.get_rng_state": get_rng_state,
     "lazygt.set_rng_state": set_rng_state,
-    ALL_REDUCE: collectives.all_reduce,
-    ALL_GATHER: collectives.all_gather,
-    REDUCE_SCATTER: collectives.reduce_scatter,
-    ALL_TO_ALL: collectives.all_to_all,
-    LAUNCH: flights.launch,
-    LAUNCH_: flights.launch_,
-    WAIT: flights.wait,
-    SHARD: collectives.shard,
-    FIRST: collectives.first,
-    SEND: collectives.send,
-    RECV: collectives.recv,
+    ALL_REDUCE: collective_ops.all_reduce,
+    ALL_GATHER: collective_ops.all_gather,
+    REDUCE_SCATTER: collective_ops.reduce_scatter,
+    ALL_TO_ALL: collective_ops.all_to_all,
+    LAUNCH: collective_ops.launch,
+    LAUNCH_: collective_ops.launch_,
+    WAIT: collective_ops.wait,
+    SHARD: collective_ops.shard,
+    FIRST: collective_ops.first,
+    SEND: collective_ops.send,
+    RECV: collective_ops.recv,
 }
 
 
@@ -116,7 +116,7 @@ def check(name: str) -> None:
     if name.startswith("lazygt."):
         _ = KERNELS[name]
     elif "@" in name:
-        learnt.learnt(name)
+        foreign_loader.learnt(name)
     else:
         overload(name)
 
@@ -141,7 +141,7 @@ def kernel(name: str) -> Callable[..., Any]:
     if name.startswith("lazygt."):
         return KERNELS[name]
     if "@" in name:
-        return learnt.learnt(name).kernel
+        return foreign_loader.learnt(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
     found: Callable[..., Any] = overload(name)

@@ -9,8 +9,8 @@ import torch
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.folder import some_folder, start_folder
 from lazygt.runtime.link import InlineLink, Link
+from lazygt.runtime.working_directory import some_folder, start_folder
 
 
 def device_type(config: Config) -> str:
@@ -48,7 +48,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
         return InlineLink(dry)
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.process_link import ProcessLink
-    from lazygt.runtime.start import LinkSpec
+    from lazygt.runtime.worker_pool import LinkSpec
 
     spec = LinkSpec(
         world_size=config.workers,

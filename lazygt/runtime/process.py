@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime import directory
+from lazygt.runtime import session_directory
 from lazygt.runtime.channel import DATA, PING, PONG, SHUTDOWN, Frame, Server
 from lazygt.runtime.launchers.base import Boot
 
@@ -174,7 +174,7 @@ class Control(threading.Thread):
 
     def _end(self) -> None:
         # A client that closes removes its directory itself; one that was killed cannot.
-        directory.remove(Path(self._boot.directory))
+        session_directory.remove(Path(self._boot.directory))
         os._exit(0)
 
 

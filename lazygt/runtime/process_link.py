@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime import channel, supervise
 from lazygt.runtime.channel import Frame
-from lazygt.runtime.crew import Crew
 from lazygt.runtime.launchers.base import Launcher
 from lazygt.runtime.launchers.local import LocalLauncher
 from lazygt.runtime.shm import Arena
-from lazygt.runtime.start import LinkSpec
+from lazygt.runtime.worker_pool import Crew, LinkSpec
 
 _WORK_SECONDS = 0.05
 """Of processor time: more than threads use that only ask for the interpreter again and again."""

@@ -17,9 +17,8 @@ from lazygt.graph.node import Node
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
-from lazygt.runtime.compiling.group import Dims, Group
-from lazygt.runtime.entries import PlanEntry
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.compiling.kernel_group import Dims, Group
+from lazygt.runtime.plan import Plan, PlanEntry
 
 #: Groups of one structure that are remembered for the sizes in which they differ.
 _LIKE = 8

@@ -14,11 +14,10 @@ from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
-from lazygt.runtime import agreement, group, kernels, learnt, wire
+from lazygt.runtime import desync, foreign_loader, group, kernels, wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
-from lazygt.runtime.executors.eager import EagerExecutor, Outcome
-from lazygt.runtime.executors.timed import TimedExecutor
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -45,9 +44,8 @@ from lazygt.runtime.messages import (
     encode,
 )
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.runtime.prediction import Prediction
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.wire import Buffer
+from lazygt.runtime.wire import Buffer, Prediction
 
 if TYPE_CHECKING:
     from lazygt.runtime.shm import Arena
@@ -68,7 +66,7 @@ class _Known:
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1
         #: foreign ops that it names
-        self.learnt: list[learnt.Learnt] = []
+        self.learnt: list[foreign_loader.Learnt] = []
         self.mismatch: Failure | None = None
 
 
@@ -181,9 +179,9 @@ class Worker:
         size = plan.graph.nbytes + sum(map(len, frames[2:]))
         self._executors.keep(digest, EagerExecutor(plan, self.device), size)
 
-    def _learn(self, definitions: Buffer) -> list[learnt.Learnt]:
+    def _learn(self, definitions: Buffer) -> list[foreign_loader.Learnt]:
         """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
-        return learnt.learn(definitions, self.device, self._takes_code)
+        return foreign_loader.learn(definitions, self.device, self._takes_code)
 
     def _swap(self, message: Swap) -> Swapped:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
@@ -350,7 +348,7 @@ class Worker:
     def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
         """Why the ranks must not run a plan that is new to them: they would not meet."""
         joined = group.current() if self.world_size > 1 else None
-        return None if joined is None else agreement.mismatch(joined, run, plan.steps.graph, own)
+        return None if joined is None else desync.mismatch(joined, run, plan.steps.graph, own)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         """The values of a run; what it overwrites without owning is copied."""

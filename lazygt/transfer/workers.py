@@ -13,7 +13,7 @@ from lazygt.graph.label import Replicated
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.client import Client
 from lazygt.runtime.interrupts import HOLD
-from lazygt.runtime.remote import RemoteValue
+from lazygt.runtime.values import RemoteValue
 from lazygt.transfer.orders import Order
 from lazygt.transfer.origins import Located, Written
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lazygt
 from lazygt.graph import Graph, parse_graph
-from lazygt.runtime.executors.careful import Careful
+from lazygt.runtime.executors.interpreter import Careful
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import decode_graph, encode_graph
 from tests.property.programs import PROGRAMS, SYNCS, Step, run

@@ -116,10 +116,10 @@ class Torch(Obedient):
         return [[b"computed"]]
 
     def all_reduce(self):
-        from lazygt.runtime import collectives
+        from lazygt.runtime import collective_ops
 
         value = self.torch.tensor([self.rank + 1.0])
-        return [[str(collectives.all_reduce(value, "sum", "data").item()).encode()]]
+        return [[str(collective_ops.all_reduce(value, "sum", "data").item()).encode()]]
 
 
 class Broken:

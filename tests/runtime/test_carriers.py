@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lazygt.runtime import flights
-from lazygt.runtime.carriers import SMALL, Sockets, Torch, Work
-from lazygt.runtime.direct import Peer
+from lazygt.runtime import collective_ops
+from lazygt.runtime.backends import SMALL, Sockets, Torch, Work
 from lazygt.runtime.group import Line, keep_apart
-from lazygt.runtime.shared import Shared
+from lazygt.runtime.shared_backend import Shared
+from lazygt.runtime.sockets import Peer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,14 +195,14 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
 
     shared = Shared([None])
     line = OnlyHost(2, 0, Host([None]), shared, (None,))
-    monkeypatch.setattr(flights.group, "line", lambda _: line)
+    monkeypatch.setattr(collective_ops.group, "line", lambda _: line)
     value = torch.arange(6.0).reshape(2, 3)
-    flying = flights.launch("all_reduce", [value], [], "sum", "data")
-    made = flights.wait(flying, (), (), "data")
+    flying = collective_ops.launch("all_reduce", [value], [], "sum", "data")
+    made = collective_ops.wait(flying, (), (), "data")
     assert torch.equal(made, value * 2)
     expected = value * 2
-    flights.launch_("all_reduce", [value], [], "sum", "data")
-    assert flights.wait(value, (), (), "data") == []
+    collective_ops.launch_("all_reduce", [value], [], "sum", "data")
+    assert collective_ops.wait(value, (), (), "data") == []
     assert torch.equal(value, expected)
     assert [buffer.device.type for buffer in carried] == ["cpu", "cpu"]
     shared.close()

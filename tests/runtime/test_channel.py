@@ -32,7 +32,7 @@ from lazygt.runtime.channel import (
     pack,
     unpack,
 )
-from lazygt.runtime.directory import SessionDirectory
+from lazygt.runtime.session_directory import SessionDirectory
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = b"t" * 32

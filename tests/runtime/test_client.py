@@ -12,14 +12,12 @@ from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
 from lazygt.runtime.client import Client
-from lazygt.runtime.entries import Entries
+from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.failures import Failures
-from lazygt.runtime.fetches import Fetches, wanted
-from lazygt.runtime.log import InstructionLog
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan import Entries, Plan
 from lazygt.runtime.shm import Arena
-from lazygt.runtime.uploads import Uploads
+from lazygt.runtime.values import Fetches, Uploads, wanted
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.runtime.channel import listen_local
-from lazygt.runtime.direct import Door, Ends, Peer
+from lazygt.runtime.sockets import Door, Ends, Peer
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)

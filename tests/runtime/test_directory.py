@@ -19,15 +19,15 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.runtime import directory
-from lazygt.runtime.directory import RECORD, SessionDirectory, remove
+from lazygt.runtime import session_directory
+from lazygt.runtime.session_directory import RECORD, SessionDirectory, remove
 from tests.descriptors import open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
 KILLED = """
 import os, signal
-from lazygt.runtime.directory import SessionDirectory
+from lazygt.runtime.session_directory import SessionDirectory
 print(SessionDirectory().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -102,7 +102,7 @@ LOOK_ALIKES: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: (path / "group").mkdir(),
     "a link": lambda path: (path / "transfer").symlink_to(path / "data0"),
     "others may enter": lambda path: path.chmod(0o755),
-    "its client lives": lambda path: edited(path, **directory._process(os.getpid())),
+    "its client lives": lambda path: edited(path, **session_directory._process(os.getpid())),
     "another system's": lambda path: edited(path, boot="another"),
     "another container's": lambda path: edited(path, namespace="pid:[1]"),
     "not a process": lambda path: edited(path, pid="1"),
@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_nothing_behind(base: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(directory.json, "dump", full)
+    monkeypatch.setattr(session_directory.json, "dump", full)
     before = open_descriptors()
     with pytest.raises(OSError, match="No space left"):
         SessionDirectory()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lazygt import doctor
 from lazygt.errors import ProtocolError
-from lazygt.runtime import group, start, wire
+from lazygt.runtime import group, wire, worker_pool
 from lazygt.runtime.backends import HOST, NCCL, backend_for, why_host
 from lazygt.runtime.messages import Renew, encode
 from lazygt.runtime.worker import Worker
@@ -55,8 +55,8 @@ def test_workers_that_share_a_gpu_are_told_so(
     gpus: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    spec = start.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
-    plan = start.StartPlan(spec, tmp_path, "token")
+    spec = worker_pool.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
+    plan = worker_pool.StartPlan(spec, tmp_path, "token")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spec_of_group = plan._group()

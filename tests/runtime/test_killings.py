@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import WorkerDied
-from lazygt.runtime.killings import Killings
+from lazygt.runtime.procfs import Killings
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from lazygt.runtime.proc import is_stopped, processor_time
+from lazygt.runtime.procfs import is_stopped, processor_time
 
 # a name that looks like the end of a name
 CHILD = """

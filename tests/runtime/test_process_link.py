@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
-from lazygt.runtime import crew
+from lazygt.runtime import worker_pool
 from lazygt.runtime.launchers.local import TAIL_BYTES
 from lazygt.runtime.process_link import ProcessLink
 from lazygt.runtime.shm import tensor_over
-from lazygt.runtime.start import LinkSpec
+from lazygt.runtime.worker_pool import LinkSpec
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -227,7 +227,7 @@ def test_the_environment_and_threads_reach_the_worker(opened):
 
 def test_secrets_stand_neither_in_the_command_line_nor_in_the_environment(opened, monkeypatch):
     token = b"secret" * 5
-    monkeypatch.setattr(crew, "new_token", lambda: token)
+    monkeypatch.setattr(worker_pool, "new_token", lambda: token)
     link = opened(transport=TCP)
     ask(link, "echo", "up")
     for name in ("cmdline", "environ"):

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lazygt.runtime.room import check_room
+from lazygt.runtime.limits import check_room
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
 from lazygt.runtime.process_link import ProcessLink
-from lazygt.runtime.start import LinkSpec
+from lazygt.runtime.worker_pool import LinkSpec
 
 spec = LinkSpec(factory="tests.runtime.handlers:Obedient", loads_torch=False, threads=1)
 

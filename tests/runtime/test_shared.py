@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.runtime import shared
-from lazygt.runtime.carriers import Carrier, Sockets
-from lazygt.runtime.direct import Peer
-from lazygt.runtime.shared import Shared
+from lazygt.runtime import shared_backend
+from lazygt.runtime.backends import Carrier, Sockets
+from lazygt.runtime.shared_backend import Shared
+from lazygt.runtime.sockets import Peer
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,7 +69,7 @@ class Axis:
 
 @pytest.fixture(params=[2, 3, 5])
 def axis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Axis]:
-    monkeypatch.setattr(shared, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(shared_backend, "SLOT_BYTES", SLOT)
     made = Axis(request.param)
     yield made
     made.close()

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from lazygt.runtime import waiting
-from lazygt.runtime.waiting import WaitLine
+from lazygt.runtime import console
+from lazygt.runtime.console import WaitLine
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -15,7 +15,7 @@ from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
 from lazygt.runtime.messages import TO_CLIENT, Put, Run, decode, encode, encode_plan
-from lazygt.runtime.prediction import Prediction
+from lazygt.runtime.wire import Prediction
 from lazygt.runtime.worker import Worker
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)

@@ -14,13 +14,13 @@ import torch
 
 from lazygt.graph.label import shard_bounds
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime import collectives, group, shared
+from lazygt.runtime import collective_ops, group, shared_backend
 from lazygt.runtime.backends import HOST
 from lazygt.runtime.launchers.base import GroupSpec
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
 LARGE = (67, 53)  # many slots of memory
-shared.SLOT_BYTES = 1024
+shared_backend.SLOT_BYTES = 1024
 SECONDS = 60.0
 
 
@@ -40,27 +40,27 @@ def check_reductions(axis: str, values: list[torch.Tensor], line: group.Line) ->
                   "min": stacked.amin(0)}  # fmt: skip
     for op, expected in reductions.items():
         before = mine.clone()
-        same(collectives.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
+        same(collective_ops.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
         assert torch.equal(mine, before), "all_reduce wrote its operand"
         for dim in range(mine.dim()):
             block = cut(expected, dim, line.size, line.index)
-            made = collectives.reduce_scatter(mine, dim, op, axis)
+            made = collective_ops.reduce_scatter(mine, dim, op, axis)
             same(made, block.contiguous(), f"reduce_scatter {op} {dim}")
 
 
 def check_moves(axis: str, whole: torch.Tensor, line: group.Line) -> None:
     for dim in range(whole.dim()):
         block = cut(whole, dim, line.size, line.index)
-        same(collectives.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
-        made = collectives.all_gather(block, dim, whole.shape[dim], axis)
+        same(collective_ops.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
+        made = collective_ops.all_gather(block, dim, whole.shape[dim], axis)
         same(made, whole, f"all_gather {dim}")
         for split in range(whole.dim()):
             if split != dim:
-                made = collectives.all_to_all(block, split, dim, whole.shape[dim], axis)
+                made = collective_ops.all_to_all(block, split, dim, whole.shape[dim], axis)
                 expected = cut(whole, split, line.size, line.index).contiguous()
                 same(made, expected, f"all_to_all {dim} to {split}")
     only = whole if line.index == 0 else torch.zeros_like(whole)
-    same(collectives.first(whole, axis), only, "first")
+    same(collective_ops.first(whole, axis), only, "first")
 
 
 def check_dtypes(axis: str) -> None:
@@ -73,9 +73,11 @@ def check_dtypes(axis: str) -> None:
         ]
         total = torch.stack(exact).sum(0).to(dtype)
         mine = values[line.index]
-        same(collectives.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
+        same(collective_ops.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
         block = cut(total, 0, line.size, line.index).contiguous()
-        same(collectives.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}")
+        same(
+            collective_ops.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}"
+        )
         check_moves(axis, values[0], line)
 
 

@@ -21,7 +21,14 @@ def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:
     (tmp_path / "torch.py").write_text(SLOW)
     client = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     service = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lazygt.runtime.compiling.process", str(client.pid), "none"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "lazygt.runtime.compiling.compile_process",
+            str(client.pid),
+            "none",
+        ],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={

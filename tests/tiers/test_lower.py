@@ -19,8 +19,7 @@ from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.group import Group
-from lazygt.runtime.compiling.lower import _BY_TENSOR, Members
+from lazygt.runtime.compiling.kernel_group import _BY_TENSOR, Group, Members
 from lazygt.runtime.compiling.service import answer
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor

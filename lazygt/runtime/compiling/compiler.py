@@ -18,10 +18,9 @@ import msgpack
 
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.group import Group
-from lazygt.runtime.folder import start_folder
-from lazygt.runtime.killings import Killings
-from lazygt.runtime.proc import is_stopped
+from lazygt.runtime.compiling.kernel_group import Group
+from lazygt.runtime.procfs import Killings, is_stopped
+from lazygt.runtime.working_directory import start_folder
 
 #: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -197,7 +196,7 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
             sys.executable,
             "-P",
             "-m",
-            "lazygt.runtime.compiling.process",
+            "lazygt.runtime.compiling.compile_process",
             str(os.getpid()),
             str(cache),
         ],

@@ -13,8 +13,7 @@ import torch
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache, Record
-from lazygt.runtime.compiling.group import Group
-from lazygt.runtime.compiling.lower import Members
+from lazygt.runtime.compiling.kernel_group import Group, Members
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan

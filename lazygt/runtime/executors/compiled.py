@@ -11,7 +11,7 @@ import torch
 
 from lazygt.graph.exact import bits
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.group import Group
+from lazygt.runtime.compiling.kernel_group import Group
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value

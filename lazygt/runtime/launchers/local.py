@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from lazygt.runtime import proc
-from lazygt.runtime.folder import start_folder
+from lazygt.runtime import procfs
 from lazygt.runtime.launchers.base import Boot, Launcher, Process
+from lazygt.runtime.working_directory import start_folder
 
 TAIL_BYTES = 8 << 10
 _REAP_SECONDS = 1.0
@@ -82,7 +82,7 @@ class LocalProcess(Process):
         return f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
 
     def processor_time(self) -> float:
-        return proc.processor_time(self.pid)
+        return procfs.processor_time(self.pid)
 
     def stderr_tail(self) -> str:
         size = os.fstat(self._output).st_size

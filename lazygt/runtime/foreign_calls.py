@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lazygt.graph.ops import undispatched
 from lazygt.runtime import kernels
-from lazygt.runtime.learnt import Portable
+from lazygt.runtime.foreign_loader import Portable
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 

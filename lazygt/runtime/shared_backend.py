@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lazygt.runtime.carriers import Work, as_bytes, reduce_in_order
-from lazygt.runtime.direct import Peer
+from lazygt.runtime.backends import Work, as_bytes, reduce_in_order
 from lazygt.runtime.shm import ALIGNMENT, Arena
+from lazygt.runtime.sockets import Peer
 
 SLOT_BYTES = 4 << 20
 """Of each of a rank's two slots: so little that what was written is in a cache when it is read."""

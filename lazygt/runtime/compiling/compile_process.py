@@ -1,4 +1,4 @@
-"""The compile process: ``python -m lazygt.runtime.compiling.process CLIENT_PID CACHE``.
+"""The compile process: ``python -m lazygt.runtime.compiling.compile_process CLIENT_PID CACHE``.
 
 Takes requests on its standard input, one msgpack map each, and answers each on its standard
 output. It runs on one thread, at the idle priority that its client gives it. It ends with its

@@ -7,10 +7,12 @@ so nobody else's code.
 from __future__ import annotations
 
 import importlib
+import linecache
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -18,7 +20,7 @@ import torch
 
 from lazygt.errors import CodeError, ProtocolError
 from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
-from lazygt.runtime.code import Definition, decode
+from lazygt.runtime.foreign_schema import Definition, decode
 from lazygt.runtime.wire import Buffer
 
 
@@ -264,3 +266,20 @@ def _owning(value: Any, taken: set[int]) -> Any:
 
 def _memory(value: torch.Tensor) -> int:
     return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
+
+
+#: Options of ``triton.jit`` that kernels keep.
+OPTIONS = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+
+
+def jitted(fn: FunctionType, source: tuple[str, ...], first: int, options: dict[str, Any]) -> Any:
+    """The kernel of a function whose source stands in no file.
+
+    Args:
+        source: its lines, decorators included; ``first`` is the number of the first.
+    """
+    name = f"<triton kernel {fn.__module__}.{fn.__qualname__} {hash(source)}>"
+    lines = ["\n"] * (first - 1) + list(source)
+    linecache.cache[name] = sum(map(len, lines)), None, lines, name
+    fn.__code__ = fn.__code__.replace(co_filename=name)
+    return importlib.import_module("triton").jit(**options)(fn)

@@ -1,4 +1,5 @@
-"""Killings: whether a worker was ended by the kernel because memory ran out.
+"""What the kernel tells of processes: their time and state (proc(5)), and whether one was ended
+because memory ran out.
 
 The kernel sends SIGKILL then, as anybody may. But it counts whom it kills: in the memory cgroup of
 the process, and on the whole machine.
@@ -6,9 +7,33 @@ the process, and on the whole machine.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of its stat file after the name: the first is the state. Empty: it has gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that it has used, in all its threads; 0 once it has gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else 0.0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it does not run at all, by SIGSTOP or a debugger."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
 
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 #: What C++ says when it gets no memory, before it aborts.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lazygt.errors import LazyGTError
 from lazygt.graph.label import LAUNCH, LAUNCH_, MEETINGS
 from lazygt.graph.node import Graph, Node
-from lazygt.runtime.carriers import Told
+from lazygt.runtime.backends import Told
 from lazygt.runtime.group import Group
 from lazygt.runtime.messages import MISMATCH, Failure
 

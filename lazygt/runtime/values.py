@@ -1,4 +1,8 @@
-"""Fetches: values that workers have sent, as CPU tensors."""
+"""Values that the workers hold, on their way there and back.
+
+`RemoteValue` is what the client keeps of one; `Uploads` brings CPU tensors to the workers, and
+`Fetches` brings values back.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,95 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lazygt.errors import ProtocolError
+from lazygt.graph.mesh import Stored
 from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.source import CallSite
 from lazygt.runtime import wire
 from lazygt.runtime.blocks import Region, joined
 from lazygt.runtime.link import Link
-from lazygt.runtime.messages import Done, Failure, Fetched
-from lazygt.runtime.shm import tensor_over
+from lazygt.runtime.messages import Done, Failure, Fetched, Put
+from lazygt.runtime.shm import Arena, tensor_over
+from lazygt.runtime.wire import Buffer
+
+
+class RemoteValue:
+    """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
+    next run."""
+
+    __slots__ = ("_dead", "call_site", "id", "rest", "stored")
+
+    def __init__(self, key: int, dead: deque[int]) -> None:
+        self.id = key
+        self._dead = dead
+        #: how it lies on the mesh; None: every rank has all of it
+        self.stored: Stored | None = None
+        #: the further blocks of a value of which a rank holds several
+        self.rest: Sequence[RemoteValue] = ()
+        #: the user's line that made it, for whoever looks at its handle
+        self.call_site: CallSite | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all its blocks."""
+        return (self.id, *[block.id for block in self.rest])
+
+    def __del__(self) -> None:
+        self._dead.append(self.id)
+
+
+class Uploads:
+    """Copies of CPU tensors: small ones beside the run's message, large ones in shared memory.
+
+    Args:
+        arena: the shared memory, if there is any.
+        readers: the workers that read what lies there.
+        threshold: bytes from which a tensor goes there.
+    """
+
+    def __init__(self, arena: Arena | None, readers: int, threshold: int) -> None:
+        self._arena, self._readers, self._threshold = arena, readers, threshold
+        #: each with its bytes, unless they lie in the arena
+        self._waiting: list[tuple[Put, Buffer | None]] = []
+        #: offset in the arena -> workers that have not read it yet
+        self._unread: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._waiting)
+
+    def add(self, key: int, source: torch.Tensor, meta: TensorMeta) -> None:
+        """Copy a tensor now. The workers will call it ``key``; its layout will be ``meta``'s."""
+        if self._arena is not None and meta.nbytes >= self._threshold:
+            slot = self._arena.allocate(meta.nbytes)
+            room = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
+            room.as_strided(meta.shape, meta.stride).copy_(source)
+            self._unread[slot.offset] = self._readers
+            self._waiting.append((Put(key, meta, slot.offset), None))
+        else:
+            host = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+            host.copy_(source)
+            flat = host.as_strided((meta.numel,), (1,)) if meta.numel else host.reshape(0)
+            self._waiting.append((Put(key, meta), flat.view(torch.uint8).numpy().tobytes()))
+
+    def take(self) -> tuple[list[Put], list[Buffer]]:
+        """What is to be sent now, with the bytes of what is not in the arena."""
+        taken, self._waiting = self._waiting, []
+        return [put for put, _ in taken], [data for _, data in taken if data is not None]
+
+    def was_read(self, offset: int) -> None:
+        """A worker has read what lies in the arena at ``offset``.
+
+        Raises:
+            ProtocolError: nothing does, or all have read it.
+        """
+        if offset not in self._unread:
+            raise ProtocolError(f"nothing lies in shared memory at {offset}")
+        self._unread[offset] -= 1
+        if not self._unread[offset]:
+            del self._unread[offset]
+            assert self._arena is not None
+            self._arena.free(offset)
+
 
 #: A rank's answer to a run, with the buffers that came with it.
 Answer = tuple[Done, list[memoryview]]
