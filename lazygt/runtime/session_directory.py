@@ -21,7 +21,7 @@ from typing import Any
 
 RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")
-#: All that is made in a session's directory: sockets, pipes, and files with no word of the user's.
+#: All that is made in a session's directory: sockets, and files with no word of the user's.
 _CONTENT = re.compile(
     rf"{re.escape(RECORD)}|data\d+|control\d+|door\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
 )

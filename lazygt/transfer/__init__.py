@@ -93,8 +93,7 @@ def transfer_weights(
 
     Args:
         source: a module, a mapping of tensors, or an extractor made with casts, groups or other
-            names. The workers of a lazygt session, sharded or not, write their own values into
-            shared memory; other senders fetch them through this process.
+            names. The workers of a lazygt session, sharded or not, send their own values.
         version: greater than the receivers' own; by default the last one plus 1.
         timeout: seconds for the whole transfer.
         progress: draw a bar; None: where standard error is a terminal.

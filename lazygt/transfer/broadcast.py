@@ -1,4 +1,4 @@
-"""Broadcast, each chunk at once: by pipes between CPUs, by NCCL between GPUs.
+"""Broadcast, each chunk at once: by sockets between CPUs, by NCCL between GPUs.
 
 Sender and receivers form a group of their own. A broadcast cannot be taken back, so after a failure
 or a change of members the next transfer makes a new group; the old one is let go in the background,
@@ -51,7 +51,7 @@ class BroadcastTransferSender(Sender):
     """Sends each chunk at once to all receivers, by one collective a parameter.
 
     Args:
-        device: where the bytes travel from: ``cpu`` (pipes) or ``cuda:N`` (NCCL). Parameters
+        device: where the bytes travel from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters
             elsewhere are brought there first.
         verify, skip_unchanged: see `Sender`.
     """
@@ -172,7 +172,7 @@ class BroadcastTransferReceiver(Receiver):
     """Receives what a `BroadcastTransferSender` broadcasts; see `Receiver`.
 
     Args:
-        device: where the parameters are to be: ``cpu`` (pipes) or ``cuda:N`` (NCCL), of the same
+        device: where the parameters are to be: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same
             kind as the sender's.
         mesh, rank, placements: what this receiver holds; see `Receiver`.
     """
@@ -239,8 +239,10 @@ class BroadcastTransferReceiver(Receiver):
         self._leave()
 
     def _conclude(self, works: Sequence[Any], link: Connection) -> None:
+        # sockets wake this thread; nothing says when a GPU has received
+        look = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
         while not finished(works):
-            self.wait_or_abort(link, _LOOK_SECONDS)
+            self.wait_or_abort(link, look)
         try:
             conclude(works, self._device)
         except RuntimeError:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 THREADS = 4
-_JOB_BYTES = 2 << 20  # small pieces share a job: handing one over costs as much as copying 200 KB
+_JOB_BYTES = 8 << 20  # pieces share a job: handing one over costs as much as copying 200 KB
 _BLOCK = 2 << 20  # checked while a core's cache has it; for smaller ones threads queue up
 
 _NOWHERE = ctypes.addressof(ctypes.c_ubyte())  # of an empty tensor; nothing is read there

@@ -1,4 +1,4 @@
-"""Groups of who sends and who receives: pipes between CPUs, NCCL between GPUs.
+"""Groups of who sends and who receives: sockets between CPUs, NCCL between GPUs.
 
 Making one for NCCL and letting it go may wait for a frozen rank, so both happen in the background.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from lazygt.transfer.control import Deadline
-from lazygt.transfer.pipes import Pipes
+from lazygt.transfer.sockets import Sockets
 
-#: What a group broadcasts by: pipes of the host, or NCCL.
+#: What a group broadcasts by: sockets of the host, or NCCL.
 HOST, NCCL = "host", "nccl"
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
@@ -49,7 +49,7 @@ def join(
     place = os.path.join(directory, f"group-{name}")
     if backend_for(device) == NCCL:
         return _Nccl(device, place, rank, size, seconds)
-    return Pipes(place, rank, size)
+    return Sockets(place, rank, size)
 
 
 class _Nccl:

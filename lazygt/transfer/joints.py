@@ -32,7 +32,7 @@ class Joints:
     """The groups of one sender, kept as long as the members are the same.
 
     Args:
-        device: of the receivers; it decides between pipes and NCCL.
+        device: of the receivers; it decides between sockets and NCCL.
     """
 
     def __init__(self, peers: Peers, device: torch.device) -> None:

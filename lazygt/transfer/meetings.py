@@ -39,7 +39,7 @@ class Meetings:
     """This process's ends of groups, and a buffer to pack for each sender.
 
     Args:
-        device: where the values are; NCCL sends from there, pipes from the host.
+        device: where the values are; NCCL sends from there, sockets from the host.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Pipes between who broadcasts and who receives: order, turns, deadlines, and who leaves."""
+"""Sockets between who broadcasts and who receives: order, turns, deadlines, and who leaves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from lazygt.transfer.control import Deadline
-from lazygt.transfer.pipes import Broadcast, Pipes
+from lazygt.transfer.sockets import Broadcast, Sockets
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
 SECONDS = 20.0
-LARGE = 5 << 20  # more than a pipe takes without a reader
+LARGE = 5 << 20  # more than a socket takes without a reader
 
 
-def group(place: Path, size: int, ranks: list[int] | None = None) -> list[Pipes]:
+def group(place: Path, size: int, ranks: list[int] | None = None) -> list[Sockets]:
     """The ends of all ranks of a group, made in any order."""
-    made = {rank: Pipes(str(place / "group-1"), rank, size) for rank in ranks or range(size)}
+    made = {rank: Sockets(str(place / "group-1"), rank, size) for rank in ranks or range(size)}
     return [made[rank] for rank in range(size)]
 
 
@@ -36,8 +36,8 @@ def bytes_of(seed: int, count: int) -> torch.Tensor:
     return torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
 
 
-def close(pipes: list[Pipes]) -> None:
-    for each in pipes:
+def close(ends: list[Sockets]) -> None:
+    for each in ends:
         each.close()
 
 
@@ -51,38 +51,38 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("order", [1, -1])
 def test_all_get_what_is_sent_in_its_order(tmp_path: Path, size: int, order: int) -> None:
-    pipes = group(tmp_path, size, list(range(size))[::order])
+    ends = group(tmp_path, size, list(range(size))[::order])
     sent = [bytes_of(number, count) for number, count in enumerate((3, 0, LARGE, 70_001))]
     rooms = [[torch.zeros_like(one) for one in sent] for _ in range(1, size)]
     works: list[Broadcast] = []
     for one, *into in zip(sent, *rooms, strict=True):
-        for end, run in zip(pipes, (one, *into), strict=True):
+        for end, run in zip(ends, (one, *into), strict=True):
             works.append(end.broadcast(run, Deadline(SECONDS), nothing))
     for work in works:
         work.wait()
         assert work.is_completed()
     for room in rooms:
         assert all(torch.equal(a, b) for a, b in zip(room, sent, strict=True))
-    assert list(tmp_path.iterdir()) == [], "who has a pipe needs its name no more"
-    close(pipes)
+    assert list(tmp_path.iterdir()) == [], "who has a socket needs its name no more"
+    close(ends)
 
 
 def test_who_waits_is_woken_when_a_broadcast_has_ended(tmp_path: Path) -> None:
-    pipes = group(tmp_path, 2)
+    ends = group(tmp_path, 2)
     woken = threading.Event()
     room = torch.zeros(4, dtype=torch.uint8)
-    received = pipes[1].broadcast(room, Deadline(SECONDS), woken.set)
+    received = ends[1].broadcast(room, Deadline(SECONDS), woken.set)
     assert not received.is_completed()
-    pipes[0].broadcast(torch.ones_like(room), Deadline(SECONDS), nothing)
+    ends[0].broadcast(torch.ones_like(room), Deadline(SECONDS), nothing)
     assert woken.wait(SECONDS)
     assert received.is_completed()
     assert room.tolist() == [1, 1, 1, 1]
-    close(pipes)
+    close(ends)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_does_not_come_is_not_waited_for_without_end(tmp_path: Path, rank: int) -> None:
-    alone = Pipes(str(tmp_path / "group-1"), rank, 2)
+    alone = Sockets(str(tmp_path / "group-1"), rank, 2)
     run = torch.zeros(LARGE, dtype=torch.uint8)
     work = alone.broadcast(run, Deadline(0.05), nothing)
     with pytest.raises(RuntimeError, match=r"were not there within 0\.05 s"):
@@ -94,20 +94,20 @@ def test_who_does_not_come_is_not_waited_for_without_end(tmp_path: Path, rank: i
 
 
 def test_a_sender_that_leaves_is_noticed(tmp_path: Path) -> None:
-    pipes = group(tmp_path, 2)
-    works = [end.broadcast(bytes_of(0, 8), Deadline(SECONDS), nothing) for end in pipes]
+    ends = group(tmp_path, 2)
+    works = [end.broadcast(bytes_of(0, 8), Deadline(SECONDS), nothing) for end in ends]
     for work in works:
         work.wait()
-    waiting = pipes[1].broadcast(bytes_of(0, 8), Deadline(SECONDS), nothing)
-    pipes[0].close()
+    waiting = ends[1].broadcast(bytes_of(0, 8), Deadline(SECONDS), nothing)
+    ends[0].close()
     with pytest.raises(RuntimeError, match="the sender of the group has left it"):
         waiting.wait()
-    close(pipes[1:])
+    close(ends[1:])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_to_leave_ends_what_is_under_way(tmp_path: Path, rank: int) -> None:
-    alone = Pipes(str(tmp_path / "group-1"), rank, 2)
+    alone = Sockets(str(tmp_path / "group-1"), rank, 2)
     work = alone.broadcast(bytes_of(0, LARGE), Deadline(SECONDS), nothing)
     alone.close()
     with pytest.raises(RuntimeError, match="this process has left the group"):
@@ -116,9 +116,9 @@ def test_to_leave_ends_what_is_under_way(tmp_path: Path, rank: int) -> None:
 
 def test_descriptors_are_given_back(tmp_path: Path) -> None:
     before = descriptors_before()
-    pipes = group(tmp_path, 3)
+    ends = group(tmp_path, 3)
     run = bytes_of(0, 9)
-    for work in [end.broadcast(run.clone(), Deadline(SECONDS), nothing) for end in pipes]:
+    for work in [end.broadcast(run.clone(), Deadline(SECONDS), nothing) for end in ends]:
         work.wait()
-    close(pipes)
+    close(ends)
     until(lambda: open_descriptors() <= before)
