@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazygt import transfer
 from lazygt.errors import (
@@ -30,15 +30,51 @@ from lazygt.transfer import transfer_weights
 
 __version__ = "0.1.0"
 
-#: What users name stands in these, and in ``errors`` and ``transfer``.
-_FRONT = (
-    "session", "functions", "fsdp", "optimizer_state", "pipeline", "sharding", "styles",
-    "tensor", "tensor_parallel",
-)  # fmt: skip
+#: Where the names stand that are loaded when they are asked for: what looks at sessions, and in a
+#: worker all that users name. A worker process runs plans; the front (device, recorder, session)
+#: is the client's alone.
+_WHERE = {
+    "LazyTensor": "lazygt.tensor",
+    "Session": "lazygt.session",
+    "apply": "lazygt.functions",
+    "column_parallel": "lazygt.styles",
+    "current": "lazygt.session",
+    "data_parallel": "lazygt.tensor_parallel",
+    "distribute": "lazygt.sharding",
+    "explain": "lazygt.observe.explain",
+    "fully_shard": "lazygt.fsdp",
+    "parallelize": "lazygt.tensor_parallel",
+    "prepare_module_input": "lazygt.styles",
+    "profile": "lazygt.observe.timeline",
+    "redistribute": "lazygt.sharding",
+    "render": "lazygt.observe.picture",
+    "row_parallel": "lazygt.styles",
+    "sequence_parallel": "lazygt.styles",
+    "session": "lazygt.session",
+    "shard_optimizer_state": "lazygt.optimizer_state",
+    "stage": "lazygt.pipeline",
+    "to_networkx": "lazygt.observe.picture",
+    "vocab_parallel": "lazygt.styles",
+    "why": "lazygt.observe.why",
+}
 
-# A worker process runs plans; the front (device, recorder, session) is the client's alone.
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'lazygt' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), "Session" if name == "session" else name)
+    globals()[name] = value
+    return value
+
+
+if TYPE_CHECKING:
+    from lazygt.observe.explain import explain
+    from lazygt.observe.picture import render, to_networkx
+    from lazygt.observe.timeline import profile
+    from lazygt.observe.why import why
+    from lazygt.tensor import Viewer as _Viewer
+
 if os.environ.get("LAZYGT_WORKER") != "1":
-    from lazygt import faces as _faces  # noqa: F401 - graphs, plans and sessions show themselves
     from lazygt.device import register as _register
     from lazygt.fsdp import fully_shard
     from lazygt.functions import apply
@@ -57,23 +93,18 @@ if os.environ.get("LAZYGT_WORKER") != "1":
         vocab_parallel,
     )
     from lazygt.tensor import LazyTensor
+    from lazygt.tensor import show_with as _show_with
     from lazygt.tensor_parallel import data_parallel, parallelize
 
+    def _notebook() -> _Viewer:
+        from lazygt.observe import notebook  # why: only notebooks ask
+
+        return notebook
+
+    _show_with(_notebook)
     _register()
     _follow()
     _watch()
-else:
-
-    def __getattr__(name: str) -> Any:
-        """What a module of the user's names that a worker imports; nothing is registered here."""
-        if name not in __all__:
-            raise AttributeError(f"module 'lazygt' has no attribute {name!r}")
-        wanted = "Session" if name == "session" else name
-        fronts = map(import_module, (f"lazygt.{each}" for each in _FRONT))
-        found = next(getattr(front, wanted) for front in fronts if hasattr(front, wanted))
-        globals()[name] = found
-        return found
-
 
 __all__ = [
     "CodeError",
@@ -96,16 +127,21 @@ __all__ = [
     "current",
     "data_parallel",
     "distribute",
+    "explain",
     "fully_shard",
     "parallelize",
     "prepare_module_input",
+    "profile",
     "redistribute",
+    "render",
     "row_parallel",
     "sequence_parallel",
     "session",
     "shard_optimizer_state",
     "stage",
+    "to_networkx",
     "transfer",
     "transfer_weights",
     "vocab_parallel",
+    "why",
 ]

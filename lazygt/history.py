@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,7 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, expand
 from lazygt.rng import is_state
 from lazygt.runtime.plan import Plan
+from lazygt.runtime.tiers import Compile
 from lazygt.trie import TrieNode
 
 if TYPE_CHECKING:
@@ -145,7 +146,17 @@ class Miss:
 
 
 class Probe(Protocol):
-    """Draws what a session does."""
+    """Draws what a session does, from ``attach`` to ``detach``."""
+
+    def attach(self) -> None:
+        """Begin."""
+
+    def detach(self, compiles: Iterable[Compile]) -> None:
+        """Leave the session as it was.
+
+        Args:
+            compiles: all that the session asked for.
+        """
 
     def flush(self, flushes: deque[Flush]) -> AbstractContextManager[None]:
         """What a flush runs in: it is drawn when one more is in ``flushes`` then."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lazygt.errors import IdleWarning
 from lazygt.graph.source import expand, user_call_site
-
-if TYPE_CHECKING:
-    from lazygt.session import Session
 
 #: Steps on the CPU that are taken for a comparison, or for something small aside.
 _MOST_STEPS = 3
@@ -27,7 +24,8 @@ _MOST_STEPS = 3
 class Idle:
     """Watches a session from the time it is made until it is closed; says one thing at most."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: object, default_device: bool) -> None:
+        self._default_device = default_device
         self.entered = self._said = False
         self._made = expand(user_call_site(1))
         self._owner = os.getpid()
@@ -52,8 +50,7 @@ class Idle:
         self._end.detach()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        session = self._session()
-        if session is None or not session.config.default_device:
+        if self._session() is None or not self._default_device:
             return
         here = [p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1]]
         self._steps = self._steps + 1 if all(here) else 0

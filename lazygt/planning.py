@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lazygt import notebook
 from lazygt.config import Config
 from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.label import Replicated
@@ -25,7 +24,7 @@ from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.tiers import Tiers
 from lazygt.runtime.values import RemoteValue
 from lazygt.trace import Trace
-from lazygt.trie import TrieNode, build_graph
+from lazygt.trie import TrieNode, build_graph, makers
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import Gather
@@ -130,7 +129,7 @@ class Planner:
         if not entry.sent:
             self._history.plans_built += 1
         self._tiers.built(entry)
-        made = notebook.makers(steps)
+        made = makers(steps)
         return Kept(
             entry,
             positions={index: position for position, index in enumerate(outputs)},

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from lazygt import device, notebook
+from lazygt import device
 from lazygt.config import Config
 from lazygt.context import NAME, current_session
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import LogicalMesh, Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
-from lazygt.history import History
+from lazygt.history import History, Probe
 from lazygt.idle import Idle
 from lazygt.planning import Kept, Planner, Stages
 from lazygt.recorder import Recorder
@@ -33,12 +33,10 @@ from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.tiers import Compile, Tiers
 from lazygt.runtime.values import RemoteValue
 from lazygt.shipping import Shipping
-from lazygt.tensor import LazyTensor, Storage
-from lazygt.timeline import Probe, Timeline
+from lazygt.tensor import LazyTensor, Storage, viewer
 from lazygt.trace import Trace
 from lazygt.transfer import origins
 from lazygt.trie import TraceTrie
-from lazygt.why import Why
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.shard import AxisStep
@@ -53,7 +51,7 @@ class Session:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.config = config = Config.load(**settings)
+        self.config = config = Config.load(**_overseer.settings(settings))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._logical = LogicalMesh.of(self.mesh, config.invariant)
@@ -82,7 +80,8 @@ class Session:
         self._hook: RemovableHandle | None = None
         self._closing = threading.Lock()
         self._workers: Workers | None = None
-        self._idle = Idle(self)
+        self._idle = Idle(self, config.default_device)
+        _overseer.opened(self)
 
     # -- the context ---------------------------------------------------------------------
 
@@ -263,6 +262,11 @@ class Session:
         """The plan of the last flush that had one."""
         return self._history.last_plan
 
+    @property
+    def history(self) -> History:
+        """What it did, for those who ask."""
+        return self._history
+
     def entries(self) -> list[PlanEntry]:
         """The plans that are kept, with what was shipped and run of each, oldest first."""
         return list(self._client.entries)
@@ -301,33 +305,23 @@ class Session:
                 return kept
         raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")
 
-    def why(self) -> Why:
-        """Flushes with who forced them, plan misses, fallbacks and compiles; print it."""
-        history = self._history
-        flushed, gathers = sum(history.flushes.values()), tuple(history.gathers.values())
-        return Why(tuple(history.recent), flushed, tuple(history.misses), self.compiles(), gathers)
-
     @contextmanager
-    def profile(self, into: Timeline | None = None) -> Iterator[Timeline]:
-        """Draw what happens meanwhile into a timeline; ``save`` it for Perfetto.
-
-        Workers run plans node by node meanwhile; a compiled group is one node. The end of the
-        block is a sync point.
+    def observed(self, make: Callable[[Client], Probe]) -> Iterator[None]:
+        """Have somebody see what happens meanwhile; the end of the block is a sync point.
 
         Args:
-            into: a timeline to draw into; by default a new one.
+            make: of the client, which sends and gets all messages.
 
         Raises:
-            RuntimeError: when a profile is being taken already.
+            RuntimeError: when somebody does already.
         """
         self._check_open()
         if self._history.probe is not None:
             raise RuntimeError("this session is being profiled already; end that profile first")
-        timeline = Timeline() if into is None else into
-        self._history.probe = probe = Probe(timeline, self._client)
+        self._history.probe = probe = make(self._client)
         probe.attach()
         try:
-            yield timeline
+            yield
             if not self.recorder.closed:
                 self.synchronize()
         finally:
@@ -359,8 +353,7 @@ class Session:
         }
 
     def _repr_html_(self) -> str:
-        collectives = () if self.last_plan is None else self.last_plan.collectives
-        return notebook.session_html(repr(self), self.stats(), collectives)
+        return viewer().session_html(self)
 
     def __repr__(self) -> str:
         history = self._history
@@ -373,6 +366,34 @@ class Session:
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )
+
+
+class _Overseer(NamedTuple):
+    """See ``overseen``."""
+
+    settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings
+    opened: Callable[[Session], object] = lambda session: None
+
+
+_overseer = _Overseer()
+
+
+@contextmanager
+def overseen(
+    settings: Callable[[dict[str, Any]], dict[str, Any]], opened: Callable[[Session], object]
+) -> Iterator[None]:
+    """Every session that is made meanwhile is made with other settings, and told of.
+
+    Args:
+        settings: what was asked for -> what the session gets.
+        opened: called with each session that has been made.
+    """
+    global _overseer
+    before, _overseer = _overseer, _Overseer(settings, opened)
+    try:
+        yield
+    finally:
+        _overseer = before
 
 
 def _origin(tensor: LazyTensor) -> Workers | None:

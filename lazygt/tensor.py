@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -82,6 +82,33 @@ class ViewChain:
         self.serial, self.base, self.index = serial, base, index
 
 
+class Viewer(Protocol):
+    """Shows tensors and sessions in a notebook."""
+
+    def tensor_html(self, t: LazyTensor, /) -> str:
+        """A tensor's card."""
+
+    def tensor_bundle(self, t: LazyTensor, /) -> dict[str, str]:
+        """The card, and a text that computes nothing."""
+
+    def session_html(self, session: Any, /) -> str:
+        """A session's counts."""
+
+
+def viewer() -> Viewer:
+    """What shows tensors and sessions; it stands above both, and is loaded when a notebook asks."""
+    return _load_viewer()
+
+
+def show_with(load: Callable[[], Viewer]) -> None:
+    """Say what ``viewer`` loads."""
+    global _load_viewer
+    _load_viewer = load
+
+
+_load_viewer: Callable[[], Viewer]
+
+
 class LazyTensor(torch.Tensor):
     """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
 
@@ -113,6 +140,12 @@ class LazyTensor(torch.Tensor):
         """
         made = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
         return made(*args, **kwargs)
+
+    def _repr_html_(self) -> str:
+        return viewer().tensor_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return viewer().tensor_bundle(self)
 
     # -- sync points that torch would refuse to a wrapper ---------------------------------
 

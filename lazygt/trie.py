@@ -263,3 +263,9 @@ def _numbers(arg: Arg) -> int:
     if type(arg) is tuple:
         return sum(map(_numbers, arg))
     return int(type(arg) is Param)
+
+
+def makers(steps: list[TrieNode]) -> list[int]:
+    """For each value that a trace's ops make, the number of the op."""
+    nodes = [step.node for step in steps if step.node is not None]
+    return [number for number, node in enumerate(nodes) for _ in node.results]

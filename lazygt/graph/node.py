@@ -8,9 +8,9 @@ executor's business (see ``graph.alias``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
@@ -129,11 +129,6 @@ class Graph:
     each node; ``origins`` the recorded op that each node comes from, by number, once passes have
     moved nodes about (empty: they stand as recorded).
     """
-
-    #: Set by ``lazygt.faces``: a networkx graph; a picture in a file; what it costs.
-    to_networkx: ClassVar[Callable[..., Any]]
-    render: ClassVar[Callable[..., Any]]
-    explain: ClassVar[Callable[..., Any]]
 
     inputs: tuple[TensorMeta, ...]
     params: tuple[str, ...]

@@ -6,10 +6,9 @@ workers have been told of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
 
 from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.communication import Communication, communications
@@ -61,9 +60,6 @@ class Plan:
         mesh: the ranks that it is run on, for those who ask; no part of what it is.
         backward: numbers of the recorded ops that autograd ran; no part of it either.
     """
-
-    #: Set by ``lazygt.faces``: what a run costs.
-    explain: ClassVar[Callable[..., Any]]
 
     graph: Graph
     decided: Schedule | None = None

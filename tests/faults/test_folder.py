@@ -18,7 +18,7 @@ with lazygt.session(launcher=sys.argv[1], workers=1, compile=sys.argv[2]) as s:
         print(((x * 2 + 1).relu() * x).sum().item(), torch.eye(3).sum().item())
     assert s.compiled()
     assert not [one.error for one in s.compiles() if one.error], s.compiles()
-    str(s.why())
+    str(lazygt.why(s))
 try:
     os.getcwd()
 except FileNotFoundError:

@@ -83,7 +83,7 @@ def opened(link: InlineLink) -> lazygt.Session:
 def conversation() -> Recording:
     """What a session and its worker said to each other."""
     link = Recording(Worker(inline=True))
-    with opened(link) as s, s.profile():
+    with opened(link) as s, lazygt.profile(s):
         program()
     order = Order("here", (), Memory(1, 2, 3), "none", ())
     name = hashlib.sha256(b"").digest()[:16]
@@ -226,7 +226,7 @@ class _Answered:
         return self.link.message
 
     def __call__(self) -> None:
-        with opened(self.link) as s, s.profile():
+        with opened(self.link) as s, lazygt.profile(s):
             program()
 
 

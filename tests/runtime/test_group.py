@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lazygt import doctor
 from lazygt.errors import ProtocolError
+from lazygt.observe import doctor
 from lazygt.runtime import group, wire, worker_pool
 from lazygt.runtime.backends import HOST, NCCL, backend_for, why_host
 from lazygt.runtime.messages import Renew, encode

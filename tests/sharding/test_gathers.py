@@ -37,7 +37,7 @@ def test_it_is_said_once_for_each_op() -> None:
             here = sys._getframe().f_lineno + 1
             torch.linalg.qr(x).R.sum().item()
             torch.linalg.qr(x + 1).R.sum().item()
-        text = s.why()
+        text = lazygt.why(s)
     assert [each.category for each in caught] == [lazygt.GatherWarning]
     (said,) = [str(each.message) for each in caught]
     assert said.startswith(
@@ -67,4 +67,4 @@ def test_nothing_is_said_where_nothing_is_gathered_or_a_rule_decides() -> None:
         x.sort(0).values.sum().item()  # along the cut dim: its rule has rows for the other one
         assert s.last_plan is not None
         assert [each.kind for each in s.last_plan.collectives] == ["all_gather"]
-        assert not s.why().gathers
+        assert not lazygt.why(s).gathers

@@ -182,7 +182,7 @@ def test_a_profile_shows_launches_and_waits() -> None:
     with lazygt.session(mesh=DATA, threads=1) as s:
         x = lazygt.distribute(torch.ones(6), [S0])
         s.flush()
-        with s.profile() as timeline:
+        with lazygt.profile(s) as timeline:
             assert x.sin().sum().item() == pytest.approx(6 * 0.8414710)
         names = {event["name"] for event in timeline.events()}
         assert {"lazygt.launch_", "lazygt.wait"} <= names

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lazygt.doctor import compiler
+from lazygt.observe.doctor import compiler
 
 FOUND = compiler()
 

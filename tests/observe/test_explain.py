@@ -16,12 +16,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lazygt
-import lazygt.explain as explaining
+import lazygt.observe.explain as explaining
 from lazygt import cli
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs, peak_bytes
+from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import CALL, Fuse, candidates
-from lazygt.report import LineCost, PlanCost, Report, shown
 from lazygt.runtime.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
 
@@ -250,8 +250,8 @@ def test_a_plan_explains_itself() -> None:
     with lazygt.session(launcher="inline") as s:
         model.to("lazygt")(torch.randn(16, 32, device="lazygt")).sum().backward()
         plan = s.plans()[-1]
-        report = plan.explain()
-        whole = s.explain()
+        report = lazygt.explain(plan)
+        whole = lazygt.explain(s)
     assert report.total == sum(graph_costs(plan.graph)[1:], graph_costs(plan.graph)[0])
     assert report.peak == peak_bytes(plan.graph, Schedule.of(plan.graph).frees)
     assert [each.name for each in report.plans] == [plan.digest.hex()[:12]]
@@ -279,7 +279,7 @@ def test_gains_are_those_by_which_the_pass_decided() -> None:
                 each.gain for each in explaining.report_of([runs._replace(times=1)]).fused
             )
             assert shown == pytest.approx(sorted(set(found)))
-        assert s.explain().fused
+        assert lazygt.explain(s).fused
 
 
 @pytest.mark.parametrize("n", [4, 1 << 20])
@@ -290,7 +290,7 @@ def test_the_pass_and_the_report_agree(n: int) -> None:
     assert found.members == [0, 1, 2]
     fused = Fuse().run(graph)
     assert (fused.nodes[0].body is not None) == (found.gain > 0) == (n > 4)
-    before, after = graph.explain(), fused.explain()
+    before, after = lazygt.explain(graph), lazygt.explain(fused)
     assert not before.fused
     assert len(before.unfused) == 1
     if n > 4:
@@ -318,7 +318,7 @@ def test_why_not_fused(rows: tuple[str, ...], why: str) -> None:
     shapes = ("f32[4]", "f32[2, 2]")
     lines = [f"%{n + 1}: {shapes[n]} = {row}  # a.py:{n}" for n, row in enumerate(rows)]
     text = ["graph {", "%0: f32[4] = input", *lines, f"return %{len(rows)}", "}"]
-    (found, *_) = parse_graph("\n".join(text)).explain().unfused
+    (found, *_) = lazygt.explain(parse_graph("\n".join(text))).unfused
     assert why in found.why
 
 
@@ -332,7 +332,7 @@ def test_a_group_that_grew_too_large_says_so() -> None:
 
 
 def test_an_empty_graph_has_a_report() -> None:
-    report = parse_graph("graph {\n%0: f32[4] = input\nreturn %0\n}").explain()
+    report = lazygt.explain(parse_graph("graph {\n%0: f32[4] = input\nreturn %0\n}"))
     assert report.total.launches == 0
     assert report.peak == 16
     assert str(report).endswith("not fused\nnone")
@@ -340,7 +340,7 @@ def test_an_empty_graph_has_a_report() -> None:
 
 def test_a_plan_counts_no_more_than_its_graph() -> None:
     plan = Plan.build(parse_graph(CHAIN.format(n=8)))
-    assert plan.explain().lines == plan.graph.explain().lines
+    assert lazygt.explain(plan).lines == lazygt.explain(plan.graph).lines
 
 
 # -- in a terminal -------------------------------------------------------------------------------
@@ -381,3 +381,8 @@ def test_a_report_is_as_wide_as_the_terminal(width: int) -> None:
 )  # fmt: skip
 def test_a_line_is_told_as_short_as_it_can_be(line: str, expected: str) -> None:
     assert shown(line) == expected
+
+
+def test_only_graphs_plans_and_sessions_are_explained() -> None:
+    with pytest.raises(TypeError, match="expected a graph, a plan or a session, not int"):
+        lazygt.explain(3)  # type: ignore[arg-type]

@@ -11,15 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import lazygt
 from lazygt import cli
-from lazygt.commands.base import Option, own_first
-from lazygt.commands.diff import read_plans
-from lazygt.commands.dump import STAGES, wrapped
+from lazygt.cli.dump import STAGES, read_plans, wrapped
+from lazygt.cli.script import Option, own_first, run_script
 from lazygt.graph.text import parse_graph
 from lazygt.passes import PIPELINE
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 PLAIN = """\
 import sys
@@ -417,3 +417,13 @@ def test_doctor_reports_and_fails_on_a_failed_check(monkeypatch: pytest.MonkeyPa
     result = _run("doctor")
     assert result.exit_code == 1
     assert "failed: torch" in result.output
+
+
+def test_sessions_are_told_of_while_a_script_runs_and_no_longer(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import lazygt\nlazygt.session(launcher='inline').close()\n")
+    ran = run_script(script, settings={"launcher": "inline", "max_ahead": 3})
+    assert [s.config.max_ahead for s in ran.sessions] == [3]
+    with lazygt.session(launcher="inline") as other:
+        assert other.config.max_ahead == 4
+    assert len(ran.sessions) == 1

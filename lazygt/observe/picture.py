@@ -25,7 +25,7 @@ from lazygt.graph.cost import Cost, family, member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
-from lazygt.graph.page import BACKWARD, Label, Paths, labels, legend, quotient, to_html
+from lazygt.observe.page import BACKWARD, Label, Paths, labels, legend, quotient, to_html
 
 #: Above so many ops ``collapse="auto"`` draws one box a line.
 MANY = 150
@@ -55,7 +55,7 @@ def to_networkx(
     ``graph.cost``), ``line`` (``file:line``, ``"?"`` when unknown), ``backward`` (whether autograd
     ran it; its line is that of the op whose gradient it is), ``meta`` (text of the results' metas),
     ``cost`` (a Cost), ``flops``, ``bytes``, ``sync`` (whether the client waits for it),
-    ``exchange`` (the Communication that it launches, or None), ``group`` (id or None). Ids are
+    ``collective`` (the Communication that it launches, or None), ``group`` (id or None). Ids are
     ``in0``, ``n3``, ``n3.1`` (a member of the fused node ``n3``) and ``out0``. The sum of all costs
     is the graph's.
 
@@ -72,7 +72,7 @@ def to_networkx(
 class _Drawing:
     def __init__(self, graph: Graph, mesh: Mesh | None, backward: Collection[int]) -> None:
         self.graph, self.metas, self.backward = graph, graph.values, backward
-        self.exchanges = communications_by_node(graph, mesh)
+        self.collectives = communications_by_node(graph, mesh)
         self.drawing = nx.DiGraph(groups=[])
         #: the id of what makes each value
         self.makers: list[str] = []
@@ -82,8 +82,8 @@ class _Drawing:
         costs = member_costs(graph)
         for number, node in enumerate(graph.nodes):
             self._node(f"n{number}", node, number, costs[number])
-            if number in self.exchanges:
-                self.drawing.nodes[f"n{number}"]["exchange"] = self.exchanges[number]
+            if number in self.collectives:
+                self.drawing.nodes[f"n{number}"]["collective"] = self.collectives[number]
         for number, value in enumerate(graph.outputs):
             self._add(f"out{number}", "output", "output", _text(self.metas[value]), sync=True)
             self._edge(self.makers[value], f"out{number}", value, self.metas[value])
@@ -131,7 +131,7 @@ class _Drawing:
         kind = op if op in ("input", "output") else "op"
         self.drawing.add_node(
             name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
-            flops=cost.flops, bytes=cost.bytes, sync=sync, exchange=None, group=group,
+            flops=cost.flops, bytes=cost.bytes, sync=sync, collective=None, group=group,
             backward=False,
         )  # fmt: skip
 

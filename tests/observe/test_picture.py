@@ -20,7 +20,7 @@ from lazygt.errors import LazyGTError
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.picture import MANY, render, to_dot, to_networkx
+from lazygt.observe.picture import MANY, render, to_dot, to_networkx
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
 
@@ -134,7 +134,7 @@ def test_attributes() -> None:
         "flops": 4,
         "bytes": 48,
         "sync": False,
-        "exchange": None,
+        "collective": None,
         "group": None,
         "backward": False,
     }
@@ -217,7 +217,7 @@ graph {
 def test_a_collective_says_what_goes_where() -> None:
     mesh = Mesh.parse("data=4,model=2")
     drawing = to_networkx(parse_graph(MEETING), mesh)
-    found = {name: each for name, each in drawing.nodes(data="exchange") if each is not None}
+    found = {name: each for name, each in drawing.nodes(data="collective") if each is not None}
     assert {name: (each.kind, each.nbytes, each.ring_bytes) for name, each in found.items()} == {
         "n0": ("all_reduce", 16, 24),
         "n1": ("all_reduce", 32, 48),

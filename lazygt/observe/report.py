@@ -69,7 +69,7 @@ class Unfused(NamedTuple):
     why: str
 
 
-class Exchange(NamedTuple):
+class CollectiveRow(NamedTuple):
     """Collectives of one kind that one line asked for, in a single run, as one rank has them.
 
     ``nbytes``: payload, ``ring``: what the rank sends in a ring, ``seconds``: an estimate; all of
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
     why: str
 
 
-class Dearer(NamedTuple):
+class AlternativeRow(NamedTuple):
     """What the best program without some collectives would cost; see ``passes.sharding.reasons``.
 
     ``extra``: seconds more; None: there is no program without them.
@@ -114,8 +114,8 @@ class Report:
     Attributes:
         head: sentences that stand above the tables.
         lines: the dearest first.
-        exchanges: the collectives, in the order of their first launch.
-        dearer: what would be in their place, where it was asked for.
+        collectives: the collectives, in the order of their first launch.
+        alternatives: what would be in their place, where it was asked for.
     """
 
     head: tuple[str, ...]
@@ -123,8 +123,8 @@ class Report:
     plans: Sequence[PlanCost]
     fused: Sequence[Fused]
     unfused: Sequence[Unfused]
-    exchanges: Sequence[Exchange] = ()
-    dearer: Sequence[Dearer] = ()
+    collectives: Sequence[CollectiveRow] = ()
+    alternatives: Sequence[AlternativeRow] = ()
 
     @property
     def total(self) -> Cost:
@@ -147,8 +147,8 @@ class Report:
             yield Text(f"\n{title}", style="bold")
             yield table.fitting(options.max_width) if table.rows else Text("none")
         for title, table in (
-            ("collectives, one run of each (times are estimates)", self._exchanges()),
-            ("and without them, axis by axis, before buckets (estimates)", self._dearer()),
+            ("collectives, one run of each (times are estimates)", self._collectives()),
+            ("and without them, axis by axis, before buckets (estimates)", self._alternatives()),
         ):
             if table.rows:
                 yield Text(f"\n{title}", style="bold")
@@ -198,19 +198,19 @@ class Report:
                  duration(gain))  # fmt: skip
         return table
 
-    def _exchanges(self) -> _Grid:
+    def _collectives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
                        ">ranks", ">time", "line", "why")  # fmt: skip
-        for each in self.exchanges:
+        for each in self.collectives:
             table.add(each.runs, each.times, _met(each.kind, each.reduce_op),
                  _bytes(each.nbytes), _bytes(each.ring), each.axis, each.ranks,
                  duration(each.seconds), shown(each.line), each.why)  # fmt: skip
         return table
 
-    def _dearer(self) -> _Grid:
+    def _alternatives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
                        "line", "comes of", "instead")  # fmt: skip
-        for each in self.dearer:
+        for each in self.alternatives:
             forced = each.extra is None
             extra = "-" if each.extra is None else _signed(each.extra)
             instead = "nothing: the annotations force it" if forced else each.instead

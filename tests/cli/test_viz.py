@@ -16,9 +16,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lazygt
-import lazygt.explain
+import lazygt.observe.explain
 from lazygt import cli
-from lazygt.graph import picture
+from lazygt.observe import picture
 
 pytestmark = pytest.mark.timeout(120)
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="no Graphviz on PATH")
@@ -164,20 +164,21 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
     with lazygt.session(launcher="inline") as s:
         model.to("lazygt")(torch.ones(4, 3)).sum().backward()
         graph = s.plans()[-1].graph
-    assert nx.utils.graphs_equal(graph.to_networkx(), picture.to_networkx(graph))
-    path = graph.render(tmp_path / "a.dot", collapse=True)
+    assert nx.utils.graphs_equal(lazygt.to_networkx(graph), picture.to_networkx(graph))
+    path = lazygt.render(graph, tmp_path / "a.dot", collapse=True)
     assert path == tmp_path / "a.dot"
     assert path.read_text() == picture.to_dot(graph, True)
     with pytest.raises(ValueError, match="must end in one of"):
-        graph.render(tmp_path / "a.jpg")
+        lazygt.render(graph, tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize(
     ("module", "not_loaded"),
     [
         ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
-                    "lazygt.passes.rules", "lazygt.runtime.compiling.service"]),
-        ("lazygt.explain", ["networkx", "graphviz", "lazygt.passes.rules"]),
+                    "lazygt.passes.rules", "lazygt.runtime.compiling.service",
+                    "lazygt.observe"]),
+        ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.rules"]),
         ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.rules"]),
     ],
 )  # fmt: skip

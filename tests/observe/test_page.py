@@ -13,8 +13,8 @@ import networkx as nx
 import pytest
 
 from lazygt.graph import Graph, parse_graph
-from lazygt.graph.page import quotient, rows
-from lazygt.graph.picture import render
+from lazygt.observe.page import quotient, rows
+from lazygt.observe.picture import render
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

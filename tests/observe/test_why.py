@@ -1,4 +1,4 @@
-"""``session.why()``, ``stages`` and ``plans``: what was flushed, missed and compiled, and why."""
+"""``lazygt.why(s)``, ``stages`` and ``plans``: what was flushed, missed and compiled, and why."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ import torch
 
 import lazygt
 from lazygt.history import Flush
+from lazygt.observe.why import Why
 from lazygt.runtime.tiers import Compile
-from lazygt.why import Why
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,7 +44,7 @@ def test_a_flush_names_who_forced_it(s: lazygt.Session) -> None:
     w.grad.sum().item()
     item = _here(-1)
     s.synchronize()
-    rows = _rows(s.why(), "flushes")
+    rows = _rows(lazygt.why(s), "flushes")
     assert rows[0].startswith(f"1x backward  {backward}  ")
     assert rows[1].startswith(f"1x item  {item}  1 ops, plan ")
     assert rows[-1].startswith(f"1x synchronize()  {_here(-4)}")
@@ -55,7 +55,7 @@ def test_flushes_that_are_alike_share_a_row(s: lazygt.Session) -> None:
     s.flush()
     for _ in range(5):
         (x * 2).tolist()
-    rows = _rows(s.why(), "flushes")
+    rows = _rows(lazygt.why(s), "flushes")
     assert len(rows) == 2
     assert re.fullmatch(r"5x to cpu  \S+  1 ops, plan [0-9a-f]{12}, 4 hits", rows[1])
 
@@ -65,7 +65,7 @@ def test_only_the_latest_flushes_are_kept(s: lazygt.Session, monkeypatch: Any) -
     for _ in range(1_100):
         x += 1
         s.flush()
-    why = s.why()
+    why = lazygt.why(s)
     assert (len(why.flushes), why.flushed) == (1_000, 1_100)
     assert "flushes (the latest 1000 of 1100)" in str(why)
 
@@ -79,7 +79,7 @@ def test_a_miss_shows_old_shapes_against_new(s: lazygt.Session) -> None:
     for size in (4, 5):
         torch.ones(size, 3, device="cpu").to("lazygt").mm(w).tolist()
         line = _here(-1)
-    rows = _rows(s.why(), "plan misses")[-3:]
+    rows = _rows(lazygt.why(s), "plan misses")[-3:]
     assert re.fullmatch(
         r"plan \w{12}, built in \d+\.\d ms, flush 'to cpu': "
         r"input f32\[5, 3\] where input f32\[4, 3\] was before", rows[0],
@@ -94,7 +94,7 @@ def test_a_miss_shows_old_numbers_and_lines_against_new(s: lazygt.Session) -> No
     old = _here(-1)
     x.sum(1).tolist()
     new = _here(-1)
-    rows = _rows(s.why(), "plan misses")[-3:]
+    rows = _rows(lazygt.why(s), "plan misses")[-3:]
     assert rows[0].endswith("aten.sum.dim_IntList with other arguments or shapes than before")
     assert rows[1] == f"  before  aten.sum.dim_IntList(f32[4, 6], [0])  {old}"
     assert rows[2] == f"  now     aten.sum.dim_IntList(f32[4, 6], [1])  {new}"
@@ -109,7 +109,7 @@ def test_a_miss_finds_lines_of_what_rank_0_does_not_run() -> None:
             line = _here(-1)
             s.flush()
             del total
-        rows = _rows(s.why(), "plan misses")
+        rows = _rows(lazygt.why(s), "plan misses")
     assert rows[-2] == f"  before  aten.sum.dim_IntList(f32[4, 6], [0])  {line}"
 
 
@@ -118,8 +118,8 @@ def test_a_miss_shows_the_kinds_of_run_time_numbers(s: lazygt.Session) -> None:
     s.flush()
     for number in (2, 3, 2.5, 3.5):
         (x * number).tolist()
-    rows = _rows(s.why(), "plan misses")
-    assert len(s.why().misses) == 3  # the first, an int's and a float's
+    rows = _rows(lazygt.why(s), "plan misses")
+    assert len(lazygt.why(s).misses) == 3  # the first, an int's and a float's
     assert rows[-2].startswith("  before  aten.mul.Tensor(f32[4], int)  ")
     assert rows[-1].startswith("  now     aten.mul.Tensor(f32[4], float)  ")
 
@@ -129,8 +129,8 @@ def test_a_miss_shows_the_kinds_of_named_numbers(s: lazygt.Session) -> None:
     s.flush()
     for number in (2, 2.5):
         torch.add(x, x, alpha=number).tolist()
-    assert "aten.add.Tensor(f32[4], f32[4], alpha=int)" in str(s.why())
-    assert "aten.add.Tensor(f32[4], f32[4], alpha=float)" in str(s.why())
+    assert "aten.add.Tensor(f32[4], f32[4], alpha=int)" in str(lazygt.why(s))
+    assert "aten.add.Tensor(f32[4], f32[4], alpha=float)" in str(lazygt.why(s))
 
 
 def test_a_miss_is_shown_against_the_step_most_like_it(s: lazygt.Session) -> None:
@@ -138,7 +138,10 @@ def test_a_miss_is_shown_against_the_step_most_like_it(s: lazygt.Session) -> Non
     s.flush()
     for op in (lambda: x.sum(0), lambda: x.exp(), lambda: x.log(), lambda: x.sum(1)):
         op().tolist()
-    assert "  before  aten.sum.dim_IntList(f32[4, 6], [0])  " in _rows(s.why(), "plan misses")[-2]
+    assert (
+        "  before  aten.sum.dim_IntList(f32[4, 6], [0])  "
+        in _rows(lazygt.why(s), "plan misses")[-2]
+    )
 
 
 def test_a_miss_shows_what_else_is_alive(s: lazygt.Session) -> None:
@@ -156,7 +159,7 @@ def test_a_miss_shows_what_else_is_alive(s: lazygt.Session) -> None:
 
     step(False)
     *_, line = step(True)
-    rows = _rows(s.why(), "plan misses")
+    rows = _rows(lazygt.why(s), "plan misses")
     assert rows[-2].endswith("another set of values is alive")
     assert rows[-1] == f"  alive   aten.exp.default f32[3]  {line}"
 
@@ -167,7 +170,7 @@ def test_a_miss_of_a_shorter_stretch(s: lazygt.Session) -> None:
     s.flush()
     x = torch.ones(3).exp()
     s.flush()
-    assert s.why().misses[-1].reason == "the trace ends where no kept plan ends"
+    assert lazygt.why(s).misses[-1].reason == "the trace ends where no kept plan ends"
     del x, y
 
 
@@ -175,11 +178,11 @@ def test_a_miss_of_a_shorter_stretch(s: lazygt.Session) -> None:
 
 
 def test_a_data_dependent_op_is_a_fallback(s: lazygt.Session) -> None:
-    assert _rows(s.why(), "fallbacks") == ["none"]
+    assert _rows(lazygt.why(s), "fallbacks") == ["none"]
     x = torch.ones(3)
     for _ in range(2):
         torch.nonzero(x)
-    assert _rows(s.why(), "fallbacks") == [
+    assert _rows(lazygt.why(s), "fallbacks") == [
         f"2x aten.nonzero.default  {_here(-2)}  "
         f"its result's shape depends on values: shipped and asked"
     ]
@@ -206,7 +209,7 @@ def test_compiles_are_shown_and_what_gains_nothing_is_a_fallback() -> None:
 
 
 def test_a_session_says_nothing_before_it_does_something(s: lazygt.Session) -> None:
-    assert str(s.why()) == (
+    assert str(lazygt.why(s)) == (
         "flushes (0)\n  none\nplan misses (0)\n  none\nfallbacks\n  none\ncompiles\n  none"
     )
 
@@ -252,6 +255,6 @@ def test_stages_go_with_their_plans() -> None:
 def test_the_generators_state_is_called_so() -> None:
     with lazygt.session(launcher="inline") as s:
         torch.rand(3).sum().item()
-        text = str(s.why())
+        text = str(lazygt.why(s))
     assert "input generator state" in text
     assert "u8[" not in text

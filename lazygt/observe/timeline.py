@@ -24,6 +24,7 @@ from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.tiers import Compile
+from lazygt.session import Session
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.
 MAX_EVENTS = 1_000_000
@@ -167,6 +168,24 @@ class Timeline:
                     "results": results}  # fmt: skip
             name = ops[0] if count == 1 else f"compiled: {count} ops"
             yield self._box(run.pid, run.track, name, begin, end, args)
+
+
+@contextmanager
+def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline]:
+    """Draw what a session does meanwhile into a timeline; ``save`` it for Perfetto.
+
+    Workers run plans node by node meanwhile; a compiled group is one node. The end of the block is
+    a sync point.
+
+    Args:
+        into: a timeline to draw into; by default a new one.
+
+    Raises:
+        RuntimeError: when a profile is being taken already.
+    """
+    timeline = Timeline() if into is None else into
+    with session.observed(partial(Probe, timeline)):
+        yield timeline
 
 
 class Probe:

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Replicate, Shard
 from typer.testing import CliRunner
 
 import lazygt
-import lazygt.explain as explaining
+import lazygt.observe.explain as explaining
 from lazygt import cli
+from lazygt.cli.script import forced_upon
 from lazygt.graph.text import parse_graph
-from lazygt.report import Dearer, Report
-from lazygt.scripts import forced_upon
+from lazygt.observe.report import AlternativeRow, Report
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -189,12 +189,12 @@ def test_a_plan_tells_what_its_collectives_send() -> None:
         plan = s.last_plan
         assert plan is not None
         (one,) = plan.collectives
-        (row,) = plan.explain().exchanges
-        (same,) = s.explain().exchanges
+        (row,) = lazygt.explain(plan).collectives
+        (same,) = lazygt.explain(s).collectives
     assert (one.kind, one.nbytes, one.ranks, one.ring_bytes) == ("all_reduce", 256, 4, 384)
     assert (row.kind, row.nbytes, row.ranks, row.ring) == ("all_reduce", 256, 4, 384)
     assert same == row
-    assert "all_reduce sum" in plan.explain()._repr_html_()
+    assert "all_reduce sum" in lazygt.explain(plan)._repr_html_()
 
 
 def test_explain_counts_what_a_session_on_workers_runs() -> None:
@@ -225,8 +225,10 @@ def test_a_notebook_shows_the_collectives_of_the_last_plan() -> None:
 
 
 def test_what_would_be_cheaper_and_what_is_forced_say_so() -> None:
-    row = Dearer(2, 1, "all_reduce sum", 8, "data", 1e-4, "a.py:1", "", "all_gather 4 B", -2e-4)
-    report = Report((), [], [], [], [], dearer=[row, row._replace(extra=None)])
+    row = AlternativeRow(
+        2, 1, "all_reduce sum", 8, "data", 1e-4, "a.py:1", "", "all_gather 4 B", -2e-4
+    )
+    report = Report((), [], [], [], [], alternatives=[row, row._replace(extra=None)])
     cheaper, forced = str(report).splitlines()[-2:]
     assert re.search(r"100 us +-200 us  a.py:1 ", cheaper)
     assert re.search(r"100 us +-  a.py:1 +nothing: the annotations force it$", forced)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from lazygt.commands.base import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
-from lazygt.commands.dump import GRAPHS, most_ops
+from lazygt.cli.dump import GRAPHS, most_ops
+from lazygt.cli.script import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
 from lazygt.errors import LazyGTError
 from lazygt.graph.node import Graph
 from lazygt.graph.text import count
 from lazygt.runtime.plan import Plan
 from lazygt.session import Session
 
-_COLLAPSE: dict[str, str | bool] = {"auto": "auto", "always": True, "never": False}
+_COLLAPSE: dict[str, Literal["auto"] | bool] = {"auto": "auto", "always": True, "never": False}
 
 
 def viz(
@@ -53,9 +53,11 @@ def viz(
         graph = _graph(*plans[number], stage)
         if graph is None:
             fail(context, f"plan {number} went through no stage {stage!r}")
+        from lazygt.observe.picture import render  # why: networkx takes a tenth of a second to load
+
         try:
-            found = plans[number][1]
-            graph.render(output, _COLLAPSE[collapse], found.mesh, found.backward)
+            drawn = plans[number][1]
+            render(graph, output, _COLLAPSE[collapse], drawn.mesh, drawn.backward)
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
         typer.echo(f"plan {number} of {len(plans)} ({_ops(graph)}) drawn to {output}")
@@ -66,7 +68,7 @@ def viz(
 
 def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
     """End the command before the script runs when the picture could not be written after it."""
-    from lazygt.graph.picture import SUFFIXES  # why: networkx takes a tenth of a second to load
+    from lazygt.observe.picture import SUFFIXES  # why: networkx takes a tenth of a second to load
 
     if stage not in GRAPHS:
         fail(context, f"there is no stage {stage!r}, only {', '.join(GRAPHS)}")

@@ -1,7 +1,6 @@
 """explain: what is going to be computed, at what cost, what is fused and why the rest is not.
 
-All numbers are counted from graphs; nothing is run. ``plan.explain()``, ``graph.explain()`` and
-``session.explain()`` make a Report (see ``faces``).
+All numbers are counted from graphs; nothing is run.
 """
 
 from __future__ import annotations
@@ -15,13 +14,22 @@ from lazygt.graph.fusion import REDUCTIONS, inline, is_member, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
+from lazygt.observe.report import (
+    AlternativeRow,
+    CollectiveRow,
+    Fused,
+    LineCost,
+    PlanCost,
+    Report,
+    Unfused,
+)
 from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
-from lazygt.report import Dearer, Exchange, Fused, LineCost, PlanCost, Report, Unfused
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.shard import AxisStep
+
 
 #: Settings of a session that records and plans, and computes nothing: its values are zeros.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
@@ -46,20 +54,25 @@ class Runs(NamedTuple):
     device_type: str = "cpu"
 
 
-def explain_graph(graph: Graph) -> Report:
-    """One run of a graph."""
-    return report_of([Runs("graph", graph, 1, collectives=communications(inline(graph)))])
+def explain(what: Graph | Plan | Session) -> Report:
+    """What one run of a graph or plan costs, what is fused in it and why the rest is not; of a
+    session, every run so far of every plan that it keeps.
 
+    Costs no sync point. Print it; a notebook shows tables.
 
-def explain_plan(plan: Plan) -> Report:
-    """One run of a plan."""
-    found = Runs(_name(plan), plan.graph, 1, None, plan.mesh, plan.collectives)
-    return report_of([found])
-
-
-def explain_session(session: Session) -> Report:
-    """Every run so far of every plan that a session keeps; costs no sync point."""
-    return report_of(runs_of(session))
+    Raises:
+        TypeError: for anything else.
+    """
+    match what:
+        case Graph():
+            return report_of([Runs("graph", what, 1, collectives=communications(inline(what)))])
+        case Plan():
+            return report_of([Runs(_name(what), what.graph, 1, None, what.mesh, what.collectives)])
+        case Session():
+            return report_of(runs_of(what))
+    raise TypeError(
+        f"lazygt.explain: expected a graph, a plan or a session, not {type(what).__name__}"
+    )
 
 
 def runs_of(session: Session, first: int = 0) -> list[Runs]:
@@ -112,25 +125,9 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
         plans,
         _merged(row for each in runs for row in _fused(each)),
         _merged(row for each in runs for row in _unfused(each)),
-        _merged(row for each in runs for row in _exchanges(each)),
-        _merged(row for each in runs if alternatives for row in _dearer(each)),
+        _merged(row for each in runs for row in _collectives(each)),
+        _merged(row for each in runs if alternatives for row in _alternatives(each)),
     )
-
-
-def _exchanges(runs: Runs) -> list[Exchange]:
-    if not runs.collectives:
-        return []
-    from lazygt.exchanges import exchanges  # why: the rules of every op take a while to load
-
-    return exchanges(runs.collectives, runs.times, runs.device_type)
-
-
-def _dearer(runs: Runs) -> list[Dearer]:
-    if not runs.decided:
-        return []
-    from lazygt.exchanges import dearer  # why: the rules of every op take a while to load
-
-    return dearer(runs.decided, runs.times)
 
 
 def _name(plan: Plan) -> str:
@@ -256,6 +253,48 @@ def _why_never(node: Node) -> str:
         number = numbers_of(node) and "groups don't take its run-time number"
         return number or "groups don't take this op, or not with these dtypes"
     return ""
+
+
+# -- what ranks exchange -------------------------------------------------------------------------
+
+
+def _collectives(runs: Runs) -> list[CollectiveRow]:
+    """One row for all collectives that differ in nothing but their bytes."""
+    if not runs.collectives:
+        return []
+    # why: the rules of every op take a while to load
+    from lazygt.passes.sharding.cost import CPU, GPU, collective_seconds
+
+    machine = GPU if runs.device_type == "cuda" else CPU
+    rows: dict[tuple[object, ...], CollectiveRow] = {}
+    for each in runs.collectives:
+        key = each.kind, each.reduce_op, each.mesh_dim, each.source, each.why
+        took = collective_seconds(machine, each.kind, each.nbytes, each.ranks)
+        old = rows.get(key)
+        count, nbytes, ring, before = (
+            (0, 0, 0, 0.0) if old is None else (old.times, old.nbytes, old.ring, old.seconds)
+        )
+        rows[key] = CollectiveRow(
+            runs.times, count + 1, each.kind, each.reduce_op, nbytes + each.nbytes,
+            ring + each.ring_bytes, each.mesh_dim, each.ranks, before + took, each.source, each.why,
+        )  # fmt: skip
+    return list(rows.values())
+
+
+def _alternatives(runs: Runs) -> list[AlternativeRow]:
+    """For the dearest collectives the best program without them; solves placements again."""
+    if not runs.decided:
+        return []
+    from lazygt.passes.sharding.reasons import reasons  # why: as above
+
+    return [
+        AlternativeRow(
+            runs.times, each.times,
+            f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind,
+            each.nbytes, each.axis, each.seconds, each.line, each.cause, each.instead, each.extra,
+        )
+        for each in reasons(runs.decided)
+    ]  # fmt: skip
 
 
 def _merged(rows: Iterable[Any]) -> list[Any]:

@@ -103,9 +103,9 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
     tip: tuple[str, ...] = (op, note)
     if data["kind"] == "op":
         text, tip = base_name(op), (*tip, *_cost(data["cost"]), *_source(data["line"]))
-    if data["exchange"] is not None:
-        text, note = _exchange(data["exchange"])
-        tip = (*_sent(data["exchange"]), *tip)
+    if data["collective"] is not None:
+        text, note = _collective(data["collective"])
+        tip = (*_sent(data["collective"]), *tip)
     return Label(text, _cut(note), "", COLOURS[data["family"]], scale, _mark([data]), tip)
 
 
@@ -118,8 +118,8 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
         return Label(title, note, "", colour, scale, mark, (note,))
     kinds = Counter(data["family"] for data in members).most_common()
     tip = (", ".join(f"{number} {kind}" for kind, number in kinds), *_cost(cost))
-    met = [each for data in members if (each := data["exchange"]) is not None]
-    tip += tuple(" ".join(_exchange(each)) for each in met[:_NAMED])
+    met = [each for data in members if (each := data["collective"]) is not None]
+    tip += tuple(" ".join(_collective(each)) for each in met[:_NAMED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source(line)
     source = "".join(map(_cut, _source(title.removesuffix(BACKWARD))[1:]))
@@ -134,7 +134,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _exchange(each: Communication) -> tuple[str, str]:
+def _collective(each: Communication) -> tuple[str, str]:
     """What a collective does, and with how much."""
     kind = f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind
     return kind, f"{amount(each.nbytes, 'B')} along {each.mesh_dim}"
@@ -268,7 +268,7 @@ def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[st
         for source, target, meta in drawing.edges(data="meta")
     ]
     data = {"title": title, "legend": legend(drawing), "rows": top, "boxes": boxes, "edges": edges}
-    template = files("lazygt.graph").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("lazygt.observe").joinpath("page.html").read_text(encoding="utf-8")
     return template.replace('"__DATA__"', _embedded(data))
 
 

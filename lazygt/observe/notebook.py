@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import torch
 
@@ -12,8 +11,9 @@ from lazygt.graph.communication import Communication
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, expand
 from lazygt.recorder import Recorder
+from lazygt.session import Session
 from lazygt.tensor import LazyTensor
-from lazygt.trie import TrieNode
+from lazygt.trie import makers
 
 #: The counts of ``stats()`` that the table of a session shows.
 _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_sent",
@@ -58,18 +58,12 @@ def _call_site_of(recorder: Recorder, index: int) -> CallSite | None:
     return (trace.call_sites[made[index]] if index >= 0 else None) or recorder.backward_call_site
 
 
-def makers(steps: list[TrieNode]) -> list[int]:
-    """For each value that a trace's ops make, the number of the op."""
-    nodes = [step.node for step in steps if step.node is not None]
-    return [number for number, node in enumerate(nodes) for _ in node.results]
-
-
 def tensor_html(t: LazyTensor) -> str:
     """A tensor's card."""
     return _table(_title(t), summary(t))
 
 
-def tensor_bundle(t: LazyTensor, include: Any = None, exclude: Any = None) -> dict[str, str]:
+def tensor_bundle(t: LazyTensor) -> dict[str, str]:
     """What IPython displays. It asks for the plain text as well, and ``repr`` would compute."""
     rows = summary(t)
     kept = ", ".join(f"{key}={rows[key]}" for key in ("shape", "dtype", "value"))
@@ -77,14 +71,13 @@ def tensor_bundle(t: LazyTensor, include: Any = None, exclude: Any = None) -> di
     return {"text/plain": text, "text/html": tensor_html(t)}
 
 
-def session_html(
-    title: str, stats: Mapping[str, Any], collectives: Sequence[Communication] = ()
-) -> str:
+def session_html(session: Session) -> str:
     """A session's counts as a table, and the collectives of its last plan as another."""
+    stats, plan = session.stats(), session.last_plan
     flushes = ", ".join(f"{reason} {count}" for reason, count in stats["flushes"].items())
     rows = {key.replace("_", " "): f"{stats[key]:,}" for key in _SHOWN}
-    table = _table(title, {"flushes": flushes or "none", **rows})
-    return table + collectives_html(collectives) if collectives else table
+    table = _table(repr(session), {"flushes": flushes or "none", **rows})
+    return table + collectives_html(plan.collectives) if plan and plan.collectives else table
 
 
 def collectives_html(collectives: Sequence[Communication]) -> str:
@@ -95,13 +88,13 @@ def collectives_html(collectives: Sequence[Communication]) -> str:
         for each in collectives
     ]  # fmt: skip
     head = ("kind", "reduce op", "nbytes", "ring bytes", "mesh dim", "source", "why")
-    storages = "".join(_row("td", row) for row in rows)
-    return f"<table><caption>collectives</caption>{_row('th', head)}{storages}</table>"
+    cells = "".join(_row("td", row) for row in rows)
+    return f"<table><caption>collectives</caption>{_row('th', head)}{cells}</table>"
 
 
 def _row(tag: str, texts: Sequence[str]) -> str:
-    storages = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
-    return f"<tr>{storages}</tr>"
+    cells = "".join(f"<{tag} style='text-align:left'>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>"
 
 
 def _title(t: LazyTensor) -> str:
@@ -109,14 +102,9 @@ def _title(t: LazyTensor) -> str:
 
 
 def _table(title: str, rows: Mapping[str, str]) -> str:
-    storages = "".join(
+    cells = "".join(
         f"<tr><th style='text-align:left'>{escape(key)}</th>"
         f"<td style='text-align:left'>{escape(value)}</td></tr>"
         for key, value in rows.items()
     )
-    return f"<table><caption>{escape(title)}</caption>{storages}</table>"
-
-
-# Notebooks look for these names; set here because this file knows tensors and not the reverse.
-LazyTensor._repr_html_ = tensor_html  # type: ignore[attr-defined]
-LazyTensor._repr_mimebundle_ = tensor_bundle  # type: ignore[attr-defined]
+    return f"<table><caption>{escape(title)}</caption>{cells}</table>"

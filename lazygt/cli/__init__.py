@@ -1,12 +1,21 @@
-"""The command line; its commands are in ``lazygt.commands``."""
+"""The command line.
+
+A new command is a function in one of these files, and a name here: in ``PLAIN``, or in
+``WITH_SCRIPT`` where it runs a script (see ``script.run``).
+"""
 
 from __future__ import annotations
 
 import typer
 
-from lazygt.commands import PLAIN, WITH_SCRIPT
-from lazygt.commands.base import SETTINGS, ScriptCommand
+from lazygt.cli.dump import diff, dump
+from lazygt.cli.script import SETTINGS, ScriptCommand
+from lazygt.cli.show import doctor, explain, profile, why
+from lazygt.cli.viz import viz
 from lazygt.context import current_session
+
+PLAIN = (diff, doctor)
+WITH_SCRIPT = (dump, explain, profile, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 for _plain in PLAIN:
@@ -25,7 +34,3 @@ def main() -> None:
     if current_session() is not None:
         raise RuntimeError("the lazygt command opens sessions of its own")
     app()
-
-
-if __name__ == "__main__":
-    main()

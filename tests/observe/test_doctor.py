@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lazygt
-from lazygt import doctor
+from lazygt.observe import doctor
 
 
 def test_report_names_every_part_once() -> None:

@@ -1,4 +1,4 @@
-"""``session.profile()``: a timeline that costs nothing when it is off."""
+"""``lazygt.profile(session)``: a timeline that costs nothing when it is off."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lazygt
-from lazygt import timeline as timelines
+from lazygt.observe import timeline as timelines
 from lazygt.runtime import wire
 from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings, decode, encode
 from lazygt.runtime.tiers import Compile
@@ -50,7 +50,7 @@ def test_a_profile_shows_client_and_workers(workers: int, tmp_path: Path) -> Non
     path = tmp_path / "trace.json"
     with lazygt.session(**settings) as s:
         pids = s.worker_pids
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             _train(3)
         before = s.stats()
     p.save(path)
@@ -75,7 +75,7 @@ def test_a_step_names_op_line_and_results() -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
         s.flush()
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             x.log()  # never looked at: the plan lacks it
             x.exp().tolist()
             line = f"{__file__}:{sys._getframe().f_lineno - 1}"
@@ -94,7 +94,7 @@ def test_each_worker_shows_the_steps_of_its_own_plan() -> None:
         lazygt.stage(last, 1)
         x = torch.ones(3, 4)
         s.flush()
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             h = first(x).tanh()
             y = last(h).sigmoid()
             line = sys._getframe().f_lineno - 1
@@ -115,7 +115,7 @@ def test_a_replayed_plan_has_the_lines_of_this_time() -> None:
         x = torch.ones(3)
         s.flush()
         x.exp().tolist()
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             x.exp().tolist()
             line = f"{__file__}:{sys._getframe().f_lineno - 1}"
         assert s.stats()["plan_hits"] == 1
@@ -124,7 +124,7 @@ def test_a_replayed_plan_has_the_lines_of_this_time() -> None:
 
 def test_steps_lie_in_their_run_and_runs_after_their_flush() -> None:
     with lazygt.session(workers=1) as s:
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             _train(2)
         (pid,) = s.worker_pids
     boxes = _boxes(p.events())
@@ -150,7 +150,7 @@ def test_steps_lie_in_their_run_and_runs_after_their_flush() -> None:
 def test_a_profile_changes_no_number() -> None:
     with lazygt.session(launcher="inline"):
         plain = _train(4)
-    with lazygt.session(launcher="inline") as s, s.profile():
+    with lazygt.session(launcher="inline") as s, lazygt.profile(s):
         profiled = _train(4)
     assert profiled == plain
 
@@ -162,7 +162,7 @@ def test_off_it_asks_for_nothing() -> None:
     assert wire.unpack(encode(Done(7))[0]) == (3, 7)
     with lazygt.session(launcher="inline") as s:
         before = _messages(s)
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             _train(2)
         runs = p.runs
         assert _messages(s) == before
@@ -192,7 +192,7 @@ def test_a_node_that_fails_is_timed_and_reported() -> None:
     with lazygt.session(launcher="inline") as s:
         table = torch.ones(3, 2)
         index = torch.tensor([0, 7])
-        with s.profile() as p, pytest.raises(lazygt.ExecutionError, match="index"):
+        with lazygt.profile(s) as p, pytest.raises(lazygt.ExecutionError, match="index"):
             table[index].sum().item()
     assert {"aten.index.Tensor"} <= {step["name"] for step in _steps(p.events())}
 
@@ -200,25 +200,29 @@ def test_a_node_that_fails_is_timed_and_reported() -> None:
 def test_a_data_dependent_op_is_profiled() -> None:
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(3)
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             assert torch.nonzero(x).tolist() == [[0], [1], [2]]
     assert "aten.nonzero.default" in {step["name"] for step in _steps(p.events())}
 
 
 def test_one_profile_at_a_time() -> None:
     with lazygt.session(launcher="inline") as s:
-        with s.profile(), pytest.raises(RuntimeError, match="being profiled already"), s.profile():
+        with (
+            lazygt.profile(s),
+            pytest.raises(RuntimeError, match="being profiled already"),
+            lazygt.profile(s),
+        ):
             pass
-        with s.profile() as again:
+        with lazygt.profile(s) as again:
             torch.ones(2, 2).mm(torch.ones(2, 2)).tolist()
     assert "aten.mm.default" in {step["name"] for step in _steps(again.events())}
-    with pytest.raises(lazygt.NoSession), s.profile():
+    with pytest.raises(lazygt.NoSession), lazygt.profile(s):
         pass
 
 
 def test_a_profile_that_ends_with_an_error_is_kept() -> None:
     with lazygt.session(launcher="inline") as s:
-        with pytest.raises(KeyError), s.profile() as p:  # noqa: PT012 - the error ends both
+        with pytest.raises(KeyError), lazygt.profile(s) as p:  # noqa: PT012 - the error ends both
             torch.ones(2).tolist()
             raise KeyError("mine")
         assert p.runs == 1
@@ -229,7 +233,7 @@ def test_a_profile_that_ends_with_an_error_is_kept() -> None:
 def test_two_sessions_in_one_timeline() -> None:
     timeline = timelines.Timeline()
     for _ in range(2):
-        with lazygt.session(launcher="inline") as s, s.profile(timeline):
+        with lazygt.session(launcher="inline") as s, lazygt.profile(s, timeline):
             torch.ones(2).tolist()
     names = [e["args"]["name"] for e in timeline.events() if e["name"] == "thread_name"]
     assert [name for name in names if "worker" in name] == [
@@ -242,7 +246,7 @@ def test_a_long_profile_keeps_its_beginning(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(timelines, "MAX_EVENTS", 60)
     with lazygt.session(launcher="inline") as s:
         x = torch.ones(2)
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             for _ in range(20):
                 x = x * 2
                 s.flush()
@@ -257,7 +261,7 @@ def test_compiles_that_ended_meanwhile_are_drawn(monkeypatch: pytest.MonkeyPatch
         return Compile("key", 3, "a.py:1", "compiled", 0.25, 2.0, at=p.begin / 1e9 + second, took=2)
 
     with lazygt.session(launcher="inline") as s:
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             running = Compile("key", 3, "a.py:1", "compiling")
             monkeypatch.setattr(s, "compiles", lambda: [at(-9), at(1), running])
         (box,) = [e for e in _boxes(p.events()) if e["name"] == "compile 3 ops: compiled"]
@@ -282,7 +286,7 @@ def test_a_compiled_group_is_one_step() -> None:
         if not any(each.status in ("compiled", "cached") for each in s.compiles()):
             pytest.skip(f"nothing can be compiled here: {s.compiles()}")
         unprofiled = work()
-        with s.profile() as p:
+        with lazygt.profile(s) as p:
             assert work() == unprofiled
     assert unprofiled == pytest.approx(plain, rel=1e-4)
     groups = [step for step in _steps(p.events()) if step["name"].startswith("compiled: ")]

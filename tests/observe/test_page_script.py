@@ -1,6 +1,6 @@
 """The script of the HTML page in a bare JavaScript engine: it opens, moves, magnifies, searches.
 
-tests/graph/test_page.py does the same with a mouse, where there is a browser.
+tests/observe/test_page.py does the same with a mouse, where there is a browser.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lazygt.graph import Graph, parse_graph
-from lazygt.graph.picture import render
-from tests.graph.test_page import FUSED, layered_net
+from lazygt.observe.picture import render
+from tests.observe.test_page import FUSED, layered_net
 
 quickjs = pytest.importorskip("quickjs", reason="quickjs-ng is not installed")
 

@@ -14,12 +14,22 @@ from typing import TYPE_CHECKING
 from lazygt.graph.source import expand
 from lazygt.history import Flush, Miss
 from lazygt.runtime.tiers import Compile
+from lazygt.session import Session
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import Gather
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
+
+
+def why(session: Session) -> Why:
+    """Flushes of a session with who forced them, plan misses, fallbacks and compiles; print it."""
+    history = session.history
+    return Why(
+        tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
+        session.compiles(), tuple(history.gathers.values()),
+    )  # fmt: skip
 
 
 @dataclass

@@ -1,0 +1,119 @@
+"""``lazygt explain``, ``why``, ``profile``: what a script would cost, why it was run as it was, and
+where its time went; ``lazygt doctor``: whether a session works on this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lazygt.cli.script import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
+from lazygt.observe import doctor as checks
+from lazygt.observe.explain import DRY, Runs, report_of, runs_of
+from lazygt.observe.report import Report
+from lazygt.observe.timeline import Timeline
+from lazygt.observe.timeline import profile as profile_of
+from lazygt.observe.why import why as why_of
+from lazygt.session import Session
+
+_SLOWEST = 5
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+_DRY = (
+    "Nothing was computed. What the script read of computed values was 0 (or False), so a branch "
+    "on them may differ from a real run."
+)
+_FAILED = " The script failed; this is what it recorded until then."
+
+
+def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None:
+    """Record an unchanged script without computing anything, and say what it would cost.
+
+    For each of its lines: flops, bytes, launches and peak memory; what is fused, and why the rest
+    is not. On a mesh, which needs none of its workers: what one rank of it does, the collectives,
+    and what would be dearer. A script that fails on the way is explained up to there, with exit
+    code 1.
+    """
+    ran = run(context, script, True, on_mesh(context, DRY, mesh))
+    runs: list[Runs] = []
+    first = 0
+    for session in ran.sessions:
+        runs += runs_of(session, first)
+        first += len(session.entries())
+    report = report_of(runs, alternatives=True)
+    if report.plans:
+        _show(report, _DRY + (_FAILED if ran.failed else ""))
+    elif not ran.failed:
+        typer.echo("no plan was built: the script recorded nothing on device lazygt")
+    finish(ran)
+
+
+def _show(report: Report, head: str) -> None:
+    """In the terminal's width and colours; everything, as plain text, into a file or pipe."""
+    if sys.stdout.isatty():
+        console = Console()
+        console.print(head, style="italic")
+        console.print(report)
+    else:
+        typer.echo(f"{head}\n{report}")
+
+
+def why(context: typer.Context, script: Script, inline: Inline = False) -> None:
+    """Run an unchanged script and say what forced each flush and why each plan was built."""
+    ran = run(context, script, inline)
+    for number, session in enumerate(ran.sessions):
+        stats = session.stats()
+        typer.echo(f"session {number}: {stats['ops_recorded']} ops recorded, "
+                   f"{stats['plans_built']} plans built, {stats['plan_hits']} hits")  # fmt: skip
+        typer.echo(why_of(session))
+    finish(ran)
+
+
+def profile(
+    context: typer.Context,
+    script: Script,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="the file to write")
+    ] = Path("trace.json"),
+    inline: Inline = False,
+) -> None:  # fmt: skip
+    """Run an unchanged script and write a timeline in Chrome's trace format.
+
+    Workers run plans node by node for it, so it shows where time goes, not how fast it is.
+    """
+    check_output(context, output)
+    timeline = Timeline()
+    with ExitStack() as profiles:
+        ran = run(
+            context,
+            script,
+            inline,
+            opened=lambda session: profiles.enter_context(profile_of(session, timeline)),
+        )
+    try:
+        timeline.save(output)
+    except OSError as error:
+        fail(context, str(error))
+    typer.echo(f"{timeline.runs} runs written to {output}; open it at https://ui.perfetto.dev")
+    for line, steps, seconds in timeline.by_line()[:_SLOWEST]:
+        typer.echo(f"  {seconds * 1e3:10.3f} ms  {steps:6} steps  {line}")
+    finish(ran)
+
+
+def doctor() -> None:
+    """Say what this machine has, and whether a session works on it."""
+    found = checks.report(lambda: Session(workers=1))
+    table = Table("part", "", "finding", "advice")
+    for check in found:
+        colour = _COLOURS[check.status]
+        table.add_row(check.name, f"[{colour}]{check.status}[/]", check.detail, check.advice)
+    Console().print(table)
+    failed = [check.name for check in found if check.status == "fail"]
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
