@@ -16,7 +16,7 @@ import torch
 
 import lazygt
 from benchmarks.harness import Measured, Report, parser
-from benchmarks.models import TINY_GPT, TrieNode, gpt_step, mlp_step
+from benchmarks.models import TINY_GPT, Step, gpt_step, mlp_step
 from lazygt.graph.alias import op_facts
 from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
@@ -24,7 +24,7 @@ from lazygt.infer import Inference
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import encode_graph
-from lazygt.trie import TrieNode as TrieStep
+from lazygt.trie import TrieNode
 from lazygt.trie import build_graph
 
 SIZES = (1_000, 3_000, 10_000)
@@ -38,7 +38,7 @@ _NUMBERS = {"int": 1, "float": 1.0, "complex": 1j, "bool": True}
 class Recorded(NamedTuple):
     """A trace as the session finds it at a flush."""
 
-    steps: list[TrieStep]
+    steps: list[TrieNode]
     outputs: tuple[int, ...]
     lines: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
         return build_graph(self.steps, self.outputs, self.lines, self.kinds)
 
 
-def chain_of_numbers() -> TrieNode:
+def chain_of_numbers() -> Step:
     """Ten ops a step of one long chain; one of them takes a number known only at run time."""
     a, b = torch.full((4,), 0.999, device="lazygt"), torch.full((4,), 0.001, device="lazygt")
     state = [torch.ones(4, device="lazygt")]
@@ -64,14 +64,14 @@ def chain_of_numbers() -> TrieNode:
 
 
 # name, how to make the step
-PROGRAMS: tuple[tuple[str, Callable[[], TrieNode]], ...] = (
+PROGRAMS: tuple[tuple[str, Callable[[], Step]], ...] = (
     ("chain", chain_of_numbers),
     ("MLP, Adam", lambda: mlp_step("lazygt", "adam", batch=4, width=16)),
     ("GPT, AdamW", lambda: gpt_step("lazygt", TINY_GPT)),
 )
 
 
-def record(make: Callable[[], TrieNode], nodes: int) -> Recorded:
+def record(make: Callable[[], Step], nodes: int) -> Recorded:
     """Steps of a program in one trace, at least `nodes` ops of them.
 
     The first step is shipped before: it makes the optimizer's state, later ones are all alike.

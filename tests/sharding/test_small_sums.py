@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from tests.sharding.counting import GPT
-from tests.sharding.test_parallel import megatron
+from tests.sharding.test_tensor_parallel import megatron
 
 pytestmark = pytest.mark.timeout(120)
 
