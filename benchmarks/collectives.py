@@ -22,10 +22,10 @@ from benchmarks.harness import Report, interleave, parser, ratio
 from benchmarks.sharded_processes import Crew
 from benchmarks.transfer import verdict
 from benchmarks.transfer_processes import SECONDS, requests
-from lazygt.runtime import group
-from lazygt.runtime.backends import HOST
-from lazygt.runtime.channel import listen_local
-from lazygt.runtime.launchers.base import GroupSpec
+from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives.backends import HOST
+from lazygt.runtime.launch.base import GroupSpec
+from lazygt.runtime.launch.channel import listen_local
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LAZYGT, GLOO = "lazygt", "Gloo"

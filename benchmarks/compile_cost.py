@@ -20,12 +20,11 @@ from benchmarks.models import TINY_GPT, Step, gpt_step, mlp_step
 from lazygt.graph.alias import op_facts
 from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
-from lazygt.infer import Inference
 from lazygt.passes import PIPELINE, run_passes
+from lazygt.record.infer import Inference
+from lazygt.record.trie import TrieNode, build_graph
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import encode_graph
-from lazygt.trie import TrieNode
-from lazygt.trie import build_graph
 
 SIZES = (1_000, 3_000, 10_000)
 AIM = 60.0

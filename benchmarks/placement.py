@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from benchmarks.compile_cost import record
 from benchmarks.harness import Measured, Report, parser
 from benchmarks.models import GPT, GPTSize, Step, update
-from lazygt.graph.label import Sharded
 from lazygt.graph.node import Graph
+from lazygt.graph.placement import Shard
 from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.fold import Fold
-from lazygt.passes.rules import has_rule, rows_of
 from lazygt.passes.sharding.cost import CPU
 from lazygt.passes.sharding.problem import Question, build_problem
-from lazygt.passes.sharding.reach import Annotation
-from lazygt.passes.solver import Solution, solve
+from lazygt.passes.sharding.propagate import Annotation
+from lazygt.passes.sharding.rules import has_rule, strategies_of
+from lazygt.passes.sharding.solver import Solution, solve
 
 #: Layers of the GPT; the last one gives 10,000 nodes and some.
 LAYERS = (4, 16, 64)
@@ -65,20 +65,20 @@ def recorded(layers: int) -> Graph:
 def data_parallel(graph: Graph) -> Annotations:
     """The batch is sharded."""
     batch = (SIZE.batch, SIZE.length + 1)
-    return _by_shape(graph, {batch: Annotation(Sharded(0))})
+    return _by_shape(graph, {batch: Annotation(Shard(0))})
 
 
 def tensor_parallel(graph: Graph) -> Annotations:
     """Weights are sharded as Megatron does: the first of a pair by column, the second by row."""
     dim = SIZE.dim
-    columns, rows = Annotation(Sharded(0), "pinned"), Annotation(Sharded(1), "pinned")
+    columns, rows = Annotation(Shard(0), "pinned"), Annotation(Shard(1), "pinned")
     return _by_shape(graph, {(4 * dim, dim): columns, (dim, 4 * dim): rows})
 
 
 def fully_sharded(graph: Graph) -> Annotations:
     """The batch is sharded; weights and the optimizer's state are stored in blocks."""
     states = {
-        value: Annotation(Sharded(0), "stored")
+        value: Annotation(Shard(0), "stored")
         for value, meta in enumerate(graph.inputs)
         if meta.shape and meta.shape[0] >= SIZE.dim
     }
@@ -116,7 +116,12 @@ def choose(graph: Graph, annotations: Annotations, explore: bool, parts: int) ->
     start = time.process_time()
     metas = graph.values
     question = build_problem(
-        graph, lambda node: rows_of(node, metas, parts), parts, CPU, annotations, explore=explore
+        graph,
+        lambda node: strategies_of(node, metas, parts),
+        parts,
+        CPU,
+        annotations,
+        explore=explore,
     )
     built = time.process_time()
     solution = solve(question.problem)

@@ -34,27 +34,27 @@ __version__ = "0.1.0"
 #: worker all that users name. A worker process runs plans; the front (device, recorder, session)
 #: is the client's alone.
 _WHERE = {
-    "LazyTensor": "lazygt.tensor",
+    "LazyTensor": "lazygt.record.tensor",
     "Session": "lazygt.session",
-    "apply": "lazygt.functions",
-    "column_parallel": "lazygt.styles",
+    "apply": "lazygt.record.functions",
+    "column_parallel": "lazygt.parallel.styles",
     "current": "lazygt.session",
-    "data_parallel": "lazygt.tensor_parallel",
-    "distribute": "lazygt.sharding",
+    "data_parallel": "lazygt.parallel.tensor_parallel",
+    "distribute": "lazygt.parallel.distribute",
     "explain": "lazygt.observe.explain",
-    "fully_shard": "lazygt.fsdp",
-    "parallelize": "lazygt.tensor_parallel",
-    "prepare_module_input": "lazygt.styles",
+    "fully_shard": "lazygt.parallel.fsdp",
+    "parallelize": "lazygt.parallel.tensor_parallel",
+    "prepare_module_input": "lazygt.parallel.styles",
     "profile": "lazygt.observe.timeline",
-    "redistribute": "lazygt.sharding",
+    "redistribute": "lazygt.parallel.distribute",
     "render": "lazygt.observe.picture",
-    "row_parallel": "lazygt.styles",
-    "sequence_parallel": "lazygt.styles",
+    "row_parallel": "lazygt.parallel.styles",
+    "sequence_parallel": "lazygt.parallel.styles",
     "session": "lazygt.session",
-    "shard_optimizer_state": "lazygt.optimizer_state",
-    "stage": "lazygt.pipeline",
+    "shard_optimizer_state": "lazygt.parallel.optimizer_state",
+    "stage": "lazygt.parallel.pipeline",
     "to_networkx": "lazygt.observe.picture",
-    "vocab_parallel": "lazygt.styles",
+    "vocab_parallel": "lazygt.parallel.styles",
     "why": "lazygt.observe.why",
 }
 
@@ -72,29 +72,29 @@ if TYPE_CHECKING:
     from lazygt.observe.picture import render, to_networkx
     from lazygt.observe.timeline import profile
     from lazygt.observe.why import why
-    from lazygt.tensor import Viewer as _Viewer
+    from lazygt.record.tensor import Viewer as _Viewer
 
 if os.environ.get("LAZYGT_WORKER") != "1":
-    from lazygt.device import register as _register
-    from lazygt.fsdp import fully_shard
-    from lazygt.functions import apply
-    from lazygt.optimizer_state import register as _follow
-    from lazygt.optimizer_state import shard_optimizer_state
-    from lazygt.pipeline import stage
-    from lazygt.registrations import watch as _watch
-    from lazygt.session import Session, current
-    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
-    from lazygt.sharding import distribute, redistribute
-    from lazygt.styles import (
+    from lazygt.parallel.distribute import distribute, redistribute
+    from lazygt.parallel.fsdp import fully_shard
+    from lazygt.parallel.optimizer_state import register as _follow
+    from lazygt.parallel.optimizer_state import shard_optimizer_state
+    from lazygt.parallel.pipeline import stage
+    from lazygt.parallel.styles import (
         column_parallel,
         prepare_module_input,
         row_parallel,
         sequence_parallel,
         vocab_parallel,
     )
-    from lazygt.tensor import LazyTensor
-    from lazygt.tensor import show_with as _show_with
-    from lazygt.tensor_parallel import data_parallel, parallelize
+    from lazygt.parallel.tensor_parallel import data_parallel, parallelize
+    from lazygt.record.device import register as _register
+    from lazygt.record.functions import apply
+    from lazygt.record.registrations import watch as _watch
+    from lazygt.record.tensor import LazyTensor
+    from lazygt.record.tensor import show_with as _show_with
+    from lazygt.session import Session, current
+    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
 
     def _notebook() -> _Viewer:
         from lazygt.observe import notebook  # why: only notebooks ask

@@ -60,7 +60,7 @@ class Config:
     )
     invariant: bool | int | Mapping[str, int] | None = _setting(
         None,
-        "the same bits for every number of workers that divides this many logical ranks an axis; "
+        "the same bits for every number of workers that divides this many virtual ranks an axis; "
         "True: 4",
         _logical_ranks,
     )

@@ -18,13 +18,13 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, expand
-from lazygt.rng import is_state
+from lazygt.record.rng import is_state
+from lazygt.record.trie import TrieNode
+from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.plan import Plan
-from lazygt.runtime.tiers import Compile
-from lazygt.trie import TrieNode
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.decisions import Gather
+    from lazygt.passes.sharding.decisions import ReplicateFallback
 
 _KEPT_MISSES = 256
 _KEPT_FLUSHES = 1_000
@@ -181,7 +181,7 @@ class History:
         self.flushes: Counter[str] = Counter()
         self.recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
         self.misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
-        self.gathers: dict[str, Gather] = {}
+        self.gathers: dict[str, ReplicateFallback] = {}
         self.plans_built = self.plan_hits = 0
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None

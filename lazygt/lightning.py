@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lazygt.context import NAME, current_session, recorder
+from lazygt.record.context import NAME, current_session, recorder
 
 # Lightning has two packages with the same classes; what a program has imported is what it uses.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:

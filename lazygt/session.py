@@ -13,33 +13,33 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from lazygt import device
 from lazygt.config import Config
-from lazygt.context import NAME, current_session
 from lazygt.errors import NoSession
-from lazygt.graph.mesh import LogicalMesh, Mesh
+from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import History, Probe
-from lazygt.idle import Idle
-from lazygt.planning import Kept, Planner, Stages
-from lazygt.recorder import Recorder
+from lazygt.planner import Kept, Planner, Stages
+from lazygt.record import device
+from lazygt.record.context import NAME, current_session
+from lazygt.record.idle import Idle
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import LazyTensor, Storage, viewer
+from lazygt.record.trace import Trace
+from lazygt.record.trie import TraceTrie
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import InstructionLog
-from lazygt.runtime.interrupts import HOLD
-from lazygt.runtime.opening import device_type, open_link
+from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.opening import device_type, open_link
 from lazygt.runtime.plan import Plan, PlanEntry
-from lazygt.runtime.tiers import Compile, Tiers
 from lazygt.runtime.values import RemoteValue
-from lazygt.shipping import Shipping
-from lazygt.tensor import LazyTensor, Storage, viewer
-from lazygt.trace import Trace
+from lazygt.submit import Shipping
 from lazygt.transfer import origins
-from lazygt.trie import TraceTrie
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.shard import AxisStep
+    from lazygt.passes.sharding.axis import AxisStep
     from lazygt.transfer.workers import Workers
 
 
@@ -54,7 +54,7 @@ class Session:
         self.config = config = Config.load(**_overseer.settings(settings))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
-        self._logical = LogicalMesh.of(self.mesh, config.invariant)
+        self._logical = VirtualMesh.of(self.mesh, config.invariant)
         self._link = open_link(config, self.mesh)
         self.device_type = kind = device_type(config)
         self._log = InstructionLog(config.log)

@@ -226,13 +226,13 @@ def has_reason(lines: list[str], first: int, last: int) -> bool:
         ("lazygt.transfer.sender", "from lazygt.passes import base", "no graphs"),
         ("lazygt.runtime.plan", "def f():\n    from ..session import x", "points up"),
         ("lazygt.record.tensor", "from lazygt.session import x", "points up"),
-        ("lazygt.tensor", "from lazygt.session import x", "points up"),
+        ("lazygt.record.tensor", "from lazygt.session import x", "points up"),
         ("lazygt.session", "from lazygt.parallel import stage", "points up"),
         ("lazygt.observe.why", "from lazygt.cli.show import x", "points up"),
         ("lazygt.parallel.distribute", "from lazygt.session import x", None),
         ("lazygt.session", "from lazygt.graph.node import Node", None),
-        ("lazygt.tensor", "from lazygt import errors", None),
-        ("lazygt.tensor", "import torch", None),
+        ("lazygt.record.tensor", "from lazygt import errors", None),
+        ("lazygt.record.tensor", "import torch", None),
     ],
 )
 def test_reader_sees(importer: str, source: str, expected: str | None) -> None:

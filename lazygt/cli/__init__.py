@@ -12,7 +12,7 @@ from lazygt.cli.dump import diff, dump
 from lazygt.cli.script import SETTINGS, ScriptCommand
 from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.viz import viz
-from lazygt.context import current_session
+from lazygt.record.context import current_session
 
 PLAIN = (diff, doctor)
 WITH_SCRIPT = (dump, explain, profile, viz, why)

@@ -15,7 +15,7 @@ import typer
 
 from lazygt.cli.script import Inline, OnMesh, Script, fail, finish, on_mesh, run
 from lazygt.graph.alias import op_facts
-from lazygt.graph.communication import Communication, communications_by_node
+from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node

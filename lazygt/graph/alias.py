@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from lazygt.graph.label import HALVES, MEETINGS
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
+from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT
 
 #: ``write_back(base, value, chain)``: base with the region that the chain views replaced.
 WRITE_BACK = "lazygt.write_back"
@@ -97,7 +97,7 @@ def has_effect(node: Node) -> bool:
     """
     if node.body is not None:
         return False
-    met = node.op in MEETINGS or node.op in HALVES
+    met = node.op in COLLECTIVES or node.op in POINT_TO_POINT
     return node.dynamic or not node.results or met or draws(node)
 
 

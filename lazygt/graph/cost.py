@@ -24,13 +24,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, analyse, draws, op_facts
-from lazygt.graph.label import HALVES, MEETINGS, WAIT
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
 from lazygt.graph.ops import viewed_argument
+from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
 
 #: What ranks do together, and the end of it.
-_COLLECTIVES = MEETINGS | HALVES | {WAIT}
+_COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
 #: Every family, those that a fused node takes its family from first.
 FAMILIES = ("matmul", "reduction", "pointwise", "random", "other", "memory", "collective",
             "view")  # fmt: skip

@@ -54,7 +54,7 @@ NUMBERS: dict[str, tuple[int | str, ...]] = {
 }
 
 
-def is_member(node: Node, metas: Metas) -> bool:
+def is_fusible(node: Node, metas: Metas) -> bool:
     """Whether a node may be a member of a fused node; ``metas`` has the meta of every value."""
     if node.op in REDUCTIONS:
         return bool(node.fresh) and _ordinary(node, metas) and not numbers_of(node)
@@ -144,7 +144,7 @@ def _params(arg: Arg) -> list[Param]:
 # -- fused nodes opened: the same graph with the members in the place of their node ----------------
 
 
-def inline(graph: Graph, kept: Collection[int] = ()) -> Graph:
+def expand_fused(graph: Graph, kept: Collection[int] = ()) -> Graph:
     """``graph`` with every fused node replaced by its members, in their order.
 
     Args:

@@ -1,6 +1,6 @@
 """Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest.
 
-With ``invariant=`` an axis has a fixed number of logical ranks, whatever workers there are. The
+With ``invariant=`` an axis has a fixed number of virtual ranks, whatever workers there are. The
 program is placed and cut for them, whoever runs it; a worker stands for as many neighbours on each
 axis as it takes.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lazygt.config import mesh_axes
-from lazygt.graph.label import Label, Sharded
+from lazygt.graph.placement import Placement, Shard
 
-#: How a value lies on a mesh: one label an axis, in its order.
-Placement = tuple[Label, ...]
+#: How a value lies on a mesh: one placement an axis, in its order.
+Placements = tuple[Placement, ...]
 
 
 class FSDPUnit(NamedTuple):
@@ -38,7 +38,7 @@ class FSDPUnit(NamedTuple):
     limit_all_gathers: bool = True
 
 
-class Stored(NamedTuple):
+class Sharding(NamedTuple):
     """How a value is kept between two runs.
 
     Attributes:
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
         unit: along this one's axis it is gathered to be used, whatever ``pinned`` says.
     """
 
-    labels: Placement
+    placements: Placements
     pinned: bool = False
     unit: FSDPUnit | None = None
 
@@ -118,38 +118,38 @@ class Mesh:
         return [tuple(line) for line in found.values()]
 
 
-# -- logical ranks ---------------------------------------------------------------------------------
+# -- virtual ranks ---------------------------------------------------------------------------------
 
-#: Logical ranks of every axis with ``invariant=True``.
+#: Virtual ranks of every axis with ``invariant=True``.
 USUAL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class LogicalMesh:
-    """The logical ranks, and the workers that stand for them; both have the same axes.
+class VirtualMesh:
+    """The virtual ranks, and the workers that stand for them; both have the same axes.
 
     Attributes:
         workers: the grid of workers.
-        ranks: the grid of logical ranks.
+        ranks: the grid of virtual ranks.
     """
 
     workers: Mesh
     ranks: Mesh
 
     @staticmethod
-    def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> LogicalMesh:
-        """The logical ranks that ``lazygt.session(invariant=...)`` asks for.
+    def of(workers: Mesh, invariant: bool | int | Mapping[str, int] | None) -> VirtualMesh:
+        """The virtual ranks that ``lazygt.session(invariant=...)`` asks for.
 
         Args:
-            invariant: logical ranks of every axis, or by axis (one that is not named has those of
+            invariant: virtual ranks of every axis, or by axis (one that is not named has those of
                 its workers); True: ``USUAL``; None or False: each worker is one.
 
         Raises:
             ValueError: an axis that the mesh does not have, or workers that can't share the
-                logical ranks of an axis evenly.
+                virtual ranks of an axis evenly.
         """
         if invariant is None or invariant is False:
-            return LogicalMesh(workers, workers)
+            return VirtualMesh(workers, workers)
         named = invariant if isinstance(invariant, Mapping) else {}
         unknown = [name for name in named if name not in workers.names]
         if unknown:
@@ -161,47 +161,47 @@ class LogicalMesh:
             name: _ranks_of(name, size, invariant)
             for name, size in zip(workers.names, workers.sizes, strict=True)
         }
-        return LogicalMesh(workers, Mesh.of(sizes))
+        return VirtualMesh(workers, Mesh.of(sizes))
 
     def each(self, axis: str) -> int:
-        """Logical ranks that a worker stands for along an axis."""
+        """Virtual ranks that a worker stands for along an axis."""
         return self.ranks.size(axis) // self.workers.size(axis)
 
     def worker(self, rank: int) -> int:
-        """The worker that stands for a logical rank."""
+        """The worker that stands for a virtual rank."""
         found = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
             found = found * size + self.ranks.index(rank, axis) // self.each(axis)
         return found
 
     def of_worker(self, worker: int) -> tuple[int, ...]:
-        """The logical ranks of a worker, in order."""
+        """The virtual ranks of a worker, in order."""
         ranges = []
         for axis in self.workers.names:
             first = self.workers.index(worker, axis) * self.each(axis)
             ranges.append(range(first, first + self.each(axis)))
         return tuple([self._rank(place) for place in itertools.product(*ranges)])
 
-    def holder(self, rank: int, placement: Placement) -> int:
+    def holder(self, rank: int, placements: Placements) -> int:
         """Of the ranks of the same worker that have the same block, the first."""
         place = []
-        for axis, label in zip(self.ranks.names, placement, strict=True):
+        for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
-            one = index if isinstance(label, Sharded) else index - index % self.each(axis)
+            one = index if isinstance(placement, Shard) else index - index % self.each(axis)
             place.append(one)
         return self._rank(tuple(place))
 
-    def holders(self, worker: int, placement: Placement) -> tuple[int, ...]:
-        """Those of a worker's logical ranks whose blocks it keeps, in order."""
-        return tuple(r for r in self.of_worker(worker) if self.holder(r, placement) == r)
+    def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
+        """Those of a worker's virtual ranks whose blocks it keeps, in order."""
+        return tuple(r for r in self.of_worker(worker) if self.holder(r, placements) == r)
 
-    def slots(self, stored: Sequence[Stored | None]) -> tuple[range, ...]:
+    def slots(self, sharding: Sequence[Sharding | None]) -> tuple[range, ...]:
         """For each of some values the places of a worker's blocks, one value after another.
 
         Args:
-            stored: how each lies on the logical ranks; None: whole.
+            stored: how each lies on the virtual ranks; None: whole.
         """
-        counts = [1 if each is None else len(self.holders(0, each.labels)) for each in stored]
+        counts = [1 if each is None else len(self.holders(0, each.placements)) for each in sharding]
         stops = list(itertools.accumulate(counts))
         return tuple([range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)])
 
@@ -216,7 +216,7 @@ class LogicalMesh:
 
 
 def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:
-    """Logical ranks of one axis."""
+    """Virtual ranks of one axis."""
     if isinstance(invariant, Mapping):
         wanted = invariant.get(axis, workers)
     else:
@@ -224,7 +224,7 @@ def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]
     if type(wanted) is not int or wanted < 1 or wanted % workers:
         raise ValueError(
             f"lazygt.session(invariant={invariant!r}): {workers} workers on axis {axis!r} can't "
-            f"share {wanted!r} logical ranks evenly; take a multiple of {workers}, the same for "
+            f"share {wanted!r} virtual ranks evenly; take a multiple of {workers}, the same for "
             f"every number of workers that shall give the same numbers"
         )
     return wanted

@@ -35,24 +35,24 @@ from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
 def print_graph(
-    graph: Graph, name: str = "graph", notes: Sequence[str] = (), labels: Sequence[str] = ()
+    graph: Graph, name: str = "graph", notes: Sequence[str] = (), placements: Sequence[str] = ()
 ) -> str:
     """The canonical text.
 
     Args:
         notes: a remark after each node's line.
-        labels: what stands behind each value's meta, in braces.
+        placements: what stands behind each value's meta, in braces.
     """
     lines = [f"{name} {{"]
     for number, meta in enumerate(graph.inputs):
-        lines.append(f"  %{number}: {_placed(meta, number, labels)} = input")
+        lines.append(f"  %{number}: {_placed(meta, number, placements)} = input")
     for number, kind in enumerate(graph.params):
         lines.append(f"  ${number}: {kind} = param")
     for number, (node, results) in enumerate(graph.numbered()):
         remark = graph.line(number) if graph.lines else ""
         if number < len(notes) and notes[number]:
             remark = f"{remark}  [{notes[number]}]" if remark else f"[{notes[number]}]"
-        text = print_node(node, results, labels)
+        text = print_node(node, results, placements)
         if node.body is not None:
             text = print_graph(node.body, name=text).replace("\n", "\n  ")
         lines.append(f"  {text}" + (f"  # {remark}" if remark else ""))
@@ -61,10 +61,10 @@ def print_graph(
     return "\n".join(lines)
 
 
-def print_node(node: Node, results: range, labels: Sequence[str] = ()) -> str:
+def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> str:
     """One node: its results with their metas, the op, the arguments."""
     shown = [
-        f"%{number}: {_placed(meta, number, labels)}"
+        f"%{number}: {_placed(meta, number, placements)}"
         for number, meta in zip(results, node.results, strict=True)
     ]
     args = [_arg(arg) for arg in node.args] + [f"{key}={_arg(arg)}" for key, arg in node.kwargs]
@@ -74,9 +74,11 @@ def print_node(node: Node, results: range, labels: Sequence[str] = ()) -> str:
     return text + (" dynamic" if node.dynamic else "")
 
 
-def _placed(meta: TensorMeta | None, number: int, labels: Sequence[str]) -> str:
+def _placed(meta: TensorMeta | None, number: int, placements: Sequence[str]) -> str:
     text = "none" if meta is None else str(meta)
-    return f"{text} {labels[number]}" if number < len(labels) and labels[number] else text
+    return (
+        f"{text} {placements[number]}" if number < len(placements) and placements[number] else text
+    )
 
 
 def _arg(arg: Arg) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazygt.graph.communication import Communication, communications
+from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
-from lazygt.graph.fusion import REDUCTIONS, inline, is_member, numbers_of
+from lazygt.graph.fusion import REDUCTIONS, expand_fused, is_fusible, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
@@ -28,7 +28,7 @@ from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.shard import AxisStep
+    from lazygt.passes.sharding.axis import AxisStep
 
 
 #: Settings of a session that records and plans, and computes nothing: its values are zeros.
@@ -65,7 +65,9 @@ def explain(what: Graph | Plan | Session) -> Report:
     """
     match what:
         case Graph():
-            return report_of([Runs("graph", what, 1, collectives=communications(inline(what)))])
+            return report_of(
+                [Runs("graph", what, 1, collectives=communications(expand_fused(what)))]
+            )
         case Plan():
             return report_of([Runs(_name(what), what.graph, 1, None, what.mesh, what.collectives)])
         case Session():
@@ -224,7 +226,7 @@ def _unfused(runs: Runs) -> Iterator[Unfused]:
         why = _why(len(members), gain, closed)
         rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), why)
     for number, node in enumerate(graph.nodes):
-        if not is_member(node, metas) and (why := _why_never(node)):
+        if not is_fusible(node, metas) and (why := _why_never(node)):
             rows[number] = Unfused(runs.times, (base_name(node.op),), graph.line(number), why)
     return (rows[number] for number in sorted(rows))
 
@@ -285,7 +287,7 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
     """For the dearest collectives the best program without them; solves placements again."""
     if not runs.decided:
         return []
-    from lazygt.passes.sharding.reasons import reasons  # why: as above
+    from lazygt.passes.sharding.what_if import reasons  # why: as above
 
     return [
         AlternativeRow(

@@ -7,13 +7,13 @@ from html import escape
 
 import torch
 
-from lazygt.graph.communication import Communication
+from lazygt.graph.collectives import Communication
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, expand
-from lazygt.recorder import Recorder
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import LazyTensor
+from lazygt.record.trie import makers
 from lazygt.session import Session
-from lazygt.tensor import LazyTensor
-from lazygt.trie import makers
 
 #: The counts of ``stats()`` that the table of a session shows.
 _SHOWN = ("ops_recorded", "plans_built", "plan_hits", "messages_sent", "bytes_sent",

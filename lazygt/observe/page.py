@@ -21,9 +21,9 @@ from typing import Any
 
 import networkx as nx
 
-from lazygt.graph.communication import Communication
+from lazygt.graph.collectives import Communication
 from lazygt.graph.cost import Cost, base_name
-from lazygt.graph.label import WAIT
+from lazygt.graph.placement import WAIT
 from lazygt.graph.text import amount, count
 
 #: Fill colour of each family of ops, and of inputs and outputs.

@@ -20,7 +20,7 @@ import graphviz  # type: ignore[import-untyped]
 import networkx as nx
 
 from lazygt.errors import LazyGTError
-from lazygt.graph.communication import communications_by_node
+from lazygt.graph.collectives import communications_by_node
 from lazygt.graph.cost import Cost, family, member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta

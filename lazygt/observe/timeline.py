@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from lazygt.graph.source import expand
 from lazygt.history import Flush
 from lazygt.runtime.client import Client
+from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan, PlanEntry
-from lazygt.runtime.tiers import Compile
 from lazygt.session import Session
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.

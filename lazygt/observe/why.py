@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.source import expand
 from lazygt.history import Flush, Miss
-from lazygt.runtime.tiers import Compile
+from lazygt.runtime.compiling.tiers import Compile
 from lazygt.session import Session
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.decisions import Gather
+    from lazygt.passes.sharding.decisions import ReplicateFallback
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
@@ -49,7 +49,7 @@ class Why:
     flushed: int
     misses: Sequence[Miss]
     compiles: Sequence[Compile] = ()
-    gathers: Sequence[Gather] = ()
+    gathers: Sequence[ReplicateFallback] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""

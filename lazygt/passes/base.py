@@ -305,7 +305,7 @@ def scheduled(before: Sequence[set[int]], groups: Sequence[Sequence[int]]) -> li
 # -- memory that nobody has written yet ------------------------------------------------------------
 
 
-def is_blank(node: Node) -> bool:
+def is_uninitialized(node: Node) -> bool:
     """Whether a node makes memory that nobody has written yet."""
     return ".empty" in node.op or ".new_empty" in node.op
 
@@ -320,6 +320,6 @@ def unlikened(graph: Graph) -> Graph:
     """The graph in which such memory is made of its shape, not in the likeness of a value."""
     nodes = list(graph.nodes)
     for number, node in enumerate(nodes):
-        if is_blank(node) and node.refs() and (meta := node.fresh[0]) is not None:
+        if is_uninitialized(node) and node.refs() and (meta := node.fresh[0]) is not None:
             nodes[number] = blank(meta)
     return replace(graph, nodes=tuple(nodes))

@@ -18,7 +18,7 @@ from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled
-from lazygt.passes.forms import EACH, MERGE, SPLIT, Form
+from lazygt.passes.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
 SMALL = 16 << 10
@@ -66,7 +66,7 @@ def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]
         yield _rest(row, form, small)
 
 
-def _is_plain(node: Node, form: Form) -> bool:
+def _is_plain(node: Node, form: ForeachForm) -> bool:
     """Whether the node gives one result a tensor, in order, and has no argument beyond the form."""
     targets = tuple(arg.index for arg in node.args[0])
     count = len(node.args[0])
@@ -74,7 +74,7 @@ def _is_plain(node: Node, form: Form) -> bool:
     return results and len(node.args) <= len(form.takes)
 
 
-def _sees_own_writes(node: Node, form: Form, memory: Sequence[int]) -> bool:
+def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bool:
     """Whether what it computes for one tensor may depend on what it wrote to another.
 
     ``_foreach_add_([a, b], [b, a])`` adds the new ``a`` to ``b``.
@@ -92,7 +92,7 @@ def _is_small(meta: TensorMeta | None) -> bool:
     return meta is None or meta.nbytes <= SMALL
 
 
-def _part(row: Placed, form: Form, which: int) -> Placed:
+def _part(row: Placed, form: ForeachForm, which: int) -> Placed:
     node = row.node
     args, kwargs = form.narrow(node.args, which)
     made = Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
@@ -100,7 +100,7 @@ def _part(row: Placed, form: Form, which: int) -> Placed:
     return Placed(made, row.results[which : which + 1], row.source)
 
 
-def _rest(row: Placed, form: Form, kept: list[int]) -> Placed:
+def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:
     """The horizontal node for some of its tensors only."""
 
     def of(items: Sequence[Any]) -> tuple[Any, ...]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lazygt.graph.alias import Aliases
-from lazygt.graph.fusion import Metas, is_member
-from lazygt.graph.label import WAIT
+from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
+from lazygt.graph.placement import WAIT
 from lazygt.passes.base import Order, Placed, dependencies, placed, rebuild, scheduled
 
 #: Members of a group at most: compile time grows with them.
@@ -177,7 +177,7 @@ class _Groups:
         """The groups, with their members in order."""
         for number, node in enumerate(self.graph.nodes):
             needed = self._open_before(number)
-            if is_member(node, self.metas):
+            if is_fusible(node, self.metas):
                 self._place(self._alone(number, node), needed)
             else:
                 for group in needed:

@@ -15,7 +15,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.runtime.console import InstructionLog, WaitLine
 from lazygt.runtime.failures import Describe, Failures
-from lazygt.runtime.link import Link
+from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import (
     TO_CLIENT,
     Done,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import (
+from lazygt.graph.ops import overload
+from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -23,8 +24,9 @@ from lazygt.graph.label import (
     SHARD,
     WAIT,
 )
-from lazygt.graph.ops import overload
-from lazygt.runtime import collective_ops, foreign_loader, group
+from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives import ops as collective_ops
+from lazygt.runtime.foreign import loader
 
 
 def twin(value: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,7 @@ def check(name: str) -> None:
     if name.startswith("lazygt."):
         _ = KERNELS[name]
     elif "@" in name:
-        foreign_loader.learnt(name)
+        loader.learnt(name)
     else:
         overload(name)
 
@@ -141,7 +143,7 @@ def kernel(name: str) -> Callable[..., Any]:
     if name.startswith("lazygt."):
         return KERNELS[name]
     if "@" in name:
-        return foreign_loader.learnt(name).kernel
+        return loader.learnt(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
     found: Callable[..., Any] = overload(name)

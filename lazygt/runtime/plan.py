@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lazygt.graph.alias import Writes, analyse, last_uses
-from lazygt.graph.communication import Communication, communications
-from lazygt.graph.fusion import inline
+from lazygt.graph.collectives import Communication, communications
+from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph
 from lazygt.graph.text import print_graph
 from lazygt.graph.verify import verify
-from lazygt.runtime import foreign_schema, wire
+from lazygt.runtime import wire
+from lazygt.runtime.foreign import schema
 from lazygt.runtime.messages import Swap, encode, encode_plan
 from lazygt.runtime.wire import Buffer, Prediction, encode_graph, plan_name
 
@@ -79,7 +80,7 @@ class Plan:
     @cached_property
     def steps(self) -> Schedule:
         """The nodes one by one, fused ones opened. Who only ships a plan need not ask."""
-        return self.decided or Schedule.of(inline(self.graph))
+        return self.decided or Schedule.of(expand_fused(self.graph))
 
     @property
     def origins(self) -> tuple[int, ...]:
@@ -108,7 +109,7 @@ class Plan:
             whole = node.body is None or number in kept
             firsts.extend([count] if whole else range(count, count + members))
             count += members
-        return Schedule.of(inline(self.graph, kept)), tuple(firsts)
+        return Schedule.of(expand_fused(self.graph, kept)), tuple(firsts)
 
     @cached_property
     def collectives(self) -> tuple[Communication, ...]:
@@ -171,7 +172,7 @@ class PlanEntry:
         self.plans = tuple(plans)
         self.salt, self.names = _names(self.plans)
         #: for each of ``plans`` the foreign ops that it names
-        self.foreign = tuple([foreign_schema.foreign_ops(plan.graph) for plan in self.plans])
+        self.foreign = tuple([schema.foreign_ops(plan.graph) for plan in self.plans])
         self.inputs, self.frees = Prediction(), Prediction()
         #: the bits of the last run's run-time numbers
         self.numbers: bytes | None = None
@@ -256,7 +257,7 @@ class Entries:
                     True,
                     forget,
                     entry.salt,
-                    foreign_schema.encode(entry.foreign[which]),
+                    schema.encode(entry.foreign[which]),
                 )
         return [made[entry.of(rank)] for rank in range(self._ranks)]
 
@@ -290,7 +291,7 @@ def swap_message(entry: PlanEntry, rank: int) -> list[Buffer]:
 def again_message(entry: PlanEntry, rank: int) -> list[Buffer]:
     """What brings a rank the plan that it has forgotten."""
     which = entry.of(rank)
-    foreign = foreign_schema.encode(entry.foreign[which])
+    foreign = schema.encode(entry.foreign[which])
     return encode_plan(
         entry.name(rank), entry.plans[which].graph, False, salt=entry.salt, code=foreign
     )

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.mesh import Stored
+from lazygt.graph.mesh import Sharding
 from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.regions import Region, joined
 from lazygt.graph.source import CallSite
 from lazygt.runtime import wire
-from lazygt.runtime.blocks import Region, joined
-from lazygt.runtime.link import Link
+from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Done, Failure, Fetched, Put
-from lazygt.runtime.shm import Arena, tensor_over
+from lazygt.runtime.shared_memory import Arena, tensor_over
 from lazygt.runtime.wire import Buffer
 
 
@@ -27,13 +27,13 @@ class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "call_site", "id", "rest", "stored")
+    __slots__ = ("_dead", "call_site", "id", "rest", "sharding")
 
     def __init__(self, key: int, dead: deque[int]) -> None:
         self.id = key
         self._dead = dead
         #: how it lies on the mesh; None: every rank has all of it
-        self.stored: Stored | None = None
+        self.sharding: Sharding | None = None
         #: the further blocks of a value of which a rank holds several
         self.rest: Sequence[RemoteValue] = ()
         #: the user's line that made it, for whoever looks at its handle

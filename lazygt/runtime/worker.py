@@ -14,10 +14,12 @@ from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
-from lazygt.runtime import desync, foreign_loader, group, kernels, wire
+from lazygt.runtime import kernels, wire
+from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
+from lazygt.runtime.foreign import loader
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -48,7 +50,7 @@ from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer, Prediction
 
 if TYPE_CHECKING:
-    from lazygt.runtime.shm import Arena
+    from lazygt.runtime.shared_memory import Arena
     from lazygt.transfer.writer import Writer
 
 #: Ids of what a data-dependent node made: given by the worker, so above all of the client's.
@@ -66,7 +68,7 @@ class _Known:
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1
         #: foreign ops that it names
-        self.learnt: list[foreign_loader.Learnt] = []
+        self.learnt: list[loader.Learnt] = []
         self.mismatch: Failure | None = None
 
 
@@ -179,9 +181,9 @@ class Worker:
         size = plan.graph.nbytes + sum(map(len, frames[2:]))
         self._executors.keep(digest, EagerExecutor(plan, self.device), size)
 
-    def _learn(self, definitions: Buffer) -> list[foreign_loader.Learnt]:
+    def _learn(self, definitions: Buffer) -> list[loader.Learnt]:
         """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
-        return foreign_loader.learn(definitions, self.device, self._takes_code)
+        return loader.learn(definitions, self.device, self._takes_code)
 
     def _swap(self, message: Swap) -> Swapped:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lazygt.runtime.shm import Arena
+from lazygt.runtime.shared_memory import Arena
 
 
 class SharedDevice(Protocol):

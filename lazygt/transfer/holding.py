@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.label import Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.transfer.routes import Bounds, block, shape_of, whole
 from lazygt.transfer.spec import Manifest, ParamSpec
 
@@ -45,7 +45,7 @@ class Holding:
 
         Raises:
             ValueError: a rank or an axis that the mesh lacks, or another placement than
-                ``Shard(dim)`` and ``Replicate()``.
+                ``TorchShard(dim)`` and ``TorchReplicate()``.
         """
         grid = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh.of(mesh)
         if not 0 <= rank < grid.world_size:
@@ -143,11 +143,12 @@ def _dims(pattern: str, given: Sequence[Any] | Mapping[str, Any], mesh: Mesh) ->
 
 def _dim(pattern: str, placement: Any) -> int | None:
     # why: it takes 0.3 s to load, and whoever has such placements has loaded it
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
 
-    if placement is None or isinstance(placement, Replicate):
+    if placement is None or isinstance(placement, TorchReplicate):
         return None
-    if type(placement) is Shard:
+    if type(placement) is TorchShard:
         return placement.dim
     raise ValueError(
         f"{pattern!r}: a receiver holds a parameter whole or in blocks, not as {placement!r}; use "
@@ -155,9 +156,9 @@ def _dim(pattern: str, placement: Any) -> int | None:
     )
 
 
-def _labels(spec: ParamSpec, dims: Dims) -> tuple[Label, ...]:
+def _labels(spec: ParamSpec, dims: Dims) -> tuple[Placement, ...]:
     rank = len(spec.shape)
     wrong = [dim for dim in dims if dim is not None and not -rank <= dim < rank]
     if wrong:
         raise ValueError(f"{spec.name} of shape {list(spec.shape)} has no dim {wrong[0]}")
-    return tuple(Replicated() if dim is None else Sharded(dim % rank) for dim in dims)
+    return tuple(Replicate() if dim is None else Shard(dim % rank) for dim in dims)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from lazygt.graph.mesh import Mesh, Placement
+from lazygt.graph.mesh import Mesh, Placements
 
 if TYPE_CHECKING:
     from lazygt.transfer.orders import Order
@@ -26,7 +26,7 @@ class Located(NamedTuple):
     """
 
     key: int
-    placement: Placement
+    placement: Placements
     held: object
 
 

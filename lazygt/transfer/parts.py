@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lazygt.graph.label import Replicated
-from lazygt.graph.mesh import Mesh, Placement
+from lazygt.graph.mesh import Mesh, Placements
+from lazygt.graph.placement import Replicate
 from lazygt.transfer.batches import PIECE_BYTES
 from lazygt.transfer.errors import ManifestMismatch, TransferError
 from lazygt.transfer.extractor import Extractor, ModuleExtractor
@@ -134,8 +134,8 @@ class Parts:
         self._way.expect(min(self._threshold or everything, everything))
         for chunk in extractor.chunks():
             numbers = self._out.take_in(chunk, None, digest=False)
-            located = {number: Located(number, (Replicated(),), None) for number in numbers}
-            planned = self._requests(here.mesh, dict.fromkeys(numbers, (Replicated(),)))
+            located = {number: Located(number, (Replicate(),), None) for number in numbers}
+            planned = self._requests(here.mesh, dict.fromkeys(numbers, (Replicate(),)))
             yield from self._have_written(here, located, planned)
             for number in numbers:
                 self._out.drop(number)
@@ -187,7 +187,7 @@ class Parts:
         busy = sum(1 for each, _ in self.unanswered if each == rank)
         return busy < _AHEAD and self._way.is_free(rank)
 
-    def _requests(self, mesh: Mesh, placements: Mapping[int, Placement]) -> list[list[Moves]]:
+    def _requests(self, mesh: Mesh, placements: Mapping[int, Placements]) -> list[list[Moves]]:
         """Each rank's requests; packed ones are for one holding each, in turns."""
         specs = self._out.manifest.params
         parts = tuple(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lazygt.errors import ProtocolError, SecurityError
-from lazygt.runtime.session_directory import SessionDirectory
+from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone
 from lazygt.transfer.errors import (
     ManifestMismatch,

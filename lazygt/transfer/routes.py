@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lazygt.graph.label import Partial
-from lazygt.graph.mesh import Mesh, Placement
-from lazygt.runtime.blocks import has_any, region
+from lazygt.graph.mesh import Mesh, Placements
+from lazygt.graph.placement import Partial
+from lazygt.graph.regions import has_any, region
 from lazygt.transfer.spec import aligned
 
 #: A block within a tensor: (start, stop) of each dim.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     param: int
     shape: tuple[int, ...]
     itemsize: int
-    placement: Placement
+    placement: Placements
 
 
 class Move(NamedTuple):
@@ -74,7 +74,7 @@ def slices(bounds: Bounds) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def block(mesh: Mesh, placement: Placement, shape: Sequence[int], rank: int) -> Bounds:
+def block(mesh: Mesh, placement: Placements, shape: Sequence[int], rank: int) -> Bounds:
     """What a rank has of a tensor of ``shape``."""
     return tuple((s.start, s.stop) for s in region(mesh, placement, shape, rank))
 

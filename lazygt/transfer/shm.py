@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazygt.runtime.shm import Arena, tensor_over
+from lazygt.runtime.shared_memory import Arena, tensor_over
 from lazygt.transfer.batches import Piece, Request, threshold_bytes
 from lazygt.transfer.bytework import Copy, Work, as_bytes, travels_as_it_is
 from lazygt.transfer.control import Connection, Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lazygt.runtime.shm import Arena, tensor_over
+from lazygt.runtime.shared_memory import Arena, tensor_over
 
 
 class Staging:

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from lazygt.errors import LazyGTError
-from lazygt.graph.label import Replicated
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import Replicate
 from lazygt.runtime.client import Client
-from lazygt.runtime.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import HOLD
 from lazygt.runtime.values import RemoteValue
 from lazygt.transfer.orders import Order
 from lazygt.transfer.origins import Located, Written
@@ -39,9 +39,11 @@ class Workers:
 
     def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
         """See `Origin`."""
-        everywhere = (Replicated(),) * len(self.mesh.names)
+        everywhere = (Replicate(),) * len(self.mesh.names)
         return [
-            Located(value.id, everywhere if value.stored is None else value.stored.labels, value)
+            Located(
+                value.id, everywhere if value.sharding is None else value.sharding.placements, value
+            )
             for value in self._settle(tensors)
         ]
 

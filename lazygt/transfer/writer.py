@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.shm import Arena
+from lazygt.runtime.shared_memory import Arena
 from lazygt.transfer.bytework import Copy, Crew, checksum_named
 from lazygt.transfer.lending import Lending
 from lazygt.transfer.meetings import Meetings

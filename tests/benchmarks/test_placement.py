@@ -14,9 +14,9 @@ import pytest
 from benchmarks import placement
 from benchmarks.models import GPT
 from benchmarks.placement import CASES, SIZE, Chosen, choose
-from lazygt.graph.label import Sharded
 from lazygt.graph.node import Graph
-from tests.passes.placements import collectives
+from lazygt.graph.placement import Shard
+from tests.passes.sharding.placements import collectives
 
 recorded = cache(placement.recorded)
 
@@ -93,4 +93,4 @@ def test_a_sharded_batch_divides_every_matmul(name: str) -> None:
     heavy = [row for row, entry in rows if entry.heavy]
     assert len(heavy) > 20
     for row in heavy:
-        assert any(isinstance(label, Sharded) for label in (*row.inputs, *row.outputs)), str(row)
+        assert any(isinstance(label, Shard) for label in (*row.inputs, *row.outputs)), str(row)

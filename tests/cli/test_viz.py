@@ -176,10 +176,10 @@ def test_a_graph_draws_itself(tmp_path: Path) -> None:
     ("module", "not_loaded"),
     [
         ("lazygt", ["networkx", "graphviz", "rich", "typer", "zmq", "lazygt.runtime.worker",
-                    "lazygt.passes.rules", "lazygt.runtime.compiling.service",
+                    "lazygt.passes.sharding.rules", "lazygt.runtime.compiling.service",
                     "lazygt.observe"]),
-        ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.rules"]),
-        ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.rules"]),
+        ("lazygt.observe.explain", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
+        ("lazygt.cli", ["networkx", "graphviz", "lazygt.passes.sharding.rules"]),
     ],
 )  # fmt: skip
 def test_what_is_needed_later_is_loaded_later(module: str, not_loaded: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.recorder import Recorder
+from lazygt.record.recorder import Recorder
 
 aten: Any = torch.ops.aten
 Stream = list[str]

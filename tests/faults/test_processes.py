@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 from lazygt.errors import WorkerDied, WorkerFrozen
-from lazygt.runtime import channel
-from lazygt.runtime.process_link import ProcessLink
-from lazygt.runtime.worker_pool import LinkSpec
+from lazygt.runtime.launch import channel
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.worker_pool import LinkSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 WAIT = 60.0
@@ -196,8 +196,8 @@ def test_a_worker_killed_in_a_long_kernel():
 
 CLIENT = """
 import os, sys, time
-from lazygt.runtime.process_link import ProcessLink
-from lazygt.runtime.worker_pool import LinkSpec
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.worker_pool import LinkSpec
 link = ProcessLink(LinkSpec(world_size=2, threads=1, **{spec!r}))
 where = link._crew.workers[0].data._endpoint
 print(*link.pids, flush=True)

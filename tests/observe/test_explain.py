@@ -22,7 +22,7 @@ from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs, peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import CALL, Fuse, candidates
-from lazygt.runtime.dry import MOST_ZEROS
+from lazygt.runtime.executors.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
 
 pytestmark = pytest.mark.timeout(120)

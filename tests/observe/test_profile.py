@@ -15,8 +15,8 @@ from torch import nn
 import lazygt
 from lazygt.observe import timeline as timelines
 from lazygt.runtime import wire
+from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings, decode, encode
-from lazygt.runtime.tiers import Compile
 
 pytestmark = pytest.mark.timeout(120)
 

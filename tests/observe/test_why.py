@@ -11,7 +11,7 @@ import torch
 import lazygt
 from lazygt.history import Flush
 from lazygt.observe.why import Why
-from lazygt.runtime.tiers import Compile
+from lazygt.runtime.compiling.tiers import Compile
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,7 +13,7 @@ from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import overload
 from lazygt.graph.verify import verify
 from lazygt.passes.foreach import SMALL, Foreach
-from lazygt.passes.forms import MERGE, SPLIT, Form
+from lazygt.passes.foreach_forms import MERGE, SPLIT, ForeachForm
 from tests.passes.tools import same_numbers
 
 FOREACH = Foreach()
@@ -25,7 +25,7 @@ def f32(*shape: int) -> TensorMeta:
     return intern(shape, contiguous_stride(shape), torch.float32)
 
 
-def wide_graph(form: Form, sizes: list[int]) -> Graph:
+def wide_graph(form: ForeachForm, sizes: list[int]) -> Graph:
     """One horizontal node on vectors of these sizes, with every argument that the form takes."""
     metas: list[TensorMeta] = []
     params: list[str] = []
@@ -58,7 +58,7 @@ def wide_graph(form: Form, sizes: list[int]) -> Graph:
     return Graph(tuple(metas), tuple(params), (node,), outputs)
 
 
-def single_graph(graph: Graph, form: Form) -> Graph:
+def single_graph(graph: Graph, form: ForeachForm) -> Graph:
     """The same with one node a tensor."""
     (node,) = graph.nodes
     nodes = []

@@ -10,7 +10,7 @@ import torch
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.fusion import inline
+from lazygt.graph.fusion import expand_fused
 from lazygt.graph.node import FUSED
 from lazygt.passes.fuse import Fuse
 from tests.passes.tools import check_numbers, difference, graph_of, same_numbers
@@ -23,7 +23,7 @@ def opens_to_itself(text: str, fused: int = 1) -> Graph:
     graph = graph_of(text)
     made = FUSE.run(graph)
     assert [node.op for node in made.nodes].count(FUSED) == fused, str(made)
-    opened = inline(made)
+    opened = expand_fused(made)
     assert str(opened) == str(graph), difference(str(graph), str(opened))
     same_numbers(graph, made)
     return made
@@ -273,7 +273,7 @@ def test_lines_and_origins_of_the_members() -> None:
     assert made.nodes[1].body is not None
     assert made.nodes[1].body.lines == ("train.py:1", "train.py:3")
     assert made.nodes[1].body.origins == (0, 2)
-    opened = inline(made)
+    opened = expand_fused(made)
     assert opened.lines == ("train.py:2", "train.py:1", "train.py:3")
     assert opened.origins == (1, 0, 2)
 

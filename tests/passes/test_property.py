@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.alias import IN_PLACE, analyse, draws
-from lazygt.graph.fusion import inline, is_member
+from lazygt.graph.fusion import expand_fused, is_fusible
 from lazygt.graph.verify import verify
 from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse
@@ -139,13 +139,13 @@ def test_fused_nodes_open_to_what_they_were(program: list[Step]) -> None:
     """The same nodes with the same lines and origins; only members inside, and never too many."""
     for graph in recorded(program):
         made = Fuse().run(graph)
-        opened = inline(made)
+        opened = expand_fused(made)
         names = [sorted(map(str, zip(_ops(g), g.lines, _origins(g), strict=True)))
                  for g in (graph, opened)]  # fmt: skip
         assert names[0] == names[1]
         for body in (node.body for node in made.nodes if node.body is not None):
             assert 1 < len(body.nodes) <= MOST_MEMBERS
-            assert all(is_member(node, body.values) for node in body.nodes)
+            assert all(is_fusible(node, body.values) for node in body.nodes)
 
 
 def _ops(graph: Graph) -> list[str]:

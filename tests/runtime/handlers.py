@@ -116,10 +116,10 @@ class Torch(Obedient):
         return [[b"computed"]]
 
     def all_reduce(self):
-        from lazygt.runtime import collective_ops
+        from lazygt.runtime.collectives import ops
 
         value = self.torch.tensor([self.rank + 1.0])
-        return [[str(collective_ops.all_reduce(value, "sum", "data").item()).encode()]]
+        return [[str(ops.all_reduce(value, "sum", "data").item()).encode()]]
 
 
 class Broken:

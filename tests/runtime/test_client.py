@@ -16,7 +16,7 @@ from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.failures import Failures
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
 from lazygt.runtime.plan import Entries, Plan
-from lazygt.runtime.shm import Arena
+from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.values import Fetches, Uploads, wanted
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)

@@ -13,7 +13,7 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
-from lazygt.runtime.link import InlineLink
+from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import (
     TO_CLIENT,
     TO_WORKER,
@@ -148,7 +148,7 @@ def raised(answer: list[Any]) -> list[str]:
 
 
 def test_a_reply_of_another_op_is_refused() -> None:
-    class Other(InlineLink):
+    class Alternative(InlineLink):
         def receive(self, timeout: float | None, beside: int | None = None) -> Any:
             found = super().receive(timeout, beside)
             if found is None:
@@ -160,7 +160,7 @@ def test_a_reply_of_another_op_is_refused() -> None:
 
     with (
         pytest.raises(ProtocolError, match=r"other results than aten\.nonzero"),
-        nonsense.opened(Other(Worker(inline=True))),
+        nonsense.opened(Alternative(Worker(inline=True))),
     ):
         torch.ones(3).nonzero()
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lazygt
-from lazygt.graph.communication import communications
+from lazygt.graph.collectives import communications
 from lazygt.graph.node import Graph
 
 LENGTH = 1024

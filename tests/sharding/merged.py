@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.fusion import inline
-from lazygt.graph.label import Sharded
-from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
+from lazygt.graph.fusion import expand_fused
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph
+from lazygt.graph.placement import Shard
+from lazygt.graph.regions import region, sent
+from lazygt.passes.sharding.axis import PartitionedProgram
 from lazygt.passes.sharding.programs import programs
-from lazygt.passes.sharding.shard import Sharding
-from lazygt.runtime.blocks import region, sent
 from tests.sharding import world
 
 Tensor = torch.Tensor
@@ -22,31 +22,36 @@ SEED = 11
 
 
 def worker_graphs(
-    graph: Graph, stored: Sequence[Stored], workers: str, invariant: int | Mapping[str, int] | None
+    graph: Graph,
+    stored: Sequence[Sharding],
+    workers: str,
+    invariant: int | Mapping[str, int] | None,
 ) -> tuple[Graph, ...]:
     """The program of each worker."""
-    return _programs(graph, stored, LogicalMesh.of(Mesh.parse(workers), invariant)).graphs
+    return _programs(graph, stored, VirtualMesh.of(Mesh.parse(workers), invariant)).graphs
 
 
 def run_merged(
     graph: Graph,
-    stored: Sequence[Stored],
+    stored: Sequence[Sharding],
     inputs: Sequence[Tensor],
     params: Sequence[Any],
     workers: str,
     invariant: int | Mapping[str, int] | None,
 ) -> list[Tensor]:
     """The outputs of the program on so many workers, put together from their blocks."""
-    mesh = LogicalMesh.of(Mesh.parse(workers), invariant)
+    mesh = VirtualMesh.of(Mesh.parse(workers), invariant)
     made = _programs(graph, stored, mesh)
     running = []
     for worker, local in enumerate(made.graphs):
         blocks = [
             _block(mesh, each, whole, rank)
             for whole, each in zip(inputs, stored, strict=True)
-            for rank in mesh.holders(worker, each.labels)
+            for rank in mesh.holders(worker, each.placements)
         ]
-        running.append(_alone(world._rank(inline(local), blocks, params, mesh.workers, worker)))
+        running.append(
+            _alone(world._rank(expand_fused(local), blocks, params, mesh.workers, worker))
+        )
     found = world._lockstep(running, mesh.workers)
     values, slots = graph.values, mesh.slots(made.outputs)
     return [
@@ -55,16 +60,16 @@ def run_merged(
     ]
 
 
-def _programs(graph: Graph, stored: Sequence[Stored], mesh: LogicalMesh) -> Sharding:
+def _programs(graph: Graph, stored: Sequence[Sharding], mesh: VirtualMesh) -> PartitionedProgram:
     workers = None if mesh.workers is mesh.ranks else mesh
     return programs(graph, mesh.ranks, stored, check=True, workers=workers)
 
 
-def _block(mesh: LogicalMesh, each: Stored, whole: Tensor, rank: int) -> Tensor:
-    """What a logical rank has: a block is row-major, a whole value lies as it does."""
-    if not any(isinstance(label, Sharded) for label in each.labels):
+def _block(mesh: VirtualMesh, each: Sharding, whole: Tensor, rank: int) -> Tensor:
+    """What a virtual rank has: a block is row-major, a whole value lies as it does."""
+    if not any(isinstance(label, Shard) for label in each.placements):
         return whole.clone(memory_format=torch.preserve_format)
-    where = region(mesh.ranks, each.labels, whole.shape, rank)
+    where = region(mesh.ranks, each.placements, whole.shape, rank)
     return whole[where].clone(memory_format=torch.contiguous_format)
 
 
@@ -85,16 +90,16 @@ def _alone(rank: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
 
 
 def _joined(
-    mesh: LogicalMesh, each: Stored, meta: Any, blocks: Sequence[Sequence[Tensor]]
+    mesh: VirtualMesh, each: Sharding, meta: Any, blocks: Sequence[Sequence[Tensor]]
 ) -> Tensor:
     """The whole value; a worker that is not asked for its blocks must have the same bits."""
     whole = torch.full(meta.shape, 0).to(meta.dtype)
-    for worker, regions in sent(mesh, each.labels, meta.shape).items():
+    for worker, regions in sent(mesh, each.placements, meta.shape).items():
         for where, block in zip(regions, blocks[worker], strict=True):
             whole[where] = block
     for worker, held in enumerate(blocks):
-        ranks = mesh.holders(worker, each.labels)
+        ranks = mesh.holders(worker, each.placements)
         for rank, block in zip(ranks, held, strict=True):
-            found = whole[region(mesh.ranks, each.labels, meta.shape, rank)]
+            found = whole[region(mesh.ranks, each.placements, meta.shape, rank)]
             assert torch.equal(block, found) or bool(block.isnan().any()), f"{worker} differs"
     return whole

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
-from lazygt.graph.label import Held, Label, Replicated
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
-from lazygt.tensor import LazyTensor
+from lazygt.graph.placement import Placement, Replicate, SingleRank
+from lazygt.record.tensor import LazyTensor
 from tests.models.zoo import GPT
 
 WIDTH, BATCH = 8, 8
@@ -26,7 +26,7 @@ class Program(NamedTuple):
     graph: Graph
     mesh: Mesh
     inputs: list[torch.Tensor]
-    stored: list[Stored]
+    stored: list[Sharding]
     params: list[Any]
 
 
@@ -138,7 +138,7 @@ def recorded(
         s.flush()
         s.mesh = ranks
         if "data" in ranks.names:
-            x, y = (lazygt.distribute(t, {"data": Shard(0)}) for t in (x, y))
+            x, y = (lazygt.distribute(t, {"data": TorchShard(0)}) for t in (x, y))
         loss = train_step(model, opt, x, y, microbatches, clip)
         s.mesh = alone
         trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
@@ -151,8 +151,8 @@ def recorded(
         return Program(dict(s.stages(plan))["recorded"], ranks, inputs, stored, params)
 
 
-def _held(mesh: Mesh, home: int) -> Stored:
-    def label(axis: str) -> Label:
-        return Held(home) if axis == "pipe" and home >= 0 else Replicated()
+def _held(mesh: Mesh, home: int) -> Sharding:
+    def label(axis: str) -> Placement:
+        return SingleRank(home) if axis == "pipe" and home >= 0 else Replicate()
 
-    return Stored(tuple(map(label, mesh.names)))
+    return Sharding(tuple(map(label, mesh.names)))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazygt
-from lazygt.graph.label import MEETINGS
+from lazygt.graph.placement import COLLECTIVES
 from tests.sharding.counting import (
     GPT,
     Block,
@@ -223,7 +223,7 @@ def test_placed_weights_stay_where_they_are(optimizer: str, pinned: bool) -> Non
 
     _, graph = planned({"model": 4}, lambda: place(mlp()), squares(), optimizer)
     values = graph.values
-    moved = [node for node in graph.nodes if node.op in MEETINGS]
+    moved = [node for node in graph.nodes if node.op in COLLECTIVES]
     assert moved
     assert all(values[node.args[0].index].shape[0] == TOKENS for node in moved)  # type: ignore[union-attr]
 

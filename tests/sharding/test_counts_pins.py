@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
-from lazygt.graph.communication import communications
-from lazygt.graph.label import ALL_GATHER, Label, Replicated, Sharded
-from lazygt.graph.mesh import FSDPUnit, Mesh, Stored
+from lazygt.graph.collectives import communications
+from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding
 from lazygt.graph.node import Graph
+from lazygt.graph.placement import ALL_GATHER, Placement, Replicate, Shard
 from lazygt.graph.text import parse_graph
 from lazygt.passes.base import view_source
-from lazygt.passes.sharding.shard import shard
+from lazygt.passes.sharding.axis import shard
 from tests.sharding.counting import Block, planned
 
-R, S = Replicated(), Sharded
+R, S = Replicate(), Shard
 UNIT = FSDPUnit("rest", "data", 25 << 20)
 
 
-def moved(text: str, *inputs: Stored) -> Counter[tuple[str, int]]:
+def moved(text: str, *inputs: Sharding) -> Counter[tuple[str, int]]:
     """(kind, bytes) of the collectives of a program on four ranks of one axis."""
     graph = parse_graph(f"graph {{\n{text.strip()}\n}}")
     made = shard(graph, Mesh.parse("data=4"), inputs)
     return Counter((c.kind, c.nbytes) for c in communications(made.graphs[0]))
 
 
-def pinned(label: Label) -> Stored:
-    return Stored((label,), True)
+def pinned(label: Placement) -> Sharding:
+    return Sharding((label,), True)
 
 
-def stored(label: Label) -> Stored:
-    return Stored((label,), False, UNIT)
+def stored(label: Placement) -> Sharding:
+    return Sharding((label,), False, UNIT)
 
 
 #: Many rows, a small weight: to gather the weight is far less than to gather what it makes.
@@ -47,8 +47,8 @@ LINEAR = """
 
 
 def test_a_pin_holds_behind_a_view() -> None:
-    rows = Stored((S(0),))
-    assert moved(LINEAR, rows, Stored((S(0),))) == Counter({("all_gather", 64 * 64 * 4): 1})
+    rows = Sharding((S(0),))
+    assert moved(LINEAR, rows, Sharding((S(0),))) == Counter({("all_gather", 64 * 64 * 4): 1})
     assert moved(LINEAR, rows, pinned(S(0))) == Counter({("all_gather", 65536 * 64 * 4): 1})
 
 
@@ -69,7 +69,7 @@ def test_a_whole_bias_counts_once_in_a_partial_sum() -> None:
       %3: f32[65536, 64] = aten.addmm.default(%2, %0, %1)
       return %3
     """
-    found = moved(text, Stored((S(0),)), pinned(S(0)), pinned(R))
+    found = moved(text, Sharding((S(0),)), pinned(S(0)), pinned(R))
     nbytes = 65536 * 64 * 4  # and not the few of the weight, although they would do
     assert found == Counter({("all_to_all", nbytes // 4): 1, ("all_reduce", nbytes): 1})
 
@@ -83,7 +83,7 @@ def test_a_stored_weight_is_cast_in_blocks_and_gathered_in_its_new_type() -> Non
       %4: bf16[512, 64] = aten.mm.default(%0, %3)
       return %4
     """
-    assert moved(text, Stored((S(0),)), stored(S(0))) == Counter({("all_gather", 64 * 64 * 2): 1})
+    assert moved(text, Sharding((S(0),)), stored(S(0))) == Counter({("all_gather", 64 * 64 * 2): 1})
 
 
 def test_what_is_done_to_a_stored_weight_alone_is_done_to_its_blocks() -> None:
@@ -97,7 +97,7 @@ def test_what_is_done_to_a_stored_weight_alone_is_done_to_its_blocks() -> None:
       %5: f32[64, 64] = aten.add_.Tensor(%0, %4) writes %0
       return %4, %5
     """
-    assert moved(text, stored(S(0)), Stored((S(0),))) == Counter()
+    assert moved(text, stored(S(0)), Sharding((S(0),))) == Counter()
 
 
 def test_a_stored_weight_is_whole_in_every_op_that_computes_with_it() -> None:
@@ -108,13 +108,13 @@ def test_a_stored_weight_is_whole_in_every_op_that_computes_with_it() -> None:
       %2: f32[512, 64] = aten.mm.default(%0, %1)
       return %2
     """
-    assert moved(text, Stored((R,)), stored(S(1))) == Counter({("all_gather", 64 * 64 * 4): 1})
-    assert moved(text, Stored((R,)), Stored((S(1),))) == Counter()
+    assert moved(text, Sharding((R,)), stored(S(1))) == Counter({("all_gather", 64 * 64 * 4): 1})
+    assert moved(text, Sharding((R,)), Sharding((S(1),))) == Counter()
 
 
 def test_gathered_weights_are_gone_before_the_backward_gathers_them_again() -> None:
     def loss(model: torch.nn.Module) -> torch.Tensor:
-        x = lazygt.distribute(torch.zeros(8, 64, 256), {"data": Shard(0)})
+        x = lazygt.distribute(torch.zeros(8, 64, 256), {"data": TorchShard(0)})
         return model(x).square().mean()
 
     _, graph = planned({"data": 4}, lambda: lazygt.fully_shard(Block(256, 16)), loss)

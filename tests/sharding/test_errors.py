@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import lazygt
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
-from lazygt.sharding import placement_for
+from lazygt.parallel.distribute import placements_for
 
 S0, R = Shard(0), Replicate()
 MESH = Mesh.parse("data=2,model=2")
@@ -29,7 +29,7 @@ MESH = Mesh.parse("data=2,model=2")
 )
 def test_a_placement_that_cannot_be_names_tensor_and_mesh(placements: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        placement_for("a tensor of f32[4]", 1, placements, MESH)  # type: ignore[arg-type]
+        placements_for("a tensor of f32[4]", 1, placements, MESH)  # type: ignore[arg-type]
 
 
 def test_only_lazygt_tensors_are_placed() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from lazygt.passes import rules
+from lazygt.passes.sharding import rules
 
 pytestmark = pytest.mark.timeout(60)
 

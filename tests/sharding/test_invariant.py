@@ -1,5 +1,5 @@
 """``invariant=``: the same bits on any number of workers, with plans that are merged from those of
-logical ranks."""
+virtual ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
 from lazygt.config import Config
-from lazygt.graph.communication import communications
-from lazygt.graph.fusion import inline
-from lazygt.graph.label import Replicated, Sharded
-from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
+from lazygt.graph.collectives import communications
+from lazygt.graph.fusion import expand_fused
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
+from lazygt.graph.placement import Replicate, Shard
 from lazygt.graph.text import parse_graph
 from tests.models import zoo
 from tests.sharding.merged import SEED, run_merged, worker_graphs
@@ -29,7 +29,7 @@ from tests.sharding.world import run_whole
 
 __all__ = ["program"]
 
-R, S0, S1 = Replicated(), Sharded(0), Sharded(1)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LINES = ["data=1", "data=2", "data=4"]
 GRIDS = ["data=1,model=1", "data=2,model=1", "data=1,model=2", "data=2,model=2", "data=4,model=1"]
 
@@ -38,7 +38,7 @@ GRIDS = ["data=1,model=1", "data=2,model=1", "data=1,model=2", "data=2,model=2",
 
 
 def test_a_worker_stands_for_neighbours_on_every_axis() -> None:
-    mesh = LogicalMesh.of(Mesh.parse("data=2,model=1"), {"data": 4, "model": 2})
+    mesh = VirtualMesh.of(Mesh.parse("data=2,model=1"), {"data": 4, "model": 2})
     assert str(mesh) == "data=4,model=2 on data=2,model=1"
     assert [mesh.of_worker(worker) for worker in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert [mesh.worker(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -47,7 +47,7 @@ def test_a_worker_stands_for_neighbours_on_every_axis() -> None:
     assert mesh.holders(1, (R, S0)) == (4, 5)
     assert mesh.holders(1, (S0, S1)) == (4, 5, 6, 7)
     assert mesh.holder(7, (S0, R)) == 6
-    assert mesh.slots([None, Stored((S0, R)), Stored((S0, S0))]) == (
+    assert mesh.slots([None, Sharding((S0, R)), Sharding((S0, S0))]) == (
         range(1), range(1, 3), range(3, 7)
     )  # fmt: skip
 
@@ -55,16 +55,16 @@ def test_a_worker_stands_for_neighbours_on_every_axis() -> None:
 @pytest.mark.parametrize(
     ("workers", "invariant", "says"),
     [
-        ("data=3", True, "3 workers on axis 'data' can't share 4 logical ranks evenly; take a "
+        ("data=3", True, "3 workers on axis 'data' can't share 4 virtual ranks evenly; take a "
                          "multiple of 3"),
         ("data=8", 4, "8 workers on axis 'data'"),
         ("data=2", {"dada": 4}, "the mesh data=2 has no axis 'dada'"),
-        ("data=2", 0, "can't share 0 logical ranks"),
+        ("data=2", 0, "can't share 0 virtual ranks"),
     ],
 )  # fmt: skip
 def test_logical_ranks_that_can_not_be_are_refused(workers: str, invariant: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        LogicalMesh.of(Mesh.parse(workers), invariant)
+        VirtualMesh.of(Mesh.parse(workers), invariant)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ SUM = """graph {
 def test_sums_are_added_pairwise_in_the_order_of_the_logical_ranks(workers: str) -> None:
     graph, _, _ = graph_of(SUM)
     a, b, c, d = values = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])
-    (made,) = run_merged(graph, [Stored((S0,))], [values], [], workers, 4)
+    (made,) = run_merged(graph, [Sharding((S0,))], [values], [], workers, 4)
     assert torch.equal(made, (a + b) + (c + d))
     assert not torch.equal(made, ((a + b) + c) + d)
 
@@ -123,7 +123,7 @@ def test_sums_are_added_pairwise_in_the_order_of_the_logical_ranks(workers: str)
 def test_any_number_of_ranks_a_worker_gives_the_same_tree(workers: str) -> None:
     graph, _, _ = graph_of(SUM.replace("[4]", "[6]"))
     a, b, c, d, e, f = values = torch.randn(6) * 10.0 ** torch.arange(6)
-    (made,) = run_merged(graph, [Stored((S0,))], [values], [], workers, 6)
+    (made,) = run_merged(graph, [Sharding((S0,))], [values], [], workers, 6)
     assert torch.equal(made, ((a + b) + (c + d)) + (e + f))
 
 
@@ -141,7 +141,7 @@ MOVES = """graph {
 @pytest.mark.parametrize("workers", LINES)
 def test_uneven_and_empty_blocks_move_and_are_put_together(workers: str) -> None:
     graph, inputs, _ = graph_of(MOVES)
-    stored = [Stored((S1,)), Stored((S0,))]
+    stored = [Sharding((S1,)), Sharding((S0,))]
     made = run_merged(graph, stored, inputs, [], workers, 4)
     once = run_merged(graph, stored, inputs, [], "data=1", 4)
     for got, first in zip(made, once, strict=True):
@@ -164,9 +164,9 @@ DROPPED = """graph {
 @pytest.mark.parametrize("workers", LINES)
 def test_draws_and_updates_of_whole_values_happen_once_a_worker(workers: str) -> None:
     graph, inputs, _ = graph_of(DROPPED)
-    stored = [Stored((S0,)), Stored((R,))]
+    stored = [Sharding((S0,)), Sharding((R,))]
     for local in worker_graphs(graph, stored, workers, 4):
-        count = Counter(node.op for node in inline(local).nodes)
+        count = Counter(node.op for node in expand_fused(local).nodes)
         assert count["aten.bernoulli_.float"] == 1
         assert count["aten.add_.Scalar"] == 1
         assert count["aten.mm.default"] == 4 // Mesh.parse(workers).world_size
@@ -180,9 +180,9 @@ def test_draws_and_updates_of_whole_values_happen_once_a_worker(workers: str) ->
 # -- what it costs ------------------------------------------------------------------------------
 
 
-def payloads(program: Program, workers: str, stored: list[Stored]) -> list[tuple[str, int]]:
+def payloads(program: Program, workers: str, stored: list[Sharding]) -> list[tuple[str, int]]:
     local = worker_graphs(program.graph, stored, workers, 4)[0]
-    return [(one.kind, one.nbytes) for one in communications(inline(local))]
+    return [(one.kind, one.nbytes) for one in communications(expand_fused(local))]
 
 
 def product(n: int) -> Program:
@@ -196,7 +196,7 @@ def product(n: int) -> Program:
 
 
 def test_sums_travel_unreduced() -> None:
-    stored = [Stored((S0,), pinned=True)] * 2
+    stored = [Sharding((S0,), pinned=True)] * 2
     small, large = 64 * 64 * 4, 256 * 256 * 4
     assert payloads(product(64), "data=1", stored) == []
     assert payloads(product(64), "data=2", stored) == [("all_gather", 2 * small)]
@@ -259,7 +259,7 @@ def dropping() -> nn.Module:
 
 PLANS: dict[str, Mapping[str, Any]] = {
     "batch": {},
-    "weights": {"0.*": [Shard(0)], "3.weight": [Shard(1)]},
+    "weights": {"0.*": [TorchShard(0)], "3.weight": [TorchShard(1)]},
 }
 
 
@@ -275,7 +275,7 @@ def mlp(cut: str, steps: int) -> State:
         x = torch.randn(10, 12, generator=draw, device="cpu").to("lazygt")
         y = torch.randint(7, (10,), generator=draw, device="cpu").to("lazygt")
         if cut == "batch":
-            x, y = lazygt.distribute(x, [Shard(0)]), lazygt.distribute(y, [Shard(0)])
+            x, y = lazygt.distribute(x, [TorchShard(0)]), lazygt.distribute(y, [TorchShard(0)])
         loss = F.cross_entropy(model(x), y)
         opt.zero_grad()
         loss.backward()
@@ -298,7 +298,7 @@ def gpt(cut: str, steps: int) -> State:
     for x, y in zoo.batches("gpt", steps):
         x, y = x.to("lazygt"), y.to("lazygt")
         if cut != "weights":
-            x, y = (lazygt.distribute(t, {"data": Shard(0)}) for t in (x, y))
+            x, y = (lazygt.distribute(t, {"data": TorchShard(0)}) for t in (x, y))
         loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
         opt.zero_grad()
         loss.backward()
@@ -309,15 +309,17 @@ def gpt(cut: str, steps: int) -> State:
 def test_one_worker_runs_all_logical_ranks() -> None:
     whole = torch.randn(5, 3)
     with lazygt.session(launcher="inline", mesh={"data": 1}, invariant=True) as s:
-        x = lazygt.distribute(whole.to("lazygt"), [Shard(0)])
+        x = lazygt.distribute(whole.to("lazygt"), [TorchShard(0)])
         y = (x * 2).relu()
-        assert y.placements == (Shard(0),)
+        assert y.placements == (TorchShard(0),)
         assert torch.equal(y.cpu(), (whole * 2).relu())
-        assert torch.equal(lazygt.distribute(x, [Shard(0)]).cpu(), whole)  # a plan without a node
+        assert torch.equal(
+            lazygt.distribute(x, [TorchShard(0)]).cpu(), whole
+        )  # a plan without a node
         y.add_(x)  # blocks are written in place, and read again in the next run
         s.flush()
         assert torch.equal(y.cpu(), (whole * 2).relu() + whole)
-        assert torch.equal(lazygt.redistribute(y, [Shard(1)]).t().cpu(), y.cpu().t())
+        assert torch.equal(lazygt.redistribute(y, [TorchShard(1)]).t().cpu(), y.cpu().t())
         assert x.nonzero().shape == (15, 2)
         assert s.last_plan is not None
         assert s.last_plan.collectives == ()
@@ -375,8 +377,8 @@ def test_uneven_blocks_are_fetched_from_those_who_have_them(invariant: Any) -> N
     whole = torch.randn(5, 300)
     mesh = {"data": 2}
     with lazygt.session(mesh=mesh, invariant=invariant, shm_threshold=2000) as s:
-        x = lazygt.distribute(whole.to("lazygt"), [Shard(0)])
+        x = lazygt.distribute(whole.to("lazygt"), [TorchShard(0)])
         for turn in range(3):
             assert torch.equal((x + turn).cpu(), whole + turn)
-        assert torch.equal(lazygt.redistribute(x, [Shard(1)]).cpu(), whole)
+        assert torch.equal(lazygt.redistribute(x, [TorchShard(1)]).cpu(), whole)
         assert s.stats()["bytes_fetched"] == 4 * whole.nbytes

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
-from lazygt.graph.communication import communications
-from lazygt.graph.label import Interleaved, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.collectives import communications
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.placement import Replicate, Shard, StridedShard
 from lazygt.graph.text import parse_graph
-from lazygt.passes.sharding.reasons import reasons
-from lazygt.passes.sharding.shard import AxisStep, shard
+from lazygt.passes.sharding.axis import AxisStep, shard
+from lazygt.passes.sharding.what_if import reasons
 from tests.sharding.merged import SEED, run_merged, worker_graphs
 from tests.sharding.test_programs import Program
 from tests.sharding.world import run_whole
@@ -121,12 +121,12 @@ def recorded(name: str, samples: int) -> Program:
         return Program(dict(s.stages(s.last_plan))["recorded"], inputs, params)
 
 
-def in_samples(name: str, program: Program) -> list[Stored]:
+def in_samples(name: str, program: Program) -> list[Sharding]:
     """The batch in blocks of samples, all else whole."""
-    label = Sharded(MODULES[name].samples)
+    label = Shard(MODULES[name].samples)
     is_batch = [t.dim() == 3 or t.dtype == torch.int64 for t in program.inputs]
     assert sum(is_batch) == 2
-    return [Stored((label if each else Replicated(),)) for each in is_batch]
+    return [Sharding((label if each else Replicate(),)) for each in is_batch]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -176,7 +176,7 @@ def test_two_axes_may_cut_the_samples() -> None:
     name = "encoder, length first"
     program = recorded(name, 8)
     graph, inputs, params = program
-    stored = [each._replace(labels=each.labels * 2) for each in in_samples(name, program)]
+    stored = [each._replace(labels=each.placements * 2) for each in in_samples(name, program)]
     torch.manual_seed(SEED)
     expected = run_whole(*program)
     made = run_merged(graph, stored, inputs, params, "replica=2,data=2", None)
@@ -199,12 +199,12 @@ def test_what_needs_neighbours_and_what_is_kept_is_put_together(ranks: int) -> N
     graph = parse_graph(ROWS)
     torch.manual_seed(0)
     x = torch.randn(5, 8, 4)
-    stored, mesh = [Stored((Sharded(1),))], f"data={ranks}"
+    stored, mesh = [Sharding((Shard(1),))], f"data={ranks}"
     made = run_merged(graph, stored, [x], [], mesh, None)
     for got, want in zip(made, run_whole(graph, [x], []), strict=True):
         torch.testing.assert_close(got, want)
     sharding = shard(graph, Mesh.parse(mesh), stored)
-    assert not any(isinstance(each.labels[0], Interleaved) for each in sharding.outputs)
+    assert not any(isinstance(each.placements[0], StridedShard) for each in sharding.outputs)
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_an_encoder_on_workers_is_the_encoder(batch_first: bool) -> None:
     expected = trained(copy.deepcopy(model), batches)
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         dim = 0 if batch_first else 1
-        placed = [lazygt.distribute(x.to("lazygt"), [Shard(dim)]) for x in batches]
+        placed = [lazygt.distribute(x.to("lazygt"), [TorchShard(dim)]) for x in batches]
         made = trained(model.to("lazygt"), placed)
         assert s.last_plan is not None
         assert {each.kind for each in s.last_plan.collectives} == {"all_reduce"}
@@ -246,7 +246,7 @@ PRODUCT = """graph {
 
 
 def test_what_is_put_together_is_explained() -> None:
-    stored = [Stored((Sharded(1),)), Stored((Replicated(),))]
+    stored = [Sharding((Shard(1),)), Sharding((Replicate(),))]
     decided: list[AxisStep] = []
     shard(parse_graph(PRODUCT), Mesh.parse("data=2"), stored, decided=decided)
     (reason,) = reasons(decided)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from lazygt.graph.label import Held
+from lazygt.graph.placement import SingleRank
 
 DIM = 64
 S0, R = Shard(0), Replicate()
@@ -81,7 +81,7 @@ def test_values_with_a_place_of_their_own_keep_it(session: lazygt.Session) -> No
     layer.weight.data = lazygt.distribute(torch.ones(DIM, 4 * DIM), {"data": Shard(1)})
     assert layer.weight.placements == (Shard(1), R)
     layer.bias.data = layer.bias.data.clone()
-    assert layer.bias.placements == (S0, Held(1))
+    assert layer.bias.placements == (S0, SingleRank(1))
 
 
 def test_values_of_another_shape_lie_as_they_were_computed(session: lazygt.Session) -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.graph.communication import communications
-from lazygt.graph.label import RECV, SEND
+from lazygt.graph.collectives import communications
 from lazygt.graph.node import Graph
+from lazygt.graph.placement import RECV, SEND
 from lazygt.graph.text import parse_graph
-from lazygt.passes.sharding.onefoneb import Unit, one_f_one_b, ordered
-from lazygt.passes.sharding.places import MARKS, without_places
+from lazygt.passes.pipeline.schedule import Unit, one_f_one_b, ordered
+from lazygt.passes.pipeline.stages import assign
+from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.sharding.programs import programs
-from lazygt.passes.sharding.stages import assign
 from tests.sharding.staged import BATCH, MLP, WIDTH, Program, StagedGPT, put_on_stages, recorded
 from tests.sharding.world import run_sharded, run_whole
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import lazygt
-from lazygt.graph.label import MEETINGS, Label, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
+from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard
 from lazygt.graph.text import parse_graph
-from lazygt.passes.sharding.shard import shard
+from lazygt.passes.sharding.axis import shard
 from tests.models import zoo
 from tests.sharding.world import run_sharded, run_whole
 
@@ -53,12 +53,12 @@ def program(request: pytest.FixtureRequest) -> Program:
     return recorded(request.param)
 
 
-def placed_at_random(t: torch.Tensor, mesh: Mesh, draw: random.Random) -> Stored:
-    def label() -> Label:
+def placed_at_random(t: torch.Tensor, mesh: Mesh, draw: random.Random) -> Sharding:
+    def label() -> Placement:
         dim = draw.randrange(-1, t.dim()) if t.is_floating_point() or t.dim() == 2 else -1
-        return Replicated() if dim < 0 else Sharded(dim)
+        return Replicate() if dim < 0 else Shard(dim)
 
-    return Stored(tuple(label() for _ in mesh.names))
+    return Sharding(tuple(label() for _ in mesh.names))
 
 
 @pytest.mark.slow
@@ -82,11 +82,11 @@ def test_a_new_tensor_that_is_drawn_whole_is_made_whole() -> None:
       %3: f32[8, 4] = aten.add.Tensor(%2, %0)
       return %3
     }""")
-    made = shard(drawn, Mesh.parse("data=2"), [Stored((Sharded(0),))])
+    made = shard(drawn, Mesh.parse("data=2"), [Sharding((Shard(0),))])
     ops = [node.op for node in made.graphs[0].nodes]
     assert "aten.empty_strided.default" in ops
-    assert MEETINGS.isdisjoint(ops)  # nothing is gathered that nobody has written
-    assert made.outputs == (Stored((Sharded(0),)),)
+    assert COLLECTIVES.isdisjoint(ops)  # nothing is gathered that nobody has written
+    assert made.outputs == (Sharding((Shard(0),)),)
 
 
 #: A loss of values [sample, place, class]; its kernels take classes as the second dim, row-major.
@@ -109,7 +109,7 @@ def test_the_loss_of_classes_that_are_cut_and_not_the_last_dim(ranks: int) -> No
     graph = parse_graph(PLACES)
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 4), torch.randint(4, (2, 1, 3))]
-    stored = [Stored((Sharded(2),), pinned=True), Stored((Replicated(),))]
+    stored = [Sharding((Shard(2),), pinned=True), Sharding((Replicate(),))]
     made = run_sharded(graph, Mesh.parse(f"model={ranks}"), stored, inputs, [])
     for got, want in zip(made, run_whole(graph, inputs, []), strict=True):
         torch.testing.assert_close(got, want)
@@ -137,6 +137,6 @@ NORMS = {
 def test_views_of_what_is_normalised_along_a_cut_dim(norm: str) -> None:
     graph = parse_graph(NORMS[norm])
     torch.manual_seed(0)
-    inputs, stored = [torch.randn(2, 4, 3)], [Stored((Sharded(1),), pinned=True)]
+    inputs, stored = [torch.randn(2, 4, 3)], [Sharding((Shard(1),), pinned=True)]
     made = run_sharded(graph, Mesh.parse("model=2"), stored, inputs, [])
     torch.testing.assert_close(made, run_whole(graph, inputs, []))

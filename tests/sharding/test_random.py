@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
-from lazygt.graph.fusion import inline
-from lazygt.graph.label import SHARD, Replicated, Sharded
-from lazygt.graph.mesh import Stored
+from lazygt.graph.fusion import expand_fused
+from lazygt.graph.mesh import Sharding
+from lazygt.graph.placement import SHARD, Replicate, Shard
 from lazygt.graph.text import parse_graph
 from lazygt.runtime.plan import Schedule
 from tests.sharding.merged import SEED, run_merged, worker_graphs
@@ -25,7 +26,7 @@ Tensor = torch.Tensor
 #: Stores a value in blocks of rows; on the CPU it is the value.
 Place = Callable[[Tensor], Tensor]
 
-R, S0 = Replicated(), Sharded(0)
+R, S0 = Replicate(), Shard(0)
 ROWS = 10  # 4 workers have 3, 3, 3 and 1
 
 
@@ -57,17 +58,17 @@ def drawn(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("label", [R, S0], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
 def test_all_workers_draw_the_numbers_of_eager_torch(
-    workers: int, label: Replicated | Sharded
+    workers: int, label: Replicate | Shard
 ) -> None:
     x = torch.linspace(-1, 2, 30).reshape(10, 3)
     graph = parse_graph(DRAWN)
-    made = run_merged(graph, [Stored((label,))], [x], [], f"data={workers}", None)
+    made = run_merged(graph, [Sharding((label,))], [x], [], f"data={workers}", None)
     assert all(map(torch.equal, made, drawn(x)))
 
 
 def test_who_uses_a_draw_takes_its_block_and_the_rest_is_freed() -> None:
-    local = worker_graphs(parse_graph(DRAWN), [Stored((S0,))], "data=2", None)[0]
-    schedule = Schedule.of(inline(local))
+    local = worker_graphs(parse_graph(DRAWN), [Sharding((S0,))], "data=2", None)[0]
+    schedule = Schedule.of(expand_fused(local))
     nodes = schedule.graph.nodes
     drawings = {
         results[0]
@@ -145,9 +146,11 @@ def drawn_on(workers: int, place: Place) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("label", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("label", [TorchShard(0), TorchReplicate()], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_the_numbers_are_those_of_eager_torch(workers: int, label: Shard | Replicate) -> None:
+def test_the_numbers_are_those_of_eager_torch(
+    workers: int, label: TorchShard | TorchReplicate
+) -> None:
     made = drawn_on(workers, lambda t: lazygt.distribute(t, [label]))
     torch.manual_seed(7)
     expected = [one for kind in KINDS for one in kind(lambda t: t)]
@@ -168,13 +171,13 @@ def test_a_whole_value_is_the_same_on_every_worker(workers: int) -> None:
         torch.manual_seed(7)
         x = torch.randn(33)
         s.flush()
-        rows = lazygt.distribute(x.expand(workers, 33) + 0, [Shard(0)])
+        rows = lazygt.distribute(x.expand(workers, 33) + 0, [TorchShard(0)])
         s.flush()
         assert s.last_plan is not None
         assert s.last_plan.collectives == ()  # so each worker's row is what it has drawn
-        assert rows.placements == (Shard(0),)
+        assert rows.placements == (TorchShard(0),)
         torch.manual_seed(8)  # and they go on together
-        more = lazygt.distribute(torch.rand(workers).cumsum(0), [Shard(0)])
+        more = lazygt.distribute(torch.rand(workers).cumsum(0), [TorchShard(0)])
         found, later = rows.cpu(), more.cpu()
     torch.manual_seed(7)
     assert torch.equal(found, torch.randn(33).expand(workers, 33))

@@ -10,18 +10,19 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
 from lazygt.graph import Graph
-from lazygt.graph.label import Interleaved, Label, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored
-from lazygt.passes.rules import Row, rows_of
-from lazygt.passes.rules.interleaved import interleaved_rows
-from lazygt.passes.sharding.localise import Choice, localise
-from lazygt.passes.sharding.places import without_places
-from tests.passes.rules.blocks import blocks, joined
-from tests.passes.rules.lockstep import AXIS, lockstep
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.placement import Placement, Replicate, Shard, StridedShard
+from lazygt.passes.sharding.marks import without_places
+from lazygt.passes.sharding.partition import Choice, partition
+from lazygt.passes.sharding.rules import Strategy, strategies_of
+from lazygt.passes.sharding.rules.strided import strided_strategies
+from tests.passes.sharding.rules.blocks import blocks, joined
+from tests.passes.sharding.rules.lockstep import AXIS, lockstep
 from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted, results, start
 from tests.sharding.world import run_sharded
 
@@ -67,9 +68,9 @@ def eager(program: Sequence[Step], sizes: Sequence[int]) -> list[Tensor]:
     return results(state)
 
 
-def stored_at_random(t: Tensor, mesh: Mesh, draw: random.Random) -> Stored:
-    labels: list[Label] = [Replicated(), *map(Sharded, range(t.dim()))]
-    return Stored(tuple(draw.choice(labels) for _ in mesh.names), draw.random() < 0.2)
+def stored_at_random(t: Tensor, mesh: Mesh, draw: random.Random) -> Sharding:
+    labels: list[Placement] = [Replicate(), *map(Shard, range(t.dim()))]
+    return Sharding(tuple(draw.choice(labels) for _ in mesh.names), draw.random() < 0.2)
 
 
 def assert_equal(made: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -86,18 +87,18 @@ def check(mesh: str, program: Sequence[Step], sizes: Sequence[int], seed: int) -
     assert_equal([made[place] for place in places.values()], [expected[n] for n in places])
 
 
-def any_rows(graph: Graph, parts: int, draw: random.Random) -> list[Row]:
+def any_rows(graph: Graph, parts: int, draw: random.Random) -> list[Strategy]:
     """A row for each node, those that take what was made interleaved among them."""
     metas, chosen = graph.values, []
-    made: dict[int, Label] = {}
+    made: dict[int, Placement] = {}
     for node, values in graph.numbered():
-        rows = rows_of(node, metas, parts)
+        rows = strategies_of(node, metas, parts)
         have = [made.get(value) for value in node.refs()]
         more = [
             row
             for place, label in enumerate(have)
-            if isinstance(label, Interleaved)
-            for row in interleaved_rows(node, metas, parts, rows, place, label)
+            if isinstance(label, StridedShard)
+            for row in strided_strategies(node, metas, parts, rows, place, label)
         ]
         chosen.append(draw.choice(more if more and draw.random() < 0.7 else rows))
         made.update(zip(values, chosen[-1].outputs, strict=True))
@@ -110,8 +111,8 @@ def check_rows(parts: int, program: Sequence[Step], sizes: Sequence[int], seed: 
     graph, inputs, params, places = recorded(program, sizes, [AXIS])
     graph = without_places(graph)
     rows = any_rows(graph, parts, draw)
-    labels = [stored_at_random(t, Mesh((AXIS,), (parts,)), draw).labels[0] for t in inputs]
-    made = [localise(graph, Choice(rows, {}, labels), AXIS, parts, rank) for rank in range(parts)]
+    labels = [stored_at_random(t, Mesh((AXIS,), (parts,)), draw).placements[0] for t in inputs]
+    made = [partition(graph, Choice(rows, {}, labels), AXIS, parts, rank) for rank in range(parts)]
     cut = [blocks(t, label, parts) for t, label in zip(inputs, labels, strict=True)]
     mine = [[pieces[rank] for pieces in cut] for rank in range(parts)]
     got = lockstep([local.graph for local in made], mine, params)
@@ -168,7 +169,7 @@ def test_on_real_workers_too(mesh: str) -> None:
 
 def placed(t: Tensor, number: int, axes: int) -> Tensor:
     """Stored in blocks along dims that depend on its number; what learns is a leaf again."""
-    labels = [Replicate(), *map(Shard, range(t.dim()))]
+    labels = [TorchReplicate(), *map(TorchShard, range(t.dim()))]
     where = [labels[(number + axis) % len(labels)] for axis in range(axes)]
     made = lazygt.distribute(t.detach(), where)
     return made.requires_grad_() if t.requires_grad else made

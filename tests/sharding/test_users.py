@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from lazygt.graph.label import Held
-from lazygt.tensor import LazyTensor
+from lazygt.graph.placement import SingleRank
+from lazygt.record.tensor import LazyTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -94,8 +94,8 @@ def test_a_checkpoint_does_not_move_what_it_is_loaded_into(shipped: bool) -> Non
         if shipped:
             s.flush()
         model.load_state_dict(other.state_dict())
-        assert model[0].weight.placements == (Held(0), Shard(0))
-        assert model[2].weight.placements == (Held(1), Shard(0))
+        assert model[0].weight.placements == (SingleRank(0), Shard(0))
+        assert model[2].weight.placements == (SingleRank(1), Shard(0))
         agree(values(model), values(other))
 
 
@@ -113,7 +113,7 @@ def test_a_batch_written_in_place_stays_cut() -> None:
     [
         pytest.param(DATA, lazygt.fully_shard, Shard(0), id="fsdp"),
         pytest.param(MODEL, by_columns, Shard(0), id="tensor"),
-        pytest.param(PIPE, in_stages, Held(0), id="stages"),
+        pytest.param(PIPE, in_stages, SingleRank(0), id="stages"),
     ],
 )
 @pytest.mark.parametrize("where", ["cpu", "lazygt"])
@@ -188,7 +188,7 @@ def test_copies_of_a_module_lie_as_it_does(
         x = numbers(4, 6)
         agree([twin(x.to("lazygt")).detach().cpu()], [other(x).detach()])
         if lay is in_stages:
-            assert twin[0].weight.placements[0] == Held(0)
+            assert twin[0].weight.placements[0] == SingleRank(0)
         agree(values(model), before)
 
 

@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.fusion import inline
-from lazygt.graph.label import (
+from lazygt.graph.fusion import expand_fused
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import (
     COLLECTIVE_OPS,
+    COLLECTIVES,
     LAUNCH,
     LAUNCH_,
-    MEETINGS,
     RECV,
     SEND,
     SHARD,
     WAIT,
-    Replicated,
-    Sharded,
+    Replicate,
+    Shard,
 )
-from lazygt.graph.mesh import Mesh, Stored
-from lazygt.graph.node import Graph
+from lazygt.graph.regions import has_any, owners, region
 from lazygt.passes.sharding.programs import programs
-from lazygt.runtime.blocks import has_any, owners, region
-from tests.passes.rules.lockstep import AXIS, alone, exchange, run_node
+from tests.passes.sharding.rules.lockstep import AXIS, alone, exchange, run_node
 
 Tensor = torch.Tensor
 #: op, arguments that are equal on all ranks, the value (of a launch: values)
-Meeting = tuple[str, tuple[Any, ...], Any]
+CollectiveInfo = tuple[str, tuple[Any, ...], Any]
 
 
 def run_whole(graph: Graph, inputs: Sequence[Tensor], params: Sequence[Any]) -> list[Tensor]:
@@ -48,7 +48,7 @@ def run_whole(graph: Graph, inputs: Sequence[Tensor], params: Sequence[Any]) -> 
 def run_sharded(
     graph: Graph,
     mesh: Mesh,
-    stored: Sequence[Stored],
+    stored: Sequence[Sharding],
     inputs: Sequence[Tensor],
     params: Sequence[Any],
 ) -> list[Tensor]:
@@ -58,13 +58,13 @@ def run_sharded(
     for rank, local in enumerate(made.graphs):
         blocks = [
             whole.new_empty(0)
-            if not has_any(mesh, each.labels, rank)
-            else whole[region(mesh, each.labels, whole.shape, rank)].contiguous()
-            if any(isinstance(label, Sharded) for label in each.labels)
+            if not has_any(mesh, each.placements, rank)
+            else whole[region(mesh, each.placements, whole.shape, rank)].contiguous()
+            if any(isinstance(label, Shard) for label in each.placements)
             else whole.clone(memory_format=torch.preserve_format)
             for whole, each in zip(inputs, stored, strict=True)
         ]
-        ranks.append(_rank(inline(local), blocks, params, mesh, rank))
+        ranks.append(_rank(expand_fused(local), blocks, params, mesh, rank))
     outputs = _lockstep(ranks, mesh)
     values = graph.values
     return [
@@ -75,7 +75,7 @@ def run_sharded(
 
 def _rank(
     graph: Graph, inputs: list[Tensor], params: Sequence[Any], mesh: Mesh, rank: int
-) -> Generator[Meeting, Tensor, list[Tensor]]:
+) -> Generator[CollectiveInfo, Tensor, list[Tensor]]:
     values: list[Any] = list(inputs)
     for node in graph.nodes:
         if node.op in (LAUNCH, LAUNCH_):
@@ -85,7 +85,7 @@ def _rank(
             made = values[node.args[0].index]
             assert [tuple(one.shape) for one in made] == [meta.shape for meta in node.results]  # type: ignore[union-attr]
             values.extend(made)
-        elif node.op in MEETINGS:
+        elif node.op in COLLECTIVES:
             values.append((yield node.op, node.args[1:], values[node.args[0].index]))
         elif node.op == SEND:
             yield node.op, node.args[1:], values[node.args[0].index].clone()
@@ -101,9 +101,9 @@ def _rank(
 
 
 def _lockstep(
-    ranks: Sequence[Generator[Meeting, Tensor, list[Tensor]]], mesh: Mesh
+    ranks: Sequence[Generator[CollectiveInfo, Tensor, list[Tensor]]], mesh: Mesh
 ) -> list[list[Tensor]]:
-    waiting: dict[int, Meeting] = {}
+    waiting: dict[int, CollectiveInfo] = {}
     done: dict[int, list[Tensor]] = {}
     sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
@@ -144,7 +144,7 @@ def _peer(mesh: Mesh, rank: int, place: int, axis: str) -> int:
 
 
 def _arrived(
-    waiting: dict[int, Meeting], sent: dict[tuple[int, int], deque[Tensor]], mesh: Mesh
+    waiting: dict[int, CollectiveInfo], sent: dict[tuple[int, int], deque[Tensor]], mesh: Mesh
 ) -> tuple[int, Tensor] | None:
     """A rank that waits for what is there, and that."""
     for rank, (op, args, _) in waiting.items():
@@ -170,9 +170,9 @@ def _exchange_all(
     return [list(of_rank) for of_rank in zip(*made, strict=True)]
 
 
-def _complete(waiting: dict[int, Meeting], mesh: Mesh) -> tuple[int, ...]:
+def _complete(waiting: dict[int, CollectiveInfo], mesh: Mesh) -> tuple[int, ...]:
     """A line all of whose ranks wait for each other."""
-    meeting = {rank: met for rank, met in waiting.items() if met[0] in MEETINGS}
+    meeting = {rank: met for rank, met in waiting.items() if met[0] in COLLECTIVES}
     for rank, (_, args, _) in meeting.items():
         line = next(line for line in mesh.lines(args[-1]) if rank in line)
         if all(other in meeting and meeting[other][1][-1] == args[-1] for other in line):
@@ -180,20 +180,20 @@ def _complete(waiting: dict[int, Meeting], mesh: Mesh) -> tuple[int, ...]:
     raise AssertionError(f"ranks wait for ever: {[(r, m[:2]) for r, m in waiting.items()]}")
 
 
-def _joined(mesh: Mesh, each: Stored, shape: tuple[int, ...], blocks: list[Tensor]) -> Tensor:
+def _joined(mesh: Mesh, each: Sharding, shape: tuple[int, ...], blocks: list[Tensor]) -> Tensor:
     """The whole value; ranks with the same block must have the same bits."""
     whole = torch.full(shape, 0).to(blocks[0].dtype)
-    for rank, where in owners(mesh, each.labels, shape).items():
+    for rank, where in owners(mesh, each.placements, shape).items():
         whole[where] = blocks[rank]
     for rank, block in enumerate(blocks):
-        if not has_any(mesh, each.labels, rank):
+        if not has_any(mesh, each.placements, rank):
             assert block.numel() == 0, f"rank {rank} has what only another should have"
             continue
-        found = whole[region(mesh, each.labels, shape, rank)]
+        found = whole[region(mesh, each.placements, shape, rank)]
         assert torch.equal(block, found) or bool(block.isnan().any()), f"rank {rank} differs"
     return whole
 
 
-def whole(mesh: Mesh) -> Stored:
+def whole(mesh: Mesh) -> Sharding:
     """A value that every rank has."""
-    return Stored((Replicated(),) * len(mesh.names))
+    return Sharding((Replicate(),) * len(mesh.names))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.label import Held, Label, Partial, Replicated, Sharded
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, SingleRank
 from lazygt.transfer.holding import Holding, held
 from lazygt.transfer.routes import (
     Move,
@@ -30,7 +31,7 @@ from lazygt.transfer.routes import (
 )
 from lazygt.transfer.spec import ALIGNMENT, Manifest, ParamSpec
 
-R = Replicated()
+R = Replicate()
 
 
 @st.composite
@@ -39,12 +40,12 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh(tuple(f"axis{n}" for n in range(len(sizes))), tuple(sizes))
 
 
-def labels(draw: st.DrawFn, mesh: Mesh, dims: int, *, held: bool = False) -> tuple[Label, ...]:
-    kinds: list[Label] = [R, *(Sharded(dim) for dim in range(dims))]
-    found: list[Label] = [draw(st.sampled_from(kinds)) for _ in mesh.names]
+def labels(draw: st.DrawFn, mesh: Mesh, dims: int, *, held: bool = False) -> tuple[Placement, ...]:
+    kinds: list[Placement] = [R, *(Shard(dim) for dim in range(dims))]
+    found: list[Placement] = [draw(st.sampled_from(kinds)) for _ in mesh.names]
     if held and draw(st.booleans()):
         axis = draw(st.integers(0, len(found) - 1))
-        found[axis] = Held(draw(st.integers(0, mesh.sizes[axis] - 1)))
+        found[axis] = SingleRank(draw(st.integers(0, mesh.sizes[axis] - 1)))
     return tuple(found)
 
 
@@ -77,7 +78,7 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
 
 def test_two_axes_cut_one_dim() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
-    found = moves(mesh, (Part(0, (7,), 4, (Sharded(0), Sharded(0))),), ((whole((7,)),),))
+    found = moves(mesh, (Part(0, (7,), 4, (Shard(0), Shard(0))),), ((whole((7,)),),))
     assert [(move.rank, move.target) for move in found] == [
         (0, ((0, 2),)), (1, ((2, 4),)), (2, ((4, 6),)), (3, ((6, 7),)),
     ]  # fmt: skip
@@ -85,7 +86,7 @@ def test_two_axes_cut_one_dim() -> None:
 
 def test_copies_share_the_work() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
-    parts = tuple(Part(number, (8, 8), 4, (R, Sharded(0))) for number in range(6))
+    parts = tuple(Part(number, (8, 8), 4, (R, Shard(0))) for number in range(6))
     target = (tuple(whole((8, 8)) for _ in parts),)
     load: Counter[int] = Counter()
     for move in moves(mesh, parts, target):
@@ -95,8 +96,8 @@ def test_copies_share_the_work() -> None:
 
 def test_the_same_layout_needs_no_cut() -> None:
     mesh = Mesh(("data",), (3,))
-    blocks = tuple((block(mesh, (Sharded(0),), (7, 2), rank),) for rank in range(3))
-    found = moves(mesh, (Part(0, (7, 2), 4, (Sharded(0),)),), blocks)
+    blocks = tuple((block(mesh, (Shard(0),), (7, 2), rank),) for rank in range(3))
+    found = moves(mesh, (Part(0, (7, 2), 4, (Shard(0),)),), blocks)
     assert [(move.rank, move.holding) for move in found] == [(0, 0), (1, 1), (2, 2)]
     assert all(move.source == move.target for move in found)
 
@@ -156,25 +157,25 @@ MANIFEST = Manifest(
 
 
 def test_a_holding_travels_and_cuts() -> None:
-    placements = {"*.weight": {"model": Shard(-1)}}
+    placements = {"*.weight": {"model": TorchShard(-1)}}
     holding = Holding.of({"data": 2, "model": 2}, 1, placements)
     assert Holding.unpack(holding.packed) == holding
     blocks = holding.blocks(MANIFEST)
     assert blocks == (((0, 6), (2, 4)), ((2, 4),), ((0, 6), (2, 4)))
     assert [spec.shape for spec in held(MANIFEST, blocks).params] == [(6, 2), (2,), (6, 2)]
-    first = Holding.of("model=2", 0, {"norm.*": [Replicate()], "*": [Shard(0)]})
+    first = Holding.of("model=2", 0, {"norm.*": [TorchReplicate()], "*": [TorchShard(0)]})
     assert first.blocks(MANIFEST)[:2] == (((0, 3), (0, 4)), ((0, 4),))
 
 
 @pytest.mark.parametrize(
     ("placements", "why"),
     [
-        ({"emb.*": [Shard(0)]}, "no parameter fits 'emb.*'"),
-        ({"norm.weight": [Shard(1)]}, r"norm.weight of shape \[4\] has no dim 1"),
-        ({"embed.weight": [Shard(1)]}, "head.weight is tied to embed.weight"),
+        ({"emb.*": [TorchShard(0)]}, "no parameter fits 'emb.*'"),
+        ({"norm.weight": [TorchShard(1)]}, r"norm.weight of shape \[4\] has no dim 1"),
+        ({"embed.weight": [TorchShard(1)]}, "head.weight is tied to embed.weight"),
     ],
 )
-def test_a_holding_that_the_model_lacks(placements: dict[str, list[Shard]], why: str) -> None:
+def test_a_holding_that_the_model_lacks(placements: dict[str, list[TorchShard]], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Holding.of("model=2", 0, placements).blocks(MANIFEST)
 
@@ -183,8 +184,8 @@ def test_a_holding_that_the_model_lacks(placements: dict[str, list[Shard]], why:
     ("mesh", "rank", "placements", "why"),
     [
         ("model=2", 2, {}, "rank 2: the mesh model=2 has ranks 0 to 1"),
-        ("model=2", 0, {"*": {"data": Shard(0)}}, "no axis 'data'"),
-        ("model=2", 0, {"*": [Shard(0), Shard(0)]}, "2 placements"),
+        ("model=2", 0, {"*": {"data": TorchShard(0)}}, "no axis 'data'"),
+        ("model=2", 0, {"*": [TorchShard(0), TorchShard(0)]}, "2 placements"),
         ("model=2", 0, {"*": [0]}, "not as 0"),
     ],
 )

@@ -13,14 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 import lazygt
 from lazygt.errors import ProtocolError
-from lazygt.graph.label import Label, Replicated, Sharded
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.runtime import wire
-from lazygt.runtime.shm import Arena
+from lazygt.runtime.shared_memory import Arena
 from lazygt.transfer import broadcast
 from lazygt.transfer import sender as sender_module
 from lazygt.transfer.orders import Memory, Order, Write
@@ -147,8 +148,8 @@ def draw_mesh(data: st.DataObject) -> Mesh:
     return Mesh(tuple(f"axis{n}" for n in range(len(sizes))), sizes)
 
 
-def draw_labels(data: st.DataObject, mesh: Mesh, dims: int) -> tuple[Label, ...]:
-    kinds: list[Label] = [Replicated(), *(Sharded(dim) for dim in range(dims))]
+def draw_labels(data: st.DataObject, mesh: Mesh, dims: int) -> tuple[Placement, ...]:
+    kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(dims))]
     return tuple(data.draw(st.sampled_from(kinds)) for _ in mesh.names)
 
 
@@ -173,7 +174,9 @@ def test_any_layout_goes_to_any_other(
         for rank in range(source.world_size)
     ]
     placements = {
-        name: [Shard(one.dim) if isinstance(one, Sharded) else Replicate() for one in labels]
+        name: [
+            TorchShard(one.dim) if isinstance(one, Shard) else TorchReplicate() for one in labels
+        ]
         for name, labels in zip(values, wanted, strict=True)
     }
     origin = Ranks(source, blocks, where)

@@ -1,8 +1,8 @@
 """What an annotation of a value means for the values that are made of it, and for those who use it.
 
-A pin holds for the whole step: a view or a cast of a pinned value is pinned to the label that it
-has then. What is computed elementwise from stored values alone (a cast, the sum of two weights) is
-stored itself: it is computed on the blocks, and gathered to be used.
+A pin holds for the whole step: a view or a cast of a pinned value is pinned to the placement that
+it has then. What is computed elementwise from stored values alone (a cast, the sum of two weights)
+is stored itself: it is computed on the blocks, and gathered to be used.
 """
 
 from __future__ import annotations
@@ -12,47 +12,54 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazygt.graph.alias import WRITE_BACK
-from lazygt.graph.label import COLLECTIVE_OPS, Anyhow, Interleaved, Label, Replicated, Sharded
-from lazygt.graph.mesh import Mesh, Stored
+from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.placement import (
+    COLLECTIVE_OPS,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    Unspecified,
+)
 from lazygt.passes.base import view_source
-from lazygt.passes.build import Builder
-from lazygt.passes.rules import pointwise
-from lazygt.passes.rules.base import Metas, Row, Values, splittable
-from lazygt.passes.rules.views import PARTIALS
-from lazygt.passes.sharding.catalogue import Entry
-from lazygt.passes.sharding.places import ENTER, PLACE, stored_by
+from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.marks import ENTER, PLACE, stored_by
+from lazygt.passes.sharding.rules import pointwise
+from lazygt.passes.sharding.rules.base import Metas, Strategy, Values, shardable_dims
+from lazygt.passes.sharding.rules.views import PARTIALS
+from lazygt.passes.sharding.strategies import StrategySet
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """The label of a value.
+    """The placement of a value.
 
     Attributes:
         kind: of an input, **given**: it is stored so, and may be moved at its cost; **stored**:
             the same, but ops that ``takes_whole`` names gather it (FSDP); **free**: it is not
-            stored yet, the label is preferred where others cost the same. **pinned**: it is
+            stored yet, the placement is preferred where others cost the same. **pinned**: it is
             stored, or made, and used so and not otherwise. For a value that an op makes, given
-            and free are wishes: they open rows.
+            and free are wishes: they open strategies.
     """
 
-    label: Label
-    kind: Literal["given", "stored", "free", "pinned"] = "given"
+    placement: Placement
+    kind: Literal["given", "sharding", "free", "pinned"] = "given"
 
 
 def follow(
     graph: Graph,
     metas: Metas,
-    entries: Sequence[Entry],
+    entries: Sequence[StrategySet],
     numbers: Sequence[int],
     annotations: Mapping[int, Annotation],
 ) -> dict[int, Annotation]:
     """The annotations, and those that follow from them.
 
     Args:
-        entries: the rows of each kind of node.
+        entries: the strategies of each kind of node.
         numbers: the kind of each node.
     """
     found = dict(annotations)
@@ -67,19 +74,23 @@ def follow(
 
 
 def _made(
-    node: Node, metas: Metas, entry: Entry, known: Mapping[int, Annotation]
+    node: Node, metas: Metas, entry: StrategySet, known: Mapping[int, Annotation]
 ) -> Sequence[Annotation]:
     """The annotations of a node's results; none where nothing follows."""
     first = known.get(node.refs()[0])
     if first is not None and first.kind == "pinned" and moves_elements(node):
-        rows = {row.outputs for row in entry.rows if row.inputs == (first.label,) and not row.comm}
-        labels = rows.pop() if len(rows) == 1 else ()
-        interleaved = any(isinstance(label, Interleaved) for label in labels)
-        return () if interleaved else [Annotation(label, "pinned") for label in labels]
+        strategies = {
+            strategy.outputs
+            for strategy in entry.strategies
+            if strategy.inputs == (first.placement,) and not strategy.comm
+        }
+        placements = strategies.pop() if len(strategies) == 1 else ()
+        interleaved = any(isinstance(placement, StridedShard) for placement in placements)
+        return () if interleaved else [Annotation(placement, "pinned") for placement in placements]
     if is_elementwise(node, metas):
         each = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
         found = each.pop() if len(each) == 1 else None
-        return () if found is None or found.kind != "stored" else (found,)
+        return () if found is None or found.kind != "sharding" else (found,)
     return ()
 
 
@@ -123,14 +134,14 @@ def _is_number(metas: Metas, value: int) -> bool:
 
 # -- where the values of a program are stored, as placements and inputs tell -----------------------
 
-R = Replicated()
+R = Replicate()
 
 
-def kept_values(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int, Stored]:
+def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> dict[int, Sharding]:
     """The values with a place of their own: inputs, those that were placed, what is made of
     nothing (a weight before its first values), and new versions of all these."""
     found = dict(enumerate(inputs))
-    whole = Stored((R,) * len(mesh.names))
+    whole = Sharding((R,) * len(mesh.names))
     for node, results in graph.numbered():
         if node.op == PLACE:
             found[results[0]] = stored_by(node)
@@ -146,42 +157,42 @@ def kept_values(graph: Graph, mesh: Mesh, inputs: Sequence[Stored]) -> dict[int,
     return found
 
 
-def annotations_on(
-    graph: Graph, kept: Mapping[int, Stored], mesh: Mesh, at: int
+def annotations_of(
+    graph: Graph, kept: Mapping[int, Sharding], mesh: Mesh, at: int
 ) -> dict[int, Annotation]:
     """What the user has said of a graph's values, for one axis."""
     found = {}
     for value, each in kept.items():
-        label = each.labels[at]
-        if isinstance(label, Anyhow):
+        placement = each.placements[at]
+        if isinstance(placement, Unspecified):
             continue
-        if each.unit is not None and each.unit.axis == mesh.names[at] and label != R:
-            found[value] = Annotation(label, "stored")
+        if each.unit is not None and each.unit.axis == mesh.names[at] and placement != R:
+            found[value] = Annotation(placement, "sharding")
         elif each.pinned:
-            found[value] = Annotation(label, "pinned")
-        elif value < len(graph.inputs) and label != R:
-            found[value] = Annotation(label)
+            found[value] = Annotation(placement, "pinned")
+        elif value < len(graph.inputs) and placement != R:
+            found[value] = Annotation(placement)
     for node, results in graph.numbered():
-        label = kept[results[0]].labels[at] if node.op == PLACE else Anyhow()
-        if not isinstance(label, Anyhow):
-            found.setdefault(results[0], Annotation(label, "free"))
+        placement = kept[results[0]].placements[at] if node.op == PLACE else Unspecified()
+        if not isinstance(placement, Unspecified):
+            found.setdefault(results[0], Annotation(placement, "free"))
     return found
 
 
-def place_rows(node: Node, at: int) -> Sequence[Row]:
-    """The rows of a placement on axis number ``at``.
+def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:
+    """The strategies of a placement on axis number ``at``.
 
     One in blocks is made right here: what stands behind it can then cut them again on another axis.
     """
     (meta,) = node.fresh
     assert meta is not None
-    wanted = stored_by(node).labels[at]
-    labels: list[Label] = [R, *(Sharded(dim) for dim in splittable(meta.shape))]
-    if isinstance(wanted, Sharded):
-        labels = [wanted]
-    elif isinstance(wanted, Anyhow):
-        labels += PARTIALS
-    return [Row((label,), (label,), _place_here) for label in labels]
+    wanted = stored_by(node).placements[at]
+    placements: list[Placement] = [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]
+    if isinstance(wanted, Shard):
+        placements = [wanted]
+    elif isinstance(wanted, Unspecified):
+        placements += PARTIALS
+    return [Strategy((placement,), (placement,), _place_here) for placement in placements]
 
 
 def _place_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

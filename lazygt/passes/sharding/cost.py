@@ -19,20 +19,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazygt.graph.communication import ring_bytes
+from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.cost import Cost
-from lazygt.graph.label import (
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.placement import (
     Cut,
-    Label,
     Partial,
-    Replicated,
-    Sharded,
+    Placement,
+    Replicate,
+    Shard,
     block_size,
     groups,
 )
-from lazygt.graph.meta import TensorMeta
-from lazygt.passes.rules.base import Metas, Row
-from lazygt.passes.tables import Table
+from lazygt.passes.sharding.cost_tables import Table
+from lazygt.passes.sharding.rules.base import Metas, Strategy
 
 #: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
 _FREE_PARTIAL = ("sum", "max", "min")
@@ -85,20 +85,22 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> 
     return machine.link_latency + ring_bytes(kind, nbytes, parts) / machine.link_bandwidth
 
 
-def reshard_kind(source: Label, target: Label) -> str | None:
-    """The collective between two labels; ``""`` where nothing is sent, None where there is none."""
-    if source == target or (isinstance(source, Replicated) and _is_free(target)):
+def reshard_kind(source: Placement, target: Placement) -> str | None:
+    """The collective between two placements; ``""`` where nothing is sent, None where there is
+    none.
+    """
+    if source == target or (isinstance(source, Replicate) and _is_free(target)):
         return ""
-    if isinstance(target, Partial) or isinstance(source, Replicated):
+    if isinstance(target, Partial) or isinstance(source, Replicate):
         return None
     if isinstance(source, Partial):
-        return "all_reduce" if isinstance(target, Replicated) else "reduce_scatter"
-    if isinstance(target, Replicated):
+        return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter"
+    if isinstance(target, Replicate):
         return "all_gather"
-    return "all_to_all" if isinstance(source, Sharded) and isinstance(target, Sharded) else None
+    return "all_to_all" if isinstance(source, Shard) and isinstance(target, Shard) else None
 
 
-def _is_free(target: Label) -> bool:
+def _is_free(target: Placement) -> bool:
     return not isinstance(target, Partial) or target.op in _FREE_PARTIAL
 
 
@@ -108,9 +110,9 @@ def payload(kind: str, nbytes: int, parts: int) -> int:
 
 
 def reshard_seconds(
-    machine: Machine, source: Label, target: Label, nbytes: int, parts: int
+    machine: Machine, source: Placement, target: Placement, nbytes: int, parts: int
 ) -> float:
-    """The time to give a value of ``nbytes`` globally another label; infinity if none can."""
+    """The time to give a value of ``nbytes`` globally another placement; infinity if none can."""
     kind = reshard_kind(source, target)
     if kind is None:
         return math.inf
@@ -119,46 +121,46 @@ def reshard_seconds(
     return collective_seconds(machine, kind, payload(kind, nbytes, parts), parts)
 
 
-def share(meta: TensorMeta | None, label: Label, parts: int) -> float:
+def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
     """The part of a value, from 0 to 1, that the rank with the largest block has."""
-    if meta is None or not isinstance(label, Cut):
+    if meta is None or not isinstance(placement, Cut):
         return 1.0
-    size = meta.shape[label.dim] // groups(label)
+    size = meta.shape[placement.dim] // groups(placement)
     return block_size(size, parts, 0) / size if size else 1.0
 
 
-def work_share(row: Row, operands: Metas, results: Metas, parts: int) -> float:
+def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:
     """The part of a node's arithmetic that the busiest rank does: 1 where nothing is cut."""
     return min(
-        (share(meta, label, parts)
-         for metas, labels in ((operands, row.inputs), (results, row.outputs))
-         for meta, label in zip(metas, labels, strict=True)),
+        (share(meta, placement, parts)
+         for metas, placements in ((operands, strategy.inputs), (results, strategy.outputs))
+         for meta, placement in zip(metas, placements, strict=True)),
         default=1.0,
     )  # fmt: skip
 
 
-def row_seconds(
-    machine: Machine, cost: Cost, row: Row, operands: Metas, results: Metas, parts: int
+def strategy_seconds(
+    machine: Machine, cost: Cost, strategy: Strategy, operands: Metas, results: Metas, parts: int
 ) -> float:
-    """The time of a node run as ``row`` says, with the collectives inside.
+    """The time of a node run as ``strategy`` says, with the collectives inside.
 
     Args:
         cost: of the whole node on one device.
     """
-    comm = sum(collective_seconds(machine, c.kind, c.nbytes, parts) for c in row.comm)
-    flops = cost.flops * work_share(row, operands, results, parts)
-    moved = cost.bytes * _byte_share(row, operands, results, parts)
+    comm = sum(collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm)
+    flops = cost.flops * work_share(strategy, operands, results, parts)
+    moved = cost.bytes * _byte_share(strategy, operands, results, parts)
     work = max(flops / machine.flops, moved / machine.memory_bandwidth)
     return comm + cost.launches * machine.launch + work
 
 
-def _byte_share(row: Row, operands: Metas, results: Metas, parts: int) -> float:
+def _byte_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:
     whole = local = 0.0
-    for metas, labels in ((operands, row.inputs), (results, row.outputs)):
-        for meta, label in zip(metas, labels, strict=True):
+    for metas, placements in ((operands, strategy.inputs), (results, strategy.outputs)):
+        for meta, placement in zip(metas, placements, strict=True):
             nbytes = 0 if meta is None else meta.nbytes
             whole += nbytes
-            local += nbytes * share(meta, label, parts)
+            local += nbytes * share(meta, placement, parts)
     return local / whole if whole else 1.0
 
 
@@ -172,15 +174,16 @@ def seconds(cost: float) -> float:
     return cost / _TICKS
 
 
-# -- what it costs to make the labels that are wanted of those that there are ----------------------
+# -- what it costs to make the placements that are wanted of those that there are
+# ----------------------
 
-#: Labels of one value that are there together, or wanted together.
-Labels = tuple[Label, ...]
+#: Placements of one value that are there together, or wanted together.
+Labels = tuple[Placement, ...]
 #: What each choice of a variable has, or wants, of a value.
 Options = tuple[Labels, ...]
 
 
-class Prices:
+class ReshardingCosts:
     """Costs in ticks on one axis; equal tables are one array.
 
     Args:
@@ -189,7 +192,7 @@ class Prices:
 
     def __init__(self, machine: Machine, parts: int) -> None:
         self._machine, self._parts = machine, parts
-        self._moves: dict[tuple[Label, Label, int], float] = {}
+        self._moves: dict[tuple[Placement, Placement, int], float] = {}
         self._lines: dict[tuple[Labels, Labels, int], float] = {}
         self._options: dict[Options, Options] = {}
         self._tables: dict[tuple[int, int, int], Table | None] = {}
@@ -199,8 +202,8 @@ class Prices:
         """The one object that stands for all equal options, as ``table`` takes them."""
         return self._options.setdefault(options, options)
 
-    def move(self, source: Label, target: Label, nbytes: int) -> float:
-        """To give a value of ``nbytes`` another label."""
+    def move(self, source: Placement, target: Placement, nbytes: int) -> float:
+        """To give a value of ``nbytes`` another placement."""
         key = source, target, nbytes
         found = self._moves.get(key)
         if found is None:
@@ -209,13 +212,15 @@ class Prices:
         return found
 
     def make(self, have: Labels, want: Labels, nbytes: int) -> float:
-        """To make all the labels that are wanted of those at hand, by way of one more if better."""
+        """To make all the placements that are wanted of those at hand, by way of one more if
+        better.
+        """
         key = have, want, nbytes
         found = self._lines.get(key)
         if found is None:
             found = self._each(have, want, nbytes)
             if len(want) > 1 or math.isinf(found):  # the same op takes several, or none leads there
-                for way in (Replicated(), *want):
+                for way in (Replicate(), *want):
                     first = self._each(have, (way,), nbytes)
                     found = min(found, first + self._each((*have, way), want, nbytes))
             self._lines[key] = found
@@ -236,7 +241,7 @@ class Prices:
         return self._tables[key]
 
     def copies(self, have: Options, nbytes: int) -> Table | None:
-        """For each choice, to make the labels after its first one; None where nothing costs."""
+        """For each choice, to make the placements after its first one; None where nothing costs."""
         key = id(have), nbytes
         if key not in self._copies:
             made = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)

@@ -1,21 +1,21 @@
-"""What was decided: the labels that every value of a program got, one axis after another; and what
-had to be put together, for ops that have no row for blocks."""
+"""What was decided: the placements that every value of a program got, one axis after another; and
+what had to be put together, for ops that have no strategy for blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lazygt.graph.label import Cut, Label, Replicated
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.ops import title
+from lazygt.graph.placement import Cut, Placement, Replicate
 from lazygt.graph.text import amount
-from lazygt.passes import rules
-from lazygt.passes.rules import Metas
-from lazygt.passes.sharding.shard import AxisStep
+from lazygt.passes.sharding import rules
+from lazygt.passes.sharding.axis import AxisStep
+from lazygt.passes.sharding.rules import Metas
 
-#: For each axis by name the labels that a value has, the one that it was made with first.
-Chosen = Mapping[str, tuple[Label, ...]]
+#: For each axis by name the placements that a value has, the one that it was made with first.
+Chosen = Mapping[str, tuple[Placement, ...]]
 
 
 def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
@@ -30,19 +30,19 @@ def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
 
 
 def chosen(steps: Sequence[AxisStep]) -> list[Chosen]:
-    """For each value of the first step's graph the labels that it got on every axis.
+    """For each value of the first step's graph the placements that it got on every axis.
 
     On later axes they are those of what rank 0 had of it as it was made.
     """
     found: list[Chosen] = []
     for value in range(len(steps[0].graph.values)):
-        labels: dict[str, tuple[Label, ...]] = {}
+        placements: dict[str, tuple[Placement, ...]] = {}
         at: int | None = value
         for step in steps:
             have = step.local.values[at] if at is not None else {}
-            labels[step.name] = tuple(have)
+            placements[step.name] = tuple(have)
             at = next(iter(have.values()), None)
-        found.append(labels)
+        found.append(placements)
     return found
 
 
@@ -51,20 +51,21 @@ def chosen_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
 
     An arrow leads to what was made of it for its users.
     """
-    return steps[0].graph, [_text(labels) for labels in chosen(steps)]
+    return steps[0].graph, [_text(placements) for placements in chosen(steps)]
 
 
-def _text(labels: Chosen) -> str:
-    shown = [f"{axis}: {' -> '.join(map(str, have))}" for axis, have in labels.items() if have]
+def _text(placements: Chosen) -> str:
+    shown = [f"{axis}: {' -> '.join(map(str, have))}" for axis, have in placements.items() if have]
     return f"{{{', '.join(shown)}}}" if shown else ""
 
 
-# -- ops that have no row for blocks ---------------------------------------------------------------
+# -- ops that have no strategy for blocks
+# ---------------------------------------------------------------
 
-R = Replicated()
+R = Replicate()
 
 
-class Gather(NamedTuple):
+class ReplicateFallback(NamedTuple):
     """What one op took whole, since no rule says how it runs on blocks.
 
     Attributes:
@@ -89,12 +90,12 @@ class Gather(NamedTuple):
         )
 
 
-def gathers(decided: Iterable[AxisStep]) -> list[Gather]:
+def gathers(decided: Iterable[AxisStep]) -> list[ReplicateFallback]:
     """What was gathered for ops without a rule; nothing for those that rules let choose."""
     return [found for step in decided for found in _on_axis(step)]
 
 
-def _on_axis(step: AxisStep) -> Iterator[Gather]:
+def _on_axis(step: AxisStep) -> Iterator[ReplicateFallback]:
     metas, values = step.graph.values, step.local.values
     parts = step.axis.parts
     cut = [bool(have) and isinstance(next(iter(have)), Cut) for have in values]
@@ -104,10 +105,12 @@ def _on_axis(step: AxisStep) -> Iterator[Gather]:
             continue
         shown = [f"{metas[value]} in {next(iter(values[value]))}" for value in taken]
         nbytes = sum(meta.nbytes for value in taken if (meta := metas[value]) is not None)
-        yield Gather(title(node.op), tuple(shown), nbytes, step.name, step.graph.line(number))
+        yield ReplicateFallback(
+            title(node.op), tuple(shown), nbytes, step.name, step.graph.line(number)
+        )
 
 
 def _has_no_rule(node: Node, metas: Metas, parts: int) -> bool:
     if node.op.startswith("lazygt."):  # annotations, and the collectives of earlier axes
         return False
-    return len(rules.rows_of(node, metas, parts)) == 1
+    return len(rules.strategies_of(node, metas, parts)) == 1

@@ -1,7 +1,7 @@
 """The choice of placements on one mesh axis, as a problem for the solver.
 
-A variable a node: which row it runs as. A variable a value with several users: the label that it
-is kept with for all of them, and one more where it is partial. A factor for every node's
+A variable a node: which strategy it runs as. A variable a value with several users: the placement
+that it is kept with for all of them, and one more where it is partial. A factor for every node's
 time, and one for every use: the time to make what the user takes of what there is.
 """
 
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazygt.graph.label import Cut, Interleaved, Label, Partial, Replicated
 from lazygt.graph.node import Graph
-from lazygt.passes.rules.base import Metas, Row
+from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, follow
-from lazygt.passes.sharding.catalogue import Catalogue, Entry, RowsOf
-from lazygt.passes.sharding.cost import Labels, Machine, Options, Prices, reshard_kind
-from lazygt.passes.sharding.reach import open_entries
-from lazygt.passes.solver import Problem, Solution
-from lazygt.passes.tables import Factor, Table
+from lazygt.passes.sharding.cost import Labels, Machine, Options, ReshardingCosts, reshard_kind
+from lazygt.passes.sharding.cost_tables import Factor, Table
+from lazygt.passes.sharding.propagate import open_entries
+from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.solver import Problem, Solution
+from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, StrategySet
 
-R = Replicated()
+R = Replicate()
 _WHOLE = Annotation(R)
 #: Which operands of a node.
 Places = tuple[int, ...]
@@ -35,56 +35,57 @@ class Question:
 
     Attributes:
         problem: costs are in ticks (picoseconds).
-        entries: the rows of each node; variable ``n`` chooses one for node ``n``.
-        kept: value -> (its variable, the labels that its users find by each choice, in the order
+        entries: the strategies of each node; variable ``n`` chooses one for node ``n``.
+        kept: value -> (its variable, the placements that its users find by each choice, in the
+        order
             to make them). A value that is not here is used as it was made.
     """
 
     problem: Problem
-    entries: Sequence[Entry]
+    entries: Sequence[StrategySet]
     kept: Mapping[int, tuple[int, Options]]
 
-    def rows(self, solution: Solution) -> list[Row]:
-        """The row of each node."""
+    def strategies(self, solution: Solution) -> list[Strategy]:
+        """The strategy of each node."""
         chosen = zip(self.entries, solution.choices, strict=False)
-        return [entry.rows[choice] for entry, choice in chosen]
+        return [entry.strategies[choice] for entry, choice in chosen]
 
-    def labels(self, solution: Solution) -> dict[int, Labels]:
-        """The labels of each value in ``kept``."""
+    def placements(self, solution: Solution) -> dict[int, Labels]:
+        """The placements of each value in ``kept``."""
         return {v: options[solution.choices[at]] for v, (at, options) in self.kept.items()}
 
 
 def build_problem(
     graph: Graph,
-    rows_of: RowsOf,
+    strategies_of: StrategiesOf,
     parts: int,
     machine: Machine,
     annotations: Mapping[int, Annotation] | None = None,
-    outputs: Sequence[Collection[Label] | None] = (),
+    outputs: Sequence[Collection[Placement] | None] = (),
     explore: bool = False,
     whole: Collection[int] = (),
 ) -> Question:
     """The placements of a graph's values on an axis of ``parts`` ranks, to be solved.
 
     Args:
-        rows_of: the rows of a node; asked once for each kind of node.
+        strategies_of: the strategies of a node; asked once for each kind of node.
         annotations: by number of the value; an input without one is given whole.
-        outputs: for each output the labels that it may have; None, and for all when there is
+        outputs: for each output the placements that it may have; None, and for all when there is
             nothing: any.
         explore: shard also what no annotation leads to.
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
 
     Raises:
-        ValueError: an annotation for a value that is not there, or labels for another number of
+        ValueError: an annotation for a value that is not there, or placements for another number of
             outputs.
     """
     annotations = annotations or {}
     metas = graph.values
     _check(graph, len(metas), annotations, outputs)
-    found = Catalogue(graph, metas, rows_of, parts, machine)
+    found = StrategyCatalogue(graph, metas, strategies_of, parts, machine)
     annotations = follow(graph, metas, found.entries, found.numbers, annotations)
     opened = open_entries(graph, metas, found, annotations, explore, whole)
-    build = _Build(graph, metas, opened, Prices(machine, parts))
+    build = _Build(graph, metas, opened, ReshardingCosts(machine, parts))
     allowed = _allowed(graph, outputs)
     for value, users in enumerate(_users(graph, len(metas))):
         if users or value in allowed:
@@ -97,14 +98,14 @@ def _check(
     graph: Graph,
     count: int,
     annotations: Mapping[int, Annotation],
-    outputs: Sequence[Collection[Label] | None],
+    outputs: Sequence[Collection[Placement] | None],
 ) -> None:
     for value in annotations:
         if not 0 <= value < count:
             raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")
     if outputs and len(outputs) != len(graph.outputs):
         raise ValueError(
-            f"labels for {len(outputs)} outputs, but the graph has {len(graph.outputs)}"
+            f"placements for {len(outputs)} outputs, but the graph has {len(graph.outputs)}"
         )
 
 
@@ -119,13 +120,13 @@ def _users(graph: Graph, count: int) -> list[dict[int, Places]]:
 
 
 def _allowed(
-    graph: Graph, outputs: Sequence[Collection[Label] | None]
-) -> dict[int, list[Collection[Label]]]:
-    """The sets of labels that each value must have one of, as an output."""
-    allowed: dict[int, list[Collection[Label]]] = {}
-    for value, labels in zip(graph.outputs, outputs, strict=False):
-        if labels is not None and labels not in allowed.setdefault(value, []):
-            allowed[value].append(labels)
+    graph: Graph, outputs: Sequence[Collection[Placement] | None]
+) -> dict[int, list[Collection[Placement]]]:
+    """The sets of placements that each value must have one of, as an output."""
+    allowed: dict[int, list[Collection[Placement]]] = {}
+    for value, placements in zip(graph.outputs, outputs, strict=False):
+        if placements is not None and placements not in allowed.setdefault(value, []):
+            allowed[value].append(placements)
     return allowed
 
 
@@ -133,9 +134,9 @@ class _Build:
     """Variables and factors, node by node and value by value."""
 
     def __init__(
-        self, graph: Graph, metas: Metas, entries: Sequence[Entry], prices: Prices
+        self, graph: Graph, metas: Metas, entries: Sequence[StrategySet], prices: ReshardingCosts
     ) -> None:
-        self.sizes = [len(entry.rows) for entry in entries]
+        self.sizes = [len(entry.strategies) for entry in entries]
         self.factors: list[Factor] = []
         self.constant = 0.0
         self.kept: dict[int, tuple[int, Options]] = {}
@@ -157,34 +158,36 @@ class _Build:
         value: int,
         users: Mapping[int, Places],
         annotation: Annotation | None,
-        allowed: Sequence[Collection[Label]],
+        allowed: Sequence[Collection[Placement]],
     ) -> None:
         """Connect whoever makes a value with all who use it."""
         nbytes, maker = self._nbytes[value], self._makers[value]
         wants = [self._column(user, False, places) for user, places in users.items()]
-        wants += [self._same(tuple([(label,) for label in labels])) for labels in allowed]
+        wants += [
+            self._same(tuple([(placement,) for placement in placements])) for placements in allowed
+        ]
         kind = "given" if annotation is None else annotation.kind
         variable = None if maker is None else maker[0]
         have = self._made(maker, annotation or _WHOLE, wants)
         if len(wants) > 1 or kind == ("free" if maker is None else "pinned"):
-            pin = annotation.label if annotation is not None and kind == "pinned" else None
+            pin = annotation.placement if annotation is not None and kind == "pinned" else None
             options = self._options(have, pin, wants)
             kept = self._keep(value, options)
             if maker is None and annotation is not None and kind == "free":
                 # one tick: it decides between what else costs the same
-                unlike = [float(option[0] != annotation.label) for option in options]
+                unlike = [float(option[0] != annotation.placement) for option in options]
                 self._charge(kept, np.array(unlike))
             else:
                 self._couple(variable, have, kept, self._first(options), nbytes)
             variable, have = kept, options
         for user, want in zip(users, wants, strict=False):
             self._couple(variable, have, user, want, nbytes)
-        for labels in allowed:
-            costs = [min(self._prices.make(h, (a,), nbytes) for a in labels) for h in have]
+        for placements in allowed:
+            costs = [min(self._prices.make(h, (a,), nbytes) for a in placements) for h in have]
             self._charge(variable, np.array(costs))
 
     def _keep(self, value: int, options: Options) -> int:
-        """A new variable for the labels that a value is kept with."""
+        """A new variable for the placements that a value is kept with."""
         variable = len(self.sizes)
         self.sizes.append(len(options))
         self.kept[value] = variable, options
@@ -194,14 +197,18 @@ class _Build:
     def _made(
         self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
     ) -> Options:
-        """The labels that a value may come with."""
+        """The placements that a value may come with."""
         if maker is not None:
             return self._column(maker[0], True, (maker[1],))
-        labels = {annotation.label}
+        placements = {annotation.placement}
         if annotation.kind == "free":
-            every = {label for want in wants for option in want for label in option}
-            labels |= {label for label in every if not isinstance(label, Partial | Interleaved)}
-        return self._same(tuple([(label,) for label in sorted(labels, key=str)]))
+            every = {placement for want in wants for option in want for placement in option}
+            placements |= {
+                placement
+                for placement in every
+                if not isinstance(placement, Partial | StridedShard)
+            }
+        return self._same(tuple([(placement,) for placement in sorted(placements, key=str)]))
 
     def _charge(self, variable: int | None, costs: Table | None) -> None:
         if costs is None:
@@ -219,14 +226,14 @@ class _Build:
             self.factors.append(Factor((a, b), table))
 
     def _first(self, options: Options) -> Options:
-        """The label that each option starts with."""
+        """The placement that each option starts with."""
         found = self._firsts.get(id(options))
         if found is None:
             first = tuple([option[:1] for option in options])
             found = self._firsts[id(options)] = self._same(first)
         return found
 
-    def _options(self, made: Options, pin: Label | None, wants: Sequence[Options]) -> Options:
+    def _options(self, made: Options, pin: Placement | None, wants: Sequence[Options]) -> Options:
         key = id(made), pin, *map(id, wants)
         found = self._states.get(key)
         if found is None:
@@ -240,8 +247,10 @@ class _Build:
         key = id(entry), result, places
         found = self._columns.get(key)
         if found is None:
-            labels = [row.outputs if result else row.inputs for row in entry.rows]
-            column = [tuple(dict.fromkeys(line[at] for at in places)) for line in labels]
+            placements = [
+                strategy.outputs if result else strategy.inputs for strategy in entry.strategies
+            ]
+            column = [tuple(dict.fromkeys(line[at] for at in places)) for line in placements]
             found = self._columns[key] = self._same(tuple(column))
         return found
 
@@ -251,30 +260,34 @@ class _Build:
 
 
 def _kept_labels(made: Options, wants: Sequence[Options]) -> Options:
-    """The labels to keep a value with: one, or one and a copy that serves several users.
+    """The placements to keep a value with: one, or one and a copy that serves several users.
 
     What is whole serves all, since blocks (and mostly partial sums) come of it for nothing: so
     only a partial value needs a copy besides. A block that the maker does not give is only worth
     having for two users, and one that no user takes is not: it costs no less to make the first
-    one's label and go on from there.
+    one's placement and go on from there.
     """
-    given = {label for (label,) in made}
+    given = {placement for (placement,) in made}
     if given == {R}:
         return ((R,),)
     takers = Counter(
-        label for want in wants for label in {label for option in want for label in option}
+        placement
+        for want in wants
+        for placement in {placement for option in want for placement in option}
     )
     blocks = [
-        label
-        for label in sorted(takers, key=str)
-        if isinstance(label, Cut) and takers[label] > (label not in given)
+        placement
+        for placement in sorted(takers, key=str)
+        if isinstance(placement, Cut) and takers[placement] > (placement not in given)
     ]
-    shared = [label for label in blocks if takers[label] > 1]
+    shared = [placement for placement in blocks if takers[placement] > 1]
     sums = [
-        label for label in sorted(given, key=str) if isinstance(label, Partial) and takers[label]
+        placement
+        for placement in sorted(given, key=str)
+        if isinstance(placement, Partial) and takers[placement]
     ]
     options: list[Labels] = [(R,), *[(block,) for block in blocks]]
     for part in sums:
-        copies: list[Label] = [*shared] if reshard_kind(R, part) == "" else [R, *shared]
+        copies: list[Placement] = [*shared] if reshard_kind(R, part) == "" else [R, *shared]
         options += [(part,), *[(part, copy) for copy in copies]]
     return tuple(options)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from lazygt.graph.mesh import LogicalMesh, Mesh, Stored
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph
 from lazygt.graph.verify import verify
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
-from lazygt.passes.sharding.annotations import kept_values
-from lazygt.passes.sharding.bucket import CAP, Caps
+from lazygt.passes.collectives.bucket import CAP, Caps
+from lazygt.passes.collectives.overlap import overlapped
+from lazygt.passes.pipeline import pipeline_axis, shard_stages
+from lazygt.passes.sharding.annotations import stored_shardings
+from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, same, shard
 from lazygt.passes.sharding.cost import CPU, GPU
-from lazygt.passes.sharding.merge import merged
-from lazygt.passes.sharding.overlap import overlapped
-from lazygt.passes.sharding.pipeline import pipeline_axis, shard_stages
-from lazygt.passes.sharding.regather import regathered
-from lazygt.passes.sharding.shard import AxisStep, R, Sharding, same, shard
+from lazygt.passes.sharding.fsdp import regathered
+from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
 
@@ -28,15 +28,15 @@ WORTH_PACKING = 512 << 10
 def programs(
     graph: Graph,
     mesh: Mesh,
-    inputs: Sequence[Stored | None],
+    inputs: Sequence[Sharding | None],
     device: str = "cpu",
     check: bool = False,
     stages: Stages | None = None,
     decided: list[AxisStep] | None = None,
-    workers: LogicalMesh | None = None,
+    workers: VirtualMesh | None = None,
     bucket_bytes: int = CAP,
     backward: Collection[int] = (),
-) -> Sharding:
+) -> PartitionedProgram:
     """The graph of every rank, as the passes leave it; ranks that run the same have one object.
 
     Args:
@@ -55,28 +55,28 @@ def programs(
         GraphError: a graph breaks its own rules; with ``check``, naming the pass.
         ValueError: it has pipeline stages where it can't; see ``pipeline``.
     """
-    whole = Stored((R,) * len(mesh.names))
+    whole = Sharding((R,) * len(mesh.names))
     tidy = run_passes(graph, BEFORE_SHARDING, check, stages)
     machine = GPU if device == "cuda" else CPU
-    stored = [each or whole for each in inputs]
-    tidy = regathered(tidy, kept_values(tidy, mesh, stored), backward)
-    axis = pipeline_axis(tidy, mesh, stored, workers)
+    sharding = [each or whole for each in inputs]
+    tidy = regathered(tidy, stored_shardings(tidy, mesh, sharding), backward)
+    axis = pipeline_axis(tidy, mesh, sharding, workers)
     if axis is None:
-        local = shard(tidy, mesh, stored, machine, decided)
+        local = shard(tidy, mesh, sharding, machine, decided)
     else:
-        local = shard_stages(tidy, mesh, axis, stored, machine, decided)
+        local = shard_stages(tidy, mesh, axis, sharding, machine, decided)
     if stages is not None:
         stages.append(("shard", local.graphs[0]))
     if workers is not None:
-        given = [(each or whole).labels for each in inputs]
-        kept = [each.labels for each in local.outputs]
+        given = [(each or whole).placements for each in inputs]
+        kept = [each.placements for each in local.outputs]
         local = replace(local, graphs=merged(local.graphs, given, kept, workers))
         if stages is not None:
             stages.append(("merge", local.graphs[0]))
-    places = (workers or LogicalMesh(mesh, mesh)).slots(stored)
+    places = (workers or VirtualMesh(mesh, mesh)).slots(sharding)
     units = {
         number: each.unit
-        for each, numbers in zip(stored, places, strict=True)
+        for each, numbers in zip(sharding, places, strict=True)
         if each.unit is not None
         for number in numbers
     }

@@ -19,8 +19,8 @@ import msgpack
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import Group
-from lazygt.runtime.procfs import Killings, is_stopped
-from lazygt.runtime.working_directory import start_folder
+from lazygt.runtime.launch.procfs import Killings, is_stopped
+from lazygt.runtime.launch.working_directory import start_folder
 
 #: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -181,7 +181,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 def _start(cache: Path) -> subprocess.Popen[bytes]:
     # why: a session loads its launcher when it opens, not when lazygt is imported
-    from lazygt.runtime.launchers.local import same_package
+    from lazygt.runtime.launch.local import same_package
 
     environment = {
         **os.environ,

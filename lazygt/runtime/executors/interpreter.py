@@ -9,11 +9,12 @@ import torch
 
 from lazygt.errors import GraphError, kind_of
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
-from lazygt.graph.label import COLLECTIVE_OPS, HALVES, MEETINGS, WAIT
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
-from lazygt.runtime import group, kernels
+from lazygt.graph.placement import COLLECTIVE_OPS, COLLECTIVES, POINT_TO_POINT, WAIT
+from lazygt.runtime import kernels
+from lazygt.runtime.collectives import group
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
@@ -83,7 +84,7 @@ class Careful:
                     failures.append(failure)
                     poison, failed = Failed(failure), True
             if poison is not None:
-                if node.op in MEETINGS or node.op in HALVES or node.op == WAIT:
+                if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
                     self._part(poison.failure, failures)
                 values.update(dict.fromkeys(results, poison))
                 if node.dynamic:

@@ -1,0 +1,238 @@
+"""The collectives of a rank's graph, as they are counted and explained; and their flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    LAUNCH,
+    LAUNCH_,
+    POINT_TO_POINT,
+    RECV,
+    REDUCE_SCATTER,
+    SEND,
+    WAIT,
+    block_size,
+)
+
+#: Bytes that a rank sends in a ring of N, per byte of payload and (N - 1) / N.
+_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+_EXCHANGES = COLLECTIVES | POINT_TO_POINT
+_LAUNCHES = frozenset({LAUNCH, LAUNCH_})
+#: What each does for the op that asked for it.
+_PURPOSE = {
+    "all_reduce": "adds up what each rank made with",
+    "all_gather": "puts together the blocks made by",
+    "reduce_scatter": "adds up, and cuts into blocks, what each rank made with",
+    "all_to_all": "cuts along another dim the blocks made by",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective; a bucket of several values is one.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
+            for either half of it.
+        reduce_op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
+        nbytes: payload of the rank: the operand of an all-reduce, the gathered result of an
+            all-gather, the unreduced operand of a reduce-scatter, the local operand of an
+            all-to-all.
+        mesh_dim: the axis of the mesh along which ranks meet.
+        source: the user's ``file:line``.
+        why: which op's result it moves, and for which.
+        ranks: how many meet; 1 where the mesh is not known.
+    """
+
+    kind: str
+    reduce_op: str | None
+    nbytes: int
+    mesh_dim: str
+    source: str
+    why: str
+    ranks: int = 1
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes that a rank sends where the ranks pass them on in a ring."""
+        return round(ring_bytes(self.kind, self.nbytes, self.ranks))
+
+
+def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
+    """Bytes that each of ``ranks`` sends in a ring for a collective of this payload.
+
+    What goes from one rank to another alone (``send_recv``) is sent as it is.
+    """
+    return _RING[kind] * nbytes * (ranks - 1) / ranks if kind in _RING else float(nbytes)
+
+
+def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communication, ...]:
+    """The collectives of one rank's graph, in the order in which they are launched.
+
+    Args:
+        mesh: tells how many ranks meet.
+    """
+    return tuple(communications_by_node(graph, mesh).values())
+
+
+def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, Communication]:
+    """The same, each with the number of the node that launches it."""
+    if all(node.op not in _EXCHANGES for node in graph.nodes):
+        return {}
+    values = graph.values
+    makers = _makers(graph)
+    users = _users(graph)
+    return {
+        number: Communication(
+            _kind(node),
+            _reduce_op(node),
+            _payload(node, values),
+            node.args[-1],
+            graph.line(number),
+            _why(node, makers, next((users.get(value) for value in results), None)),
+            1 if mesh is None else mesh.size(node.args[-1]),
+        )
+        for number, (node, results) in enumerate(graph.numbered())
+        if node.op in _EXCHANGES
+    }
+
+
+def _kind(node: Node) -> str:
+    if node.op in POINT_TO_POINT:
+        return "send_recv"
+    return str(node.args[0]) if node.op in _LAUNCHES else node.op.removeprefix("lazygt.")
+
+
+def _reduce_op(node: Node) -> str | None:
+    if node.op in _LAUNCHES:
+        return None if node.args[3] is None else str(node.args[3])
+    if node.op == ALL_REDUCE:
+        return str(node.args[1])
+    return str(node.args[2]) if node.op == REDUCE_SCATTER else None
+
+
+def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
+    if node.op in _LAUNCHES:
+        return sum(_bytes(node, position, values) for position in range(len(node.args[1])))
+    made = node.op in (ALL_GATHER, RECV)
+    meta = node.fresh[0] if made else values[node.args[0].index]
+    return 0 if meta is None else meta.nbytes
+
+
+def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
+    """The payload of one of the values that travel together."""
+    kind, operands, moves, _, _ = node.args
+    meta = values[operands[position].index]
+    if meta is None or kind != "all_gather":
+        return 0 if meta is None else meta.nbytes
+    dim, size = moves[position]
+    shape: tuple[int, ...] = (*meta.shape[:dim], size, *meta.shape[dim + 1 :])
+    nbytes: int = math.prod(shape) * meta.dtype.itemsize
+    return nbytes
+
+
+def _makers(graph: Graph) -> list[str]:
+    """The op that made each value."""
+    found = ["an input"] * len(graph.inputs)
+    for node in graph.nodes:
+        found += [node.op] * len(node.results)
+    return found
+
+
+def _users(graph: Graph) -> dict[int, str]:
+    """The op that reads each value first; of what is under way, the one that reads what arrives."""
+    found: dict[int, str] = {}
+    for node in graph.nodes:
+        for value in node.refs():
+            found.setdefault(value, node.op)
+    for node, results in graph.numbered():
+        if node.op == WAIT:
+            user = next((found[value] for value in results if value in found), None)
+            found.pop(node.args[0].index)
+            if user is not None:
+                found[node.args[0].index] = user
+    return found
+
+
+def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
+    if node.op == RECV:
+        return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
+    operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
+    maker = makers[operands[0].index]
+    if node.op == SEND:
+        return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
+    others = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
+    return f"{_PURPOSE[_kind(node)]} {maker}{others}, for {user or 'the result'}"
+
+
+# -- how values that travel in one collective lie in its flat buffer -------------------------------
+#
+# Every value has a slot. A slot has the same length on every rank of the axis, although blocks may
+# not: it has room for the largest block, the first. Slots begin at multiples of ``ALIGN`` bytes,
+# as kernels like it.
+
+#: Bytes.
+ALIGN = 64
+
+
+class Slots(NamedTuple):
+    """Elements: where each slot starts, how long its value is, and all slots together."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    total: int
+
+
+def slots(
+    kind: str,
+    shapes: Sequence[Sequence[int]],
+    moves: Sequence[Sequence[int]],
+    parts: int,
+    itemsize: int,
+) -> Slots:
+    """The slots of one rank's values.
+
+    Args:
+        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        shapes: of the operands.
+        moves: see ``graph.placement``; not read for an all-reduce.
+        parts: ranks on the axis.
+        itemsize: bytes of an element.
+    """
+    if kind == "all_reduce":
+        lengths = tuple([math.prod(shape) for shape in shapes])
+    else:
+        lengths = tuple([
+            _block(shape, move, parts) for shape, move in zip(shapes, moves, strict=True)
+        ])  # fmt: skip
+    if len(lengths) == 1:
+        return Slots((0,), lengths, lengths[0])
+    step = max(ALIGN // itemsize, 1)
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += -(-length // step) * step
+    return Slots(tuple(starts), lengths, total)
+
+
+def buffer_length(kind: str, parts: int, total: int) -> int:
+    """Elements of the buffer that a launch receives into."""
+    return parts * total if kind == "all_gather" else total
+
+
+def _block(shape: Sequence[int], move: Sequence[int], parts: int) -> int:
+    """Elements of the largest block of a value that is gathered or scattered along a dim."""
+    dim, *size = move
+    rest = math.prod([each for place, each in enumerate(shape) if place != dim])
+    return rest * block_size(size[0] if size else shape[dim], parts, 0)

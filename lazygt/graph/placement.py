@@ -1,0 +1,221 @@
+"""Placements: how one value lies on the ranks of one mesh axis; and the ops that move it between
+them.
+
+A placement says it for one axis; a value on a mesh has one placement an axis.
+
+The collectives are nodes of a rank's graph like any other. All give row-major results. Their
+arguments:
+
+    lazygt.all_reduce(value, op, axis)                   P(op) -> R
+    lazygt.all_gather(value, dim, size, axis)            S(dim) -> R
+    lazygt.reduce_scatter(value, dim, op, axis)          P(op) -> S(dim)
+    lazygt.all_to_all(value, split, concat, size, axis)  S(concat) -> S(split)
+    lazygt.shard(value, dim, axis)                       R -> S(dim), nothing is sent
+    lazygt.first(value, axis)                            R -> P(sum), nothing is sent
+    lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
+    lazygt.launch_(kind, values, moves, op, axis)        the same of one value, in its own memory
+    lazygt.wait(flying, held, kept, axis)                ends it, and gives what each value became
+    lazygt.send(value, peer, axis)                       H(here) -> H(peer), the one half
+    lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
+
+``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
+
+A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
+``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
+gather, ``(dim,)`` for a reduce-scatter. ``flying`` is what a launch gave. Until the wait nobody
+may write ``held``: values that are sent from where they lie. ``kept`` are the positions of results
+that outlive the run, and get memory of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+
+ALL_REDUCE = "lazygt.all_reduce"
+ALL_GATHER = "lazygt.all_gather"
+REDUCE_SCATTER = "lazygt.reduce_scatter"
+ALL_TO_ALL = "lazygt.all_to_all"
+LAUNCH = "lazygt.launch"
+LAUNCH_ = "lazygt.launch_"
+WAIT = "lazygt.wait"
+SHARD = "lazygt.shard"
+FIRST = "lazygt.first"
+SEND = "lazygt.send"
+RECV = "lazygt.recv"
+
+#: Ops for which all ranks of the axis must meet, in the same order.
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, LAUNCH, LAUNCH_})
+#: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
+POINT_TO_POINT = frozenset({SEND, RECV})
+#: Ops whose result depends on which rank runs them.
+COLLECTIVE_OPS = COLLECTIVES | POINT_TO_POINT | {SHARD, FIRST, WAIT}
+
+REDUCE_OPS = ("sum", "max", "min", "prod")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank has the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank i has the i-th block along ``dim`` (from 0); blocks are ``shard_bounds``."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """``dim`` is ``outer`` x size x ``inner``; of each size rank i has the i-th block.
+
+    What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. Seen as
+    ``[L, N * E]`` it is S(1) where ranks have as many of N; else ``inner`` is E, with one
+    ``outer``. It lies so between two ops alone: no input, output or annotation has this placement.
+    """
+
+    dim: int
+    outer: int
+    inner: int = 1
+
+    def __str__(self) -> str:
+        within = f"*{self.inner}" if self.inner > 1 else ""
+        return f"S({self.dim}/{self.outer}{within})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank has a value of the full shape; reduced with ``op`` they give the value."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRank:
+    """Rank ``rank`` of the axis has the whole value, the others nothing."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"H({self.rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unspecified:
+    """Nothing is said of this axis."""
+
+    def __str__(self) -> str:
+        return "?"
+
+
+#: Values are held by one rank on the axis of pipeline stages alone, where no rule is asked.
+#: Anyhow stands in annotations alone.
+Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
+#: The placements that cut a dim.
+Cut = Shard | StridedShard
+
+
+def around(placement: Cut) -> tuple[int, int]:
+    """How often what is in blocks is there in the cut dim, and how many elements each of it is."""
+    return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
+
+
+def groups(placement: Cut) -> int:
+    """By how much the cut dim is larger than what is in blocks."""
+    outer, inner = around(placement)
+    return outer * inner
+
+
+def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where block ``index`` of ``parts`` starts and stops, as ``torch.chunk`` cuts.
+
+    The first blocks have ``ceil(size / parts)`` elements, the later ones what is left, maybe 0.
+    """
+    step = -(-size // parts)
+    return min(step * index, size), min(step * (index + 1), size)
+
+
+def block_size(size: int, parts: int, index: int) -> int:
+    """Elements of block ``index``."""
+    start, stop = shard_bounds(size, parts, index)
+    return stop - start
+
+
+def local_shape(
+    shape: tuple[int, ...], placement: Placement, parts: int, index: int
+) -> tuple[int, ...]:
+    """The shape of what rank ``index`` has of a value of ``shape``."""
+    if isinstance(placement, SingleRank) and placement.rank != index:
+        return (0,)
+    if not isinstance(placement, Cut):
+        return shape
+    outer = groups(placement)
+    block = outer * block_size(shape[placement.dim] // outer, parts, index)
+    return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
+
+
+def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -> TensorMeta:
+    """The meta of what rank ``index`` has of a value: row-major when it is a block."""
+    if isinstance(placement, SingleRank) and placement.rank != index:
+        return intern((0,), (1,), meta.dtype)
+    if not isinstance(placement, Cut):
+        return meta
+    shape = local_shape(meta.shape, placement, parts, index)
+    return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)
+
+
+def placement_from_torch(placements: Any, rank: int) -> Placement:
+    """The placement of a ``torch.distributed.tensor`` placement for a tensor of ``rank`` dims.
+
+    Raises:
+        ValueError: a dim that the tensor does not have, or a placement that lazygt has no placement
+            for.
+    """
+    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    if isinstance(placements, TorchReplicate):
+        return Replicate()
+    if type(placements) is TorchShard:
+        if not -rank <= placements.dim < rank:
+            raise ValueError(f"{placements}: a tensor of {rank} dims has no dim {placements.dim}")
+        return Shard(placements.dim % rank)
+    if isinstance(placements, TorchPartial):
+        op = {"product": "prod"}.get(placements.reduce_op, placements.reduce_op)
+        if op in REDUCE_OPS:
+            return Partial(op)
+    raise ValueError(
+        f"{placements!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
+        f"Partial(op) with op one of {', '.join(REDUCE_OPS)}"
+    )
+
+
+def placement_to_torch(placement: Placement) -> Any:
+    """The ``torch.distributed.tensor`` placement of a placement; torch has none for ``SingleRank``,
+    which stands for itself."""
+    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    if isinstance(placement, Shard):
+        return TorchShard(placement.dim)
+    if isinstance(placement, Partial):
+        return TorchPartial({"prod": "product"}.get(placement.op, placement.op))
+    if isinstance(placement, SingleRank):
+        return placement
+    return TorchReplicate()

@@ -1,0 +1,178 @@
+"""What a user says about where values lie on the mesh of workers.
+
+    x = lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
+    lazygt.parallelize(model, {"blocks.*.qkv.weight": {"model": Shard(0)}})
+
+Placements are ``torch.distributed.tensor``'s, one for each axis of the mesh: a list in its order,
+or a dict by name. They say where a value is stored. What else is cut, and what is exchanged,
+follows; the numbers never change. Tables for whole modules are in
+``lazygt.parallel.tensor_parallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazygt.graph.mesh import Mesh, Placements, Sharding
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.placement import Partial, Placement, Replicate, Unspecified, placement_from_torch
+from lazygt.record.annotate import record_place
+from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.session import current
+
+#: One torch placement for each axis of the mesh.
+UserPlacements = Sequence[Any] | Mapping[str, Any]
+
+
+def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False) -> torch.Tensor:
+    """The same values, stored as ``placements`` say.
+
+    Gradients pass through it as they are; that of a pinned value is pinned as well.
+
+    Args:
+        t: a lazygt tensor.
+        placements: an axis that a dict does not name is ``Replicate()``.
+        pinned: it is also *used* so, and never moved for an op that would run faster otherwise.
+
+    Raises:
+        ValueError: a placement that the tensor or the mesh can't have.
+        TypeError: ``t`` is no lazygt tensor, or ``placements`` neither a list nor a dict.
+    """
+    mesh = current().mesh
+    if not isinstance(t, LazyTensor):
+        device = getattr(t, "device", None)
+        hint = "" if device is None else f" on {device}; move it with .to('lazygt')"
+        raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{hint}")
+    placements = placements_for(f"a tensor of {meta_of(t)}", t.dim(), placements, mesh)
+    return placed(t, Sharding(placements, pinned))
+
+
+def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
+    """The same values, moved to where ``placements`` say.
+
+    Raises:
+        ValueError, TypeError: as ``distribute``.
+    """
+    return distribute(t, placements)
+
+
+def placed(t: LazyTensor, sharding: Sharding) -> torch.Tensor:
+    """``t`` with an annotation that has been checked."""
+    if meta_of(t).extent < t.numel():
+        t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
+    found: torch.Tensor = _Place.apply(t, sharding)  # type: ignore[no-untyped-call]
+    return found
+
+
+def placements_for(
+    what: str,
+    rank: int,
+    placements: UserPlacements,
+    mesh: Mesh,
+    others: Placements | None = None,
+) -> Placements:
+    """The placements, one an axis, that a user's placements stand for.
+
+    Args:
+        what: names the tensor in errors.
+        rank: its number of dims.
+        others: the placements on axes that are not named; None: whole.
+
+    Raises:
+        ValueError: naming the tensor and the mesh.
+        TypeError: it is neither a list nor a dict.
+    """
+    rest = others or (Replicate(),) * len(mesh.names)
+    if isinstance(placements, str) or not isinstance(placements, Mapping | Sequence):
+        raise TypeError(
+            f"{what}: {placements!r} is neither a list with one placement for each axis of the "
+            f"mesh {mesh}, nor a dict by axis"
+        )
+    if isinstance(placements, Mapping):
+        unknown = [name for name in placements if name not in mesh.names]
+        if unknown:
+            raise ValueError(f"{what}: the mesh {mesh} has no axis {unknown[0]!r}")
+        listed = [placements.get(name) for name in mesh.names]
+    else:
+        listed = list(placements)
+        if len(listed) != len(mesh.names):
+            raise ValueError(
+                f"{what}: {len(listed)} placements, but the mesh {mesh} has {len(mesh.names)} axes"
+            )
+    return tuple([
+        other if one is None else _placement(what, rank, one, axis, mesh)
+        for one, axis, other in zip(listed, mesh.names, rest, strict=True)
+    ])  # fmt: skip
+
+
+def _placement(what: str, rank: int, given: Any, axis: str, mesh: Mesh) -> Placement:
+    try:
+        placement = placement_from_torch(given, rank)
+    except ValueError as error:
+        raise ValueError(f"{what} on axis {axis!r} of the mesh {mesh}: {error}") from None
+    if isinstance(placement, Partial):
+        raise ValueError(
+            f"{what} on axis {axis!r} of the mesh {mesh}: a value is stored whole or in blocks, "
+            f"not as {given!r}; use Replicate() or Shard(dim)"
+        )
+    return placement
+
+
+def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
+    """The parameter, if it can be stored in another way.
+
+    Raises:
+        ValueError: it is not on the workers, or is a view of another tensor.
+    """
+    if not isinstance(parameter, LazyTensor):
+        raise ValueError(
+            f"parameter {name!r} is no lazygt tensor of its own, but on {parameter.device}; "
+            f"make the module inside the session, or move it with .to('lazygt')"
+        )
+    if parameter._view is not None:
+        raise ValueError(
+            f"parameter {name!r} is a view of another tensor, and can't be stored in another way "
+            f"than that; give it memory of its own first: parameter.data = parameter.data.clone()"
+        )
+    return parameter
+
+
+def drop_hooks(module: nn.Module, kind: type, mesh_dim: str | None = None) -> None:
+    """Forget what is done whenever a module is called: hooks of a kind, along one axis or any."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, kind) and mesh_dim in (None, hook.mesh_dim):  # type: ignore[attr-defined]
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+class _Place(torch.autograd.Function):
+    """The annotation as autograd sees it: the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, t: LazyTensor, sharding: Sharding) -> LazyTensor:
+        ctx.sharding = sharding
+        recorder, meta = t._storage.recorder, fresh_meta(meta_of(t))
+        with recorder.lock:
+            made = recorder.show(record_place(t, meta, sharding), meta)
+        made._storage.placed = sharding
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return placed(grad, ctx.sharding) if ctx.sharding.pinned else grad, None
+
+
+def fresh_meta(meta: TensorMeta) -> TensorMeta:
+    """The meta of a value of its own: a view's, without what lies before it in memory."""
+    return TensorMeta.of(meta.empty("meta")) if meta.offset else meta
+
+
+def unsaid(mesh: Mesh) -> Placements:
+    """Placements that say nothing of any axis."""
+    return (Unspecified(),) * len(mesh.names)

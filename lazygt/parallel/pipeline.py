@@ -1,0 +1,212 @@
+"""Pipeline stages: the layers of a model on one rank of a mesh axis after the other.
+
+    lazygt.stage(model.blocks[0:4], 0)
+    lazygt.stage(model.blocks[4:8], 1)
+    for micro in batch.chunk(8):
+        (criterion(model(micro)) / 8).backward()
+    opt.step()
+
+What is recorded from one update to the next is one program, so the stages work on different
+microbatches at the same time: in the order known as 1F1B. The numbers are those of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lazygt.graph.mesh import Mesh
+from lazygt.parallel.distribute import drop_hooks, fresh_meta, own_parameter
+from lazygt.passes.sharding.marks import ENTER, LEAVE
+from lazygt.record.annotate import assign_stage, is_everywhere, mesh_of, record_mark
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.session import current
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a session's stages have: the first that each module, parameter and buffer was given to.
+
+    Attributes:
+        modules: nn.Module -> stage.
+        tensors: LazyTensor -> stage.
+    """
+
+    modules: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    tensors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+
+_given: WeakKeyDictionary[Recorder, _Given] = WeakKeyDictionary()
+
+
+def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
+    """Put modules on a stage: one rank of a mesh axis stores what they store and computes them.
+
+    Parameters and buffers move there, each still the object that it is; one that an earlier
+    stage has stays there, and the two share it (a tied head). What a module is called with enters
+    the stage, and what is computed from it belongs to the stage, until something enters another.
+    A tensor can be put on a stage by itself, for code without modules: use what is returned.
+    Copies of a module are on its stage too, and so is the module in a later session whose mesh has
+    that stage, unless it is put on another one there.
+
+    Args:
+        what: a module, several of them, or a lazygt tensor.
+        index: the stage, from 0.
+        mesh_dim: the axis.
+
+    Returns:
+        ``what``; of a tensor the same values on the stage.
+
+    Raises:
+        ValueError: the mesh has no such axis, the axis no such stage, a module (or one inside it)
+            is on a stage already, or has a parameter that is no lazygt tensor of its own.
+        TypeError: ``what`` is none of these.
+    """
+    session = current()
+    _check_stage(session.mesh, index, mesh_dim)
+    if isinstance(what, torch.Tensor):
+        if not isinstance(what, LazyTensor):
+            raise TypeError(
+                f"stage() takes modules and lazygt tensors, not a tensor on {what.device}; "
+                f"move it with .to('lazygt')"
+            )
+        return _enter(what, index, mesh_dim)
+    modules = [what] if isinstance(what, nn.Module) else _listed(what)
+    given = _given.setdefault(session.recorder, _Given())
+    for module in modules:
+        _check_module(module, given)
+    for module in modules:
+        given.modules.update(dict.fromkeys(module.modules(), index))
+        for inner in module.modules():
+            drop_hooks(inner, _Entry)
+        _mark_inputs(module, _Entry(index, mesh_dim))
+    for t in [t for module in modules for t in _own(module)]:
+        if t not in given.tensors:
+            given.tensors[t] = index
+            assign_stage(t, index, mesh_dim)
+    return what
+
+
+def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
+    size = mesh.size(mesh_dim)
+    if type(index) is not int or not 0 <= index < size:
+        raise ValueError(
+            f"stage {index!r}: axis {mesh_dim!r} of the mesh {mesh} has stages 0 to {size - 1}"
+        )
+
+
+def _listed(what: Any) -> list[nn.Module]:
+    modules = list(what) if isinstance(what, Iterable) else [what]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stage() takes modules and lazygt tensors, not {module!r}")
+    return modules
+
+
+def _check_module(module: nn.Module, given: _Given) -> None:
+    """Raise ValueError for a module that can't be put on a stage."""
+    for name, inner in module.named_modules():
+        if inner in given.modules:
+            what = f"{type(module).__name__}{'.' * bool(name)}{name}"
+            raise ValueError(
+                f"{what} is on stage {given.modules[inner]} already; stage a module once"
+            )
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        own_parameter(name, t)
+
+
+def _own(module: nn.Module) -> list[LazyTensor]:
+    """The parameters and buffers of a module."""
+    return [
+        t for t in (*module.parameters(), *module.buffers()) if isinstance(t, LazyTensor)
+    ]  # fmt: skip
+
+
+def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
+    """Mark what a module is called with. A slice of layers is never called, but its layers are."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        for layer in module:
+            _mark_inputs(layer, entry)
+    else:
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The hook of a module on a stage: what it is called with enters; what it has is there."""
+
+    index: int
+    mesh_dim: str
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for t in _own(module):
+            if is_everywhere(t) and self._has(t):
+                assign_stage(t, self.index, self.mesh_dim)
+        return tree_map_only(LazyTensor, self._enter, (args, kwargs))
+
+    def _has(self, t: LazyTensor) -> bool:
+        """Whether a tensor of the module belongs to this stage, not to one that shares it."""
+        given = _given.get(t._storage.recorder)
+        first = self.index if given is None else given.tensors.get(t, self.index)
+        return self._is_known(t) and first == self.index
+
+    def _is_known(self, t: LazyTensor) -> bool:
+        """Whether the tensor's session has this stage."""
+        mesh = mesh_of(t)
+        return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
+
+    def _enter(self, t: LazyTensor) -> Any:
+        return _enter(t, self.index, self.mesh_dim) if self._is_known(t) else t
+
+
+def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
+    return _Enter.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    """The mark as autograd sees it: the identity. Its gradient leaves the stage again."""
+
+    @staticmethod
+    def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
+        ctx.save_for_backward(t)
+        ctx.mesh_dim = mesh_dim
+        return _shown(ENTER, (t,), (index, mesh_dim))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (t,) = ctx.saved_tensors
+        return _leave(grads[0], t, ctx.mesh_dim), None, None
+
+
+def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
+    """A gradient, where the tensor is."""
+    return _Leave.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+
+
+class _Leave(torch.autograd.Function):
+    """The way back as autograd sees it, for gradients of gradients: the identity as well."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: LazyTensor, t: LazyTensor, mesh_dim: str) -> LazyTensor:
+        ctx.save_for_backward(gradient)
+        ctx.mesh_dim = mesh_dim
+        return _shown(LEAVE, (gradient, t), (mesh_dim,))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return _leave(grads[0], gradient, ctx.mesh_dim), None, None
+
+
+def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
+    recorder, meta = operands[0]._storage.recorder, fresh_meta(meta_of(operands[0]))
+    with recorder.lock:
+        return recorder.show(record_mark(op, operands, rest, meta), meta)

@@ -1,0 +1,398 @@
+"""Which collectives travel together, and in which order they are launched.
+
+Decided once for all ranks that meet, from all their programs: blocks and even programs of ranks
+differ, the order in which they meet may not. So two collectives share a bucket only when neither
+needs the other on any rank, and sizes are those of the rank with the most.
+
+Reductions, and gathers of what was computed, go in the order in which their operands are ready:
+gradients from the last layer to the first. Gathers of stored parameters go in the order in which
+they are needed, a wrap unit at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from lazygt.graph.alias import WRITE_BACK, has_effect
+from lazygt.graph.mesh import FSDPUnit
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.placement import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
+from lazygt.passes.base import dependencies, placed, rebuild, view_source
+
+# -- the collectives of one program: what each needs, when it could begin, who waits for it --------
+
+#: Between a stored parameter and its gather there may be views and these.
+_CASTS = frozenset({"aten._to_copy.default", "aten.clone.default"})
+#: Read nothing of their operand but its shape.
+_LIKENESSES = frozenset({
+    f"aten.{name}_like.default" for name in ("ones", "zeros", "empty", "full")
+})  # fmt: skip
+#: Bytes of all that an op reads and makes up to which it may run later than it is written:
+#: it takes no longer than its launch, and keeps no memory to speak of.
+SMALL = 4 << 10
+#: kind -> where the reduce op stands among its arguments
+_REDUCE_OP = {ALL_REDUCE: 1, REDUCE_SCATTER: 2}
+
+
+class CollectiveInfo(NamedTuple):
+    """One collective of a graph.
+
+    Attributes:
+        node: its number.
+        kind: the op.
+        op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
+        move: its arguments between the value and the op.
+        nbytes: payload of this rank.
+        ready: the node that makes its operand; -1 for an input.
+        used: the first node that has to wait for its result and can't run later itself, as
+            views, writes back, collectives and small pure ops can; the number of nodes if none
+            has to. Of a stored parameter the first that computes with it, be it small or not.
+        stored: the input that it gathers; None for what is computed.
+        above: the meetings that it depends on, as bits.
+    """
+
+    node: int
+    kind: str
+    op: str | None
+    axis: str
+    dtype: torch.dtype
+    move: tuple[int, ...]
+    nbytes: int
+    ready: int
+    used: int
+    sharding: int | None
+    above: int
+
+    @property
+    def signature(self) -> tuple[str, str | None, str, torch.dtype]:
+        """What is equal on all ranks that meet; sizes of blocks are not."""
+        return self.kind, self.op, self.axis, self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveAnalysis:
+    """A graph, its meetings in order, and what has to come before what, meetings set free."""
+
+    graph: Graph
+    meetings: tuple[CollectiveInfo, ...]
+    before: Sequence[set[int]]
+
+
+def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
+    """Look at a rank's program; linear in its size, times its meetings / 64."""
+    before = dependencies(
+        graph, lambda node: has_effect(node) and node.op not in COLLECTIVES
+    ).before
+    numbers = [n for n, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
+    if not numbers:
+        return CollectiveAnalysis(graph, (), before)
+    above, makers, values = _above(graph, before), _makers(graph), graph.values
+    computed = _uses(graph, before, _passes_on)
+    uses = _uses(graph, before, lambda node: _passes_on(node) or _is_small(node, values))
+    found = []
+    for number in numbers:
+        node = graph.nodes[number]
+        operand, made = node.args[0].index, node.fresh[0]
+        meta = values[operand]
+        assert meta is not None
+        assert made is not None
+        place = _REDUCE_OP.get(node.op)
+        sharding = _stored(graph, operand, makers) if node.op == ALL_GATHER else None
+        found.append(
+            CollectiveInfo(
+                number,
+                node.op,
+                None if place is None else node.args[place],
+                node.args[-1],
+                meta.dtype,
+                tuple(node.args[1 : place or -1]),
+                made.nbytes if node.op == ALL_GATHER else meta.nbytes,
+                makers[operand],
+                uses[number] if sharding is None else computed[number],
+                sharding,
+                above[number],
+            )
+        )
+    return CollectiveAnalysis(graph, tuple(found), before)
+
+
+def unhooked(graph: Graph) -> Graph:
+    """The graph in which nobody waits for a reduced value to make another in its likeness.
+
+    A backward begins with ones in the shape of the loss; the loss before its reduction has that
+    shape too.
+    """
+    values = graph.values
+    made = {
+        results[0]: node.args[0].index
+        for node, results in graph.numbered()
+        if node.op == ALL_REDUCE and values[node.args[0].index] == values[results[0]]
+    }
+    strategies = placed(graph)
+    changed = False
+    for number, strategy in enumerate(strategies):
+        args = strategy.node.args
+        if strategy.node.op in _LIKENESSES and type(args[0]) is Ref and args[0].index in made:
+            other = replace(strategy.node, args=(ref(made[args[0].index]), *args[1:]))
+            strategies[number], changed = strategy._replace(node=other), True
+    return rebuild(graph, strategies) if changed else graph
+
+
+def moves_alone(meeting: CollectiveInfo) -> bool:
+    """Whether a collective never shares its buffer with others."""
+    return meeting.kind == ALL_TO_ALL
+
+
+def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
+    """For each node the meetings that it depends on, as bits."""
+    found: list[int] = []
+    bits: dict[int, int] = {}
+    for number, node in enumerate(graph.nodes):
+        mask = 0
+        for other in before[number]:
+            mask |= found[other] | bits.get(other, 0)
+        found.append(mask)
+        if node.op in COLLECTIVES:
+            bits[number] = 1 << len(bits)
+    return found
+
+
+def _makers(graph: Graph) -> list[int]:
+    """The node that makes each value."""
+    found = [-1] * len(graph.inputs)
+    for number, node in enumerate(graph.nodes):
+        found += [number] * len(node.results)
+    return found
+
+
+def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], bool]) -> list[int]:
+    """For each node the first that waits for it, those aside that can wait themselves."""
+    found = [len(graph.nodes)] * len(graph.nodes)
+    for number in reversed(range(len(graph.nodes))):
+        use = found[number] if passes_on(graph.nodes[number]) else number
+        for other in before[number]:
+            found[other] = min(found[other], use)
+    return found
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether a node does not compute, but shows, moves or copies what is there."""
+    return view_source(node) is not None or node.op in COLLECTIVES or node.op == WRITE_BACK
+
+
+def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
+    """Whether a node may run later: it only computes its results, and next to nothing."""
+    if node.writes or node.op == WRITE_BACK or has_effect(node):
+        return False
+    metas = (*(values[value] for value in node.refs()), *node.results)
+    return sum(meta.nbytes for meta in metas if meta is not None) <= SMALL
+
+
+def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
+    """The input that a value is, in another form."""
+    while makers[value] >= 0:
+        node: Node = graph.nodes[makers[value]]
+        if node.writes or (view_source(node) is None and node.op not in _CASTS):
+            return None
+        value = node.refs()[0]
+    return value
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+#: Bytes of a bucket, as torch's DistributedDataParallel has it.
+CAP = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """When a bucket is closed.
+
+    Attributes:
+        bucket: bytes of a bucket.
+        alone: bytes from which a value is not packed with others: on a CPU packing takes longer
+            than a launch.
+        units: input -> the wrap unit that it belongs to.
+    """
+
+    bucket: int = CAP
+    alone: int = CAP
+    units: Mapping[int, FSDPUnit] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Meetings, by their place in the order of a program, that are one collective.
+
+    Attributes:
+        nbytes: together, on the rank with the most.
+        unit: the wrap unit of gathered parameters.
+        stored: the inputs that it gathers; empty for everything else.
+    """
+
+    members: list[int]
+    nbytes: int = 0
+    unit: FSDPUnit | None = None
+    sharding: set[int] = field(default_factory=set)
+
+
+def agree(surveys: Sequence[CollectiveAnalysis]) -> bool:
+    """Whether all ranks meet in the same collectives in the same order."""
+    return len({tuple([m.signature for m in one.meetings]) for one in surveys}) == 1
+
+
+def buckets(surveys: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
+    """The buckets in the order of launch, for ranks that ``agree``."""
+    made = _Buckets(surveys, caps)
+    for place in _in_order(made.above, made.wanted):
+        made.add(place)
+    return made.ordered()
+
+
+def one_each(analyse_collectives: CollectiveAnalysis) -> list[Bucket]:
+    """No two together, in the order of the program."""
+    return [_alone(place, meeting) for place, meeting in enumerate(analyse_collectives.meetings)]
+
+
+def _alone(place: int, meeting: CollectiveInfo) -> Bucket:
+    sharding = set() if meeting.sharding is None else {meeting.sharding}
+    return Bucket([place], meeting.nbytes, None, sharding)
+
+
+class _Buckets:
+    """Finds the buckets in one walk over the meetings."""
+
+    def __init__(self, surveys: Sequence[CollectiveAnalysis], caps: Caps) -> None:
+        self.surveys, self.caps = surveys, caps
+        self.meetings = surveys[0].meetings
+        #: for each meeting those that it depends on, on any rank
+        self.above = [
+            sorted({place for meeting in same for place in _bits(meeting.above)})
+            for same in zip(*(one.meetings for one in surveys), strict=True)
+        ]
+        self.wanted = [m.ready if m.sharding is None else m.used for m in self.meetings]
+        self.home: dict[int, Bucket] = {}
+        self.open: dict[object, Bucket] = {}
+        self.all: list[Bucket] = []
+
+    def add(self, place: int) -> None:
+        """Put the next meeting into the bucket that is open for its like, or into a new one."""
+        meeting = self.meetings[place]
+        made = self._alone(place)
+        key = (meeting.signature, meeting.sharding is None)
+        bucket = self.open.get(key)
+        if bucket is not None and self._fits(bucket, made, place):
+            bucket.members.append(place)
+            bucket.nbytes += made.nbytes
+            bucket.sharding |= made.sharding
+            self.home[place] = bucket
+            return
+        self.home[place] = made
+        self.all.append(made)
+        if not moves_alone(meeting) and made.nbytes < self.caps.alone:
+            self.open[key] = made
+
+    def ordered(self) -> list[Bucket]:
+        """The buckets in the order of launch."""
+        index = {id(bucket): number for number, bucket in enumerate(self.all)}
+        above = [
+            [index[id(other)] for other in self._directly(bucket)] for bucket in self.all
+        ]  # fmt: skip
+        return [self.all[number] for number in _in_order(above, self._begins(above))]
+
+    def _alone(self, place: int) -> Bucket:
+        bucket = _alone(place, self.meetings[place])
+        bucket.nbytes = max(one.meetings[place].nbytes for one in self.surveys)
+        for number in bucket.sharding:
+            bucket.unit = self.caps.units.get(number)
+        return bucket
+
+    def _fits(self, bucket: Bucket, made: Bucket, place: int) -> bool:
+        unit = bucket.unit
+        cap = self.caps.bucket if unit is None else unit.cap_bytes
+        return (
+            bucket.nbytes + made.nbytes <= cap
+            and made.nbytes < self.caps.alone
+            and unit == made.unit
+            and bucket.sharding.isdisjoint(made.sharding)
+            and not self._delays(bucket, place)
+            and not self._needs(place, bucket)
+        )
+
+    def _delays(self, bucket: Bucket, place: int) -> bool:
+        """Whether a user of the bucket would have to wait until the meeting can begin."""
+        return any(
+            one.meetings[place].sharding is None
+            and min(one.meetings[member].used for member in bucket.members)
+            <= one.meetings[place].ready
+            for one in self.surveys
+        )
+
+    def _needs(self, place: int, wanted: Bucket) -> bool:
+        """Whether a meeting depends on a bucket, by way of others too."""
+        seen: set[int] = set()
+        todo = [self.home[other] for other in self.above[place]]
+        while todo:
+            bucket = todo.pop()
+            if bucket is wanted:
+                return True
+            if id(bucket) not in seen:
+                seen.add(id(bucket))
+                todo += self._directly(bucket)
+        return False
+
+    def _directly(self, bucket: Bucket) -> list[Bucket]:
+        """The other buckets that one depends on."""
+        return [self.home[other] for member in bucket.members for other in self.above[member]]
+
+    def _begins(self, above: Sequence[Sequence[int]]) -> list[int]:
+        """For each bucket the node at which it is wanted to begin.
+
+        No bucket begins before those above it have been waited for: what stands behind it in the
+        order of launch would wait for them too.
+        """
+        begins = [
+            max(*(self.wanted[member] for member in bucket.members),
+                *(self._needed(self.all[other]) for other in others), -1)
+            for bucket, others in zip(self.all, above, strict=True)
+        ]  # fmt: skip
+        needed = [number for number, bucket in enumerate(self.all) if bucket.sharding]
+        needed.sort(key=lambda number: self._needed(self.all[number]))
+        for number, former in zip(needed, [None, *needed], strict=False):
+            begins[number] = -1 if former is None else self._needed(self.all[former]) - 1
+        return begins
+
+    def _needed(self, bucket: Bucket) -> int:
+        return min(self.meetings[member].used for member in bucket.members)
+
+
+def _in_order(above: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:
+    """Each after those above it, the one that is wanted first first."""
+    waits = [set(others) for others in above]
+    followers: list[list[int]] = [[] for _ in above]
+    for number, others in enumerate(waits):
+        for other in others:
+            followers[other].append(number)
+    missing = [len(others) for others in waits]
+    ready = [(wanted[number], number) for number, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
+        for follower in followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (wanted[follower], follower))
+    assert len(order) == len(missing), "buckets depend on each other"
+    return order
+
+
+def _bits(mask: int) -> list[int]:
+    return [place for place in range(mask.bit_length()) if mask >> place & 1]

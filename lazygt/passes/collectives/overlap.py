@@ -1,0 +1,266 @@
+"""Collectives under way while something else is computed.
+
+Every bucket becomes a launch, which waits for nobody, and a wait. A launch stands as early as its
+operands are there, a wait right before the first node that computes with a result; everything else
+keeps its order. A gather of stored parameters is launched when the one before it is waited for, so
+two are under way at most.
+
+No rank can wait for ever: all ranks launch the same collectives in the same order and wait only
+for what they have launched, so the first one that is not complete always can be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lazygt.graph.collectives import buffer_length, slots
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    LAUNCH,
+    LAUNCH_,
+    REDUCE_SCATTER,
+    WAIT,
+)
+from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.collectives.bucket import (
+    Bucket,
+    Caps,
+    CollectiveAnalysis,
+    agree,
+    analyse_collectives,
+    buckets,
+    one_each,
+    unhooked,
+)
+
+#: Gathers of stored parameters under way at most; PyTorch's FSDP has found no use for more.
+MOST_GATHERS = 2
+
+
+def overlapped(graphs: Sequence[Graph], mesh: Mesh, caps: Caps) -> tuple[Graph, ...]:
+    """The program of every rank, its collectives bucketed, launched early and waited for late.
+
+    Args:
+        graphs: of each rank; ranks that run the same have one object, here and in the result.
+    """
+    made: dict[tuple[int, ...], dict[int, Graph]] = {}
+    found: list[Graph] = list(graphs)
+    for ranks in _meeting(graphs, mesh):
+        distinct = {id(graphs[rank]): graphs[rank] for rank in ranks}
+        together = made.get(tuple(distinct))
+        if together is None:
+            together = made[tuple(distinct)] = _together(distinct, mesh, caps)
+        for rank in ranks:
+            found[rank] = together[id(graphs[rank])]
+    return tuple(found)
+
+
+def _together(graphs: dict[int, Graph], mesh: Mesh, caps: Caps) -> dict[int, Graph]:
+    """The new program of each of these, whose ranks meet each other."""
+    surveys = {key: analyse_collectives(unhooked(graph)) for key, graph in graphs.items()}
+    if not any(one.meetings for one in surveys.values()):
+        return graphs
+    alike = list(surveys.values())
+    # programs that meet in different collectives have blocks of different sizes on two axes
+    shared = buckets(alike, caps) if agree(alike) else None
+    return {key: launched(one, shared or one_each(one), mesh) for key, one in surveys.items()}
+
+
+def _meeting(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
+    """The ranks, in groups whose members meet each other, by way of others too."""
+    group = {rank: [rank] for rank in range(len(graphs))}
+    axes = {id(graph): _axes(graph) for graph in graphs}
+    for axis in mesh.names:
+        for line in mesh.lines(axis):
+            for rank in line[1:]:
+                if axis in axes[id(graphs[rank])] and group[rank] is not group[line[0]]:
+                    group[line[0]] += group[rank]
+                    for other in group[rank]:
+                        group[other] = group[line[0]]
+    return list({id(ranks): sorted(ranks) for ranks in group.values()}.values())
+
+
+def _axes(graph: Graph) -> set[str]:
+    return {node.args[-1] for node in graph.nodes if node.op in COLLECTIVES}
+
+
+# -- one rank's program --------------------------------------------------------------------------
+
+
+class _Key(NamedTuple):
+    """Where a node is wanted: at an old node's place, before it (< 0), as it, or after it."""
+
+    place: int
+    side: int
+
+
+def launched(one: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
+    """A rank's program with the buckets launched in this order."""
+    units = _Units(one, order)
+    values = one.graph.values
+    strategies: list[Placed] = []
+    old = placed(one.graph)
+    for unit in units.in_order():
+        if unit < len(old):
+            strategies.append(old[unit])
+            continue
+        number, second = divmod(unit - len(old), 2)
+        members = [old[one.meetings[place].node] for place in order[number].members]
+        flying = len(values) + number
+        halves = _halves(members, one, order[number], flying, mesh)
+        strategies.append(halves[second])
+    return rebuild(one.graph, strategies)
+
+
+class _Units:
+    """A program's nodes, launches and waits: what comes before what, and where each is wanted.
+
+    Units are numbered: old nodes by their own numbers, then launch and wait of each bucket.
+    """
+
+    def __init__(self, one: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
+        self.one, self.order = one, order
+        nodes = one.graph.nodes
+        self.count = len(nodes)
+        #: a data-dependent node stays the last
+        self.end = self.count - (nodes[-1].dynamic if nodes else 0)
+        #: meeting's node -> number of its bucket
+        self.home = {
+            one.meetings[place].node: number
+            for number, bucket in enumerate(order)
+            for place in bucket.members
+        }
+        self.before: dict[int, set[int]] = {}
+        self.keys: dict[int, _Key] = {}
+        for node in range(self.count):
+            if node not in self.home:
+                self.before[node] = self._mapped(node)
+                self.keys[node] = _Key(node, 2)
+        gathers: list[int] = []
+        for number, bucket in enumerate(order):
+            self._bucket(number, bucket, gathers)
+
+    def launch(self, number: int) -> int:
+        return self.count + 2 * number
+
+    def wait(self, number: int) -> int:
+        return self.count + 2 * number + 1
+
+    def _mapped(self, node: int) -> set[int]:
+        """What comes before a node; of a collective its wait."""
+        return {
+            self.wait(self.home[other]) if other in self.home else other
+            for other in self.one.before[node]
+        }
+
+    def _bucket(self, number: int, bucket: Bucket, gathers: list[int]) -> None:
+        """Its launch, in turn, and its wait.
+
+        Args:
+            gathers: the buckets of stored parameters so far.
+        """
+        meetings = [self.one.meetings[place] for place in bucket.members]
+        before = {other for meeting in meetings for other in self._mapped(meeting.node)}
+        if number:
+            before.add(self.launch(number - 1))
+        needed = min(self.end, *(meeting.used for meeting in meetings))
+        wanted = _Key(max(meeting.ready for meeting in meetings), 3)
+        if bucket.sharding:
+            wanted = _Key(-1, 0)
+            if gathers and (bucket.unit is None or bucket.unit.limit_all_gathers):
+                wanted = _Key(self.keys[self.wait(gathers[-1])].place, 0)
+            if len(gathers) >= MOST_GATHERS and wanted.place >= 0:
+                before.add(self.wait(gathers[-MOST_GATHERS]))
+            gathers.append(number)
+            self._pull(before, wanted)
+        self.before[self.launch(number)] = before
+        self.before[self.wait(number)] = {self.launch(number)}
+        self.keys[self.launch(number)] = wanted
+        self.keys[self.wait(number)] = _Key(needed, 1)
+
+    def _pull(self, units: set[int], wanted: _Key) -> None:
+        """What a parameter goes through before it is gathered is wanted no later."""
+        for unit in units:
+            if unit < self.count and self.keys[unit] > wanted:
+                self.keys[unit] = wanted
+                self._pull(self.before[unit], wanted)
+
+    def in_order(self) -> Iterator[int]:
+        """Each unit after those before it, the one that is wanted first first."""
+        followers: dict[int, list[int]] = {}
+        for unit, others in self.before.items():
+            for other in others:
+                followers.setdefault(other, []).append(unit)
+        missing = {unit: len(others) for unit, others in self.before.items()}
+        ready = [(self.keys[unit], unit) for unit, count in missing.items() if not count]
+        heapq.heapify(ready)
+        while ready:
+            _, unit = heapq.heappop(ready)
+            yield unit
+            for follower in followers.get(unit, ()):
+                missing[follower] -= 1
+                if not missing[follower]:
+                    heapq.heappush(ready, (self.keys[follower], follower))
+        assert not any(missing.values()), "collectives wait for each other"
+
+
+# -- the nodes -----------------------------------------------------------------------------------
+
+
+def _halves(
+    members: Sequence[Placed], one: CollectiveAnalysis, bucket: Bucket, flying: int, mesh: Mesh
+) -> tuple[Placed, Placed]:
+    """The launch and the wait of a bucket; ``flying`` is the number of what is under way."""
+    meetings = [one.meetings[place] for place in bucket.members]
+    first, values = meetings[0], [strategy.node.args[0] for strategy in members]
+    kind = first.kind.removeprefix("lazygt.")
+    moves = () if first.kind == ALL_REDUCE else tuple(meeting.move for meeting in meetings)
+    args = (kind, tuple(values), moves, first.op, first.axis)
+    results = [value for strategy in members for value in strategy.results]
+    made = tuple(strategy.node.fresh[0] for strategy in members)
+    operands = [_meta(one.graph, value) for value in values]
+    source = members[0].source
+    if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == made[0]:
+        target, meta = values[0].index, operands[0]
+        begin = Node(LAUNCH_, args, (), (), (target,), (meta,))
+        end = Node(WAIT, (ref(flying), (), (), first.axis), (), (), (flying,), (meta,))
+    else:
+        held = tuple(values) if _sends_from_there(first.kind, len(members)) else ()
+        length = _length(kind, operands, moves, mesh.size(first.axis), made)
+        begin = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
+        end = Node(WAIT, (ref(flying), held, (), first.axis), (), made)
+    return Placed(begin, [flying], source), Placed(end, results, source)
+
+
+def _meta(graph: Graph, value: Ref) -> TensorMeta:
+    found = graph.values[value.index]
+    assert found is not None
+    return found
+
+
+def _sends_from_there(kind: str, count: int) -> bool:
+    """Whether a launch may send its operand from where it lies, without a copy."""
+    return count == 1 and kind in (ALL_GATHER, REDUCE_SCATTER)
+
+
+def _length(
+    kind: str,
+    operands: Sequence[TensorMeta],
+    moves: Sequence[Sequence[int]],
+    parts: int,
+    made: Sequence[TensorMeta | None],
+) -> int:
+    """Elements of the buffer that a launch receives into."""
+    if kind == "all_to_all":
+        assert made[0] is not None
+        return made[0].numel
+    shapes = [meta.shape for meta in operands]
+    where = slots(kind, shapes, moves, parts, operands[0].dtype.itemsize)
+    return buffer_length(kind, parts, where.total)

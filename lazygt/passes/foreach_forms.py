@@ -1,0 +1,110 @@
+"""Horizontal ops and the ops on one tensor that they stand for.
+
+``aten._foreach_mul_.ScalarList([a, b], [2, 3])`` is ``a.mul_(2)`` and ``b.mul_(3)``. On a CPU
+torch runs it as just those calls, so both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lazygt.graph.node import Arg
+
+EACH, ALL = "each", "all"
+
+
+class ForeachForm(NamedTuple):
+    """How a horizontal op and its op on one tensor take the same arguments.
+
+    Attributes:
+        wide: the horizontal overload.
+        single: the overload for one tensor.
+        takes: for each positional argument of ``wide``: EACH, a list with one item a tensor, or
+            ALL, the same for every tensor.
+        keyword: the keyword of ``single`` that takes the last positional argument of ``wide``.
+    """
+
+    wide: str
+    single: str
+    takes: tuple[str, ...]
+    keyword: str = ""
+
+    def narrow(
+        self, args: tuple[Arg, ...], which: int
+    ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """Arguments and keywords of ``single`` for one tensor, from the arguments of ``wide``."""
+        # the last one may be left out: it has a default
+        mine = tuple(
+            arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
+        )
+        if self.keyword and len(mine) == len(self.takes):
+            return mine[:-1], ((self.keyword, mine[-1]),)
+        return mine, ()
+
+    def widen(
+        self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]
+    ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """Arguments and keywords of ``wide``, from those of its tensors' calls of ``single``."""
+        rows = []
+        for args, kwargs in calls:
+            rows.append((*args, dict(kwargs).get(self.keyword, 1)) if self.keyword else args)
+        shared = () if self.keyword else calls[0][1]
+        return tuple(zip(*rows, strict=True)), shared
+
+
+def _forms() -> list[ForeachForm]:
+    each, both, three = (EACH,), (EACH, EACH), (EACH, EACH, EACH)
+    forms = []
+    for name in ("add", "sub", "mul", "div"):
+        for end in ("", "_"):
+            wide, single = f"aten._foreach_{name}{end}", f"aten.{name}{end}.Tensor"
+            forms += [
+                ForeachForm(f"{wide}.List", single, both),
+                ForeachForm(f"{wide}.ScalarList", single, both),
+                ForeachForm(f"{wide}.Scalar", single, (EACH, ALL)),
+            ]
+            if name != "sub":
+                forms.append(ForeachForm(f"{wide}.Tensor", single, (EACH, ALL)))
+    for name in ("addcmul", "addcdiv"):
+        for end in ("", "_"):
+            wide, single = f"aten._foreach_{name}{end}", f"aten.{name}{end}.default"
+            forms += [
+                ForeachForm(f"{wide}.ScalarList", single, (*three, EACH), keyword="value"),
+                ForeachForm(f"{wide}.Scalar", single, (*three, ALL), keyword="value"),
+            ]
+    for end in ("", "_"):
+        forms += [
+            ForeachForm(f"aten._foreach_lerp{end}.ScalarList", f"aten.lerp{end}.Scalar", three),
+            ForeachForm(f"aten._foreach_lerp{end}.Scalar", f"aten.lerp{end}.Scalar", (*both, ALL)),
+            ForeachForm(f"aten._foreach_lerp{end}.List", f"aten.lerp{end}.Tensor", three),
+            ForeachForm(f"aten._foreach_pow{end}.ScalarList", f"aten.pow{end}.{_POWER[end]}", both),
+            ForeachForm(
+                f"aten._foreach_pow{end}.Scalar", f"aten.pow{end}.{_POWER[end]}", (EACH, ALL)
+            ),
+        ]
+        for name in _ONE_ARGUMENT:
+            forms.append(ForeachForm(f"aten._foreach_{name}{end}.default", f"aten.{name}{end}.default",
+                              each))  # fmt: skip
+    return [
+        *forms,
+        ForeachForm("aten._foreach_maximum.List", "aten.maximum.default", both),
+        ForeachForm("aten._foreach_minimum.List", "aten.minimum.default", both),
+        ForeachForm("aten._foreach_zero_.default", "aten.zero_.default", each),
+        ForeachForm("aten._foreach_copy_.default", "aten.copy_.default", both),
+        ForeachForm("aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default", (EACH, ALL)),
+    ]
+
+
+_POWER = {"": "Tensor_Scalar", "_": "Scalar"}
+_ONE_ARGUMENT = ("abs", "sqrt", "neg", "exp", "log", "sign", "reciprocal", "rsqrt", "sigmoid",
+                 "tanh", "round", "floor", "ceil")  # fmt: skip
+
+#: horizontal overload -> its form
+SPLIT: dict[str, ForeachForm] = {form.wide: form for form in _forms()}
+#: (overload for one tensor, has a number where the horizontal one takes a list of them) -> form
+MERGE: dict[tuple[str, bool], ForeachForm] = {
+    (form.single, form.wide.endswith(".ScalarList")): form
+    for form in SPLIT.values()
+    if ALL not in form.takes
+}

@@ -1,0 +1,112 @@
+"""Pipeline stages on one axis of the mesh: found, cut, put in order.
+
+The other axes come first. So placements on them are chosen for the whole program at once, and
+what the stages exchange lies alike on both sides; then each rank's program is cut into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import Placement, Replicate, SingleRank
+from lazygt.passes.base import unlikened
+from lazygt.passes.pipeline.schedule import ordered
+from lazygt.passes.pipeline.split import split
+from lazygt.passes.pipeline.stages import assign
+from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, shard
+from lazygt.passes.sharding.cost import CPU, Machine
+from lazygt.passes.sharding.marks import ENTER, LEAVE, PLACE
+
+
+def pipeline_axis(
+    graph: Graph, mesh: Mesh, inputs: Sequence[Sharding], workers: VirtualMesh | None = None
+) -> str | None:
+    """The axis of the mesh along which a program has stages, if it has any.
+
+    Raises:
+        ValueError: it has stages along two axes, or ``workers`` stand for the ranks.
+    """
+    found = {node.args[2] for node in graph.nodes if node.op in (ENTER, LEAVE)}
+    for each in inputs:
+        placements = zip(mesh.names, each.placements, strict=True)
+        found |= {name for name, placement in placements if isinstance(placement, SingleRank)}
+    if len(found) > 1:
+        names = " and ".join(sorted(found))
+        raise ValueError(f"a program has stages along one axis of the mesh {mesh}, not {names}")
+    if found and workers is not None:
+        raise ValueError("invariant=True knows no pipeline stages: leave out one of the two")
+    return found.pop() if found else None
+
+
+def shard_stages(
+    graph: Graph,
+    mesh: Mesh,
+    axis: str,
+    inputs: Sequence[Sharding],
+    machine: Machine = CPU,
+    decided: list[AxisStep] | None = None,
+) -> PartitionedProgram:
+    """The local programs of a graph with stages along ``axis``; the rest as in ``shard``.
+
+    Raises:
+        ValueError: a value is cut into blocks along the axis of the stages.
+    """
+    at = mesh.names.index(axis)
+    homes = [_home(each.placements[at], axis) for each in inputs]
+    others = [each._replace(placements=_without(each.placements, at)) for each in inputs]
+    rest = Mesh(_without(mesh.names, at), _without(mesh.sizes, at))
+    local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
+    graphs: list[Graph] = [graph] * mesh.world_size
+    placements: list[Placement] = []
+    why = ""
+    for line, each in zip(mesh.lines(axis), local.graphs, strict=True):
+        one = unlikened(each)  # so that a dropout's mask, which all ranks draw, is of no stage
+        found = assign(one, homes)
+        order, why = ordered(one, found, len(line))
+        parts, placements = split(one, found, order, axis, len(line))
+        for rank, part in zip(line, parts, strict=True):
+            graphs[rank] = part
+    outputs = [
+        each._replace(placements=(*each.placements[:at], placement, *each.placements[at:]))
+        for each, placement in zip(local.outputs, placements, strict=True)
+    ]
+    return PartitionedProgram(tuple(graphs), tuple(outputs), why)
+
+
+def _home(placement: Placement, axis: str) -> int | None:
+    if isinstance(placement, SingleRank):
+        return placement.rank
+    if placement != Replicate():
+        raise _is_cut(axis)
+    return None
+
+
+def _is_cut(axis: str) -> ValueError:
+    return ValueError(
+        f"a value is cut along axis {axis!r} of the mesh, along which the program has stages; "
+        f"place it as Replicate() there"
+    )
+
+
+def _without(items: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    return (*items[:at], *items[at + 1 :])
+
+
+def _without_axis(graph: Graph, at: int, axis: str) -> Graph:
+    """The graph with placements on the other axes only."""
+
+    def other(node: Node) -> Node:
+        if node.op != PLACE:
+            return node
+        value, placements, *more = node.args
+        if placements[at].startswith("S"):
+            raise _is_cut(axis)
+        return replace(node, args=(value, _without(placements, at), *more))
+
+    if all(node.op != PLACE for node in graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(map(other, graph.nodes)))

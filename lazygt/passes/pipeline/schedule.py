@@ -1,0 +1,140 @@
+"""1F1B: the order in which the stages of a pipeline take their microbatches.
+
+Stage ``s`` of ``P`` does ``P - 1 - s`` forward passes to warm up, then one forward and one
+backward pass in turn, then the backward passes that are left. It has at most ``P - s``
+microbatches whose backward pass is still to come; in recorded order it has one, and every stage
+waits for all others.
+
+A microbatch's forward pass is what stands from the first mark of a stage to the first gradient
+that leaves one; its backward pass reaches to the next microbatch's first mark. What enters a stage
+after the last backward pass (an evaluation, an optimizer's state) begins no microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple
+
+from lazygt.graph.node import Graph
+from lazygt.passes.pipeline.stages import EVERY, Stages
+from lazygt.passes.sharding.marks import ENTER, LEAVE
+
+
+class Unit(NamedTuple):
+    """One stage's part of one microbatch."""
+
+    stage: int
+    backward: bool
+    microbatch: int
+
+    def __str__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        return f"the {way} pass of microbatch {self.microbatch} on stage {self.stage}"
+
+
+class Order(NamedTuple):
+    """The nodes that have a stage, marks apart, by number.
+
+    Attributes:
+        why: why they stand in recorded order, and not in that of 1F1B; empty if they do not.
+    """
+
+    numbers: list[int]
+    why: str = ""
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
+    """What one stage does, in order."""
+    ahead = min(stages - 1 - stage, microbatches)
+    order = [Unit(stage, False, one) for one in range(ahead)]
+    for one in range(ahead, microbatches):
+        order += [Unit(stage, False, one), Unit(stage, True, one - ahead)]
+    return order + [Unit(stage, True, one) for one in range(microbatches - ahead, microbatches)]
+
+
+def ordered(graph: Graph, found: Stages, stages: int) -> Order:
+    """An order that all ranks keep.
+
+    It is one order of all nodes in which nothing stands before what it needs, and each rank runs
+    its part of it: since no send waits, no rank waits for ever. Where 1F1B can't be (a stage of
+    one microbatch needs another microbatch's gradient, or every rank has a part in it), it is the
+    recorded order.
+    """
+    numbers = [
+        number for number, node in enumerate(graph.nodes)
+        if found.nodes[number] is not None and node.op not in (ENTER, LEAVE)
+    ]  # fmt: skip
+    phases, microbatches = _phases(graph)
+    # the last backward pass, with all that follows it, is each stage's last in any case
+    middle = [number for number in numbers if phases[number] != (True, microbatches - 1)]
+    shared = next((number for number in middle if found.nodes[number] == EVERY), None)
+    if microbatches == 1:
+        return Order(numbers)
+    if shared is not None:
+        op, line = graph.nodes[shared].op, graph.line(shared)
+        return Order(numbers, f"every rank runs {op} ({line}): do that after the last microbatch")
+    parts: dict[Unit, list[int]] = {}
+    for number in middle:
+        stage = found.nodes[number]
+        assert stage is not None
+        parts.setdefault(Unit(stage, *phases[number]), []).append(number)
+    needs = _needs(graph, found, parts)
+    try:
+        units = _sorted(needs, stages, microbatches)
+    except CycleError as error:
+        return Order(numbers, _need(needs, error.args[1]))
+    moved = [number for unit in units for number in parts.get(unit, ())]
+    return Order([*moved, *numbers[len(moved) :]])
+
+
+def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
+    """For each node (whether the backward pass has begun, the microbatch); how many there are."""
+    last = max((n for n, node in enumerate(graph.nodes) if node.op == LEAVE), default=-1)
+    backward, microbatch, phases = False, 0, []
+    for number, node in enumerate(graph.nodes):
+        if node.op == LEAVE:
+            backward = True
+        elif node.op == ENTER and backward and number < last:
+            backward, microbatch = False, microbatch + 1
+        phases.append((backward, microbatch))
+    return phases, microbatch + 1
+
+
+def _needs(
+    graph: Graph, found: Stages, parts: Mapping[Unit, Sequence[int]]
+) -> dict[Unit, dict[Unit, None]]:
+    """For each unit those whose results it takes; what has no stage takes nothing of any."""
+    units = {number: unit for unit, numbers in parts.items() for number in numbers}
+    needs: dict[Unit, dict[Unit, None]] = {unit: {} for unit in parts}
+    for number, unit in units.items():
+        node = graph.nodes[number]
+        for value in (*node.refs(), *node.writes):
+            other = units.get(found.makers[found.named(value)], unit)
+            if other != unit:
+                needs[unit][other] = None
+    return needs
+
+
+def _sorted(
+    needs: Mapping[Unit, Mapping[Unit, None]], stages: int, microbatches: int
+) -> list[Unit]:
+    """The units of all stages in one order.
+
+    Raises:
+        CycleError: there is none.
+    """
+    sorter: TopologicalSorter[Unit] = TopologicalSorter(needs)
+    for stage in range(stages):
+        order = one_f_one_b(stage, stages, microbatches)
+        for before, after in pairwise(order):
+            sorter.add(after, before)
+    return list(sorter.static_order())
+
+
+def _need(needs: Mapping[Unit, Mapping[Unit, None]], cycle: Sequence[Unit]) -> str:
+    """What in a cycle of units, each before the next, 1F1B has the other way round."""
+    pairs = [(one, other) for one, other in pairwise(cycle) if one in needs.get(other, ())]
+    one, other = max(pairs, key=lambda pair: pair[0].microbatch != pair[1].microbatch)
+    return f"{other} needs what {one} makes"

@@ -1,0 +1,262 @@
+"""Sharding: the whole program and the user's annotations in, each rank's program out.
+
+One mesh axis after another, outermost first: the strategies of every op, the exact choice among
+them, the local programs. Annotations are nodes of the graph (``lazygt.place``), so that they
+outlive the renumbering of values from axis to axis; the last step drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lazygt.graph.mesh import Mesh, Placements, Sharding
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Unspecified
+from lazygt.passes.sharding import rules
+from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, stored_shardings
+from lazygt.passes.sharding.cost import CPU, Machine
+from lazygt.passes.sharding.marks import PLACE, without_places
+from lazygt.passes.sharding.partition import Choice, LocalProgram, partition
+from lazygt.passes.sharding.problem import Question, build_problem
+from lazygt.passes.sharding.rules.base import Strategy, shardable_dims
+from lazygt.passes.sharding.rules.foreach import Unmerge
+from lazygt.passes.sharding.solver import Solution, solve
+
+R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedProgram:
+    """The programs of all ranks, and how each output is kept.
+
+    Attributes:
+        why_in_turn: why the stages of a pipeline take one microbatch after the other, and not in
+            1F1B order; empty where they do not.
+    """
+
+    graphs: tuple[Graph, ...]
+    outputs: tuple[Sharding, ...]
+    why_in_turn: str = ""
+
+
+def shard(
+    graph: Graph,
+    mesh: Mesh,
+    inputs: Sequence[Sharding],
+    machine: Machine = CPU,
+    decided: list[AxisStep] | None = None,
+) -> PartitionedProgram:
+    """The local programs of a graph whose inputs lie on the mesh as ``inputs`` says.
+
+    An input that is written keeps its placement; so does a value that was placed. Horizontal ops
+    are taken apart first, so that each of their tensors may lie in its own way.
+
+    Args:
+        decided: gets how each axis was decided, outermost first.
+    """
+    graph = Unmerge().run(graph)
+    kept = stored_shardings(graph, mesh, inputs)
+    homes = [kept.get(value) for value in graph.outputs]
+    graphs = [graph]
+    placements: list[Placements] = [() for _ in graph.outputs]
+    for at in range(len(mesh.names)):
+        wanted = [_wanted(home, at) for home in homes]
+        axis = _Axis(mesh, at, inputs, machine)
+        made = _agreed(axis, graphs, wanted, decided)
+        graphs = [local.graph for ranks in made for local in ranks]
+        chosen = made[0][0].outputs
+        placements = [(*had, placement) for had, placement in zip(placements, chosen, strict=True)]
+    outputs = tuple([
+        Sharding(had) if home is None else home._replace(placements=had)
+        for had, home in zip(placements, homes, strict=True)
+    ])  # fmt: skip
+    return PartitionedProgram(tuple(map(without_places, graphs)), outputs)
+
+
+def same(a: Graph, b: Graph) -> bool:
+    """Whether two ranks run the same; their graphs are different objects often."""
+    return a is b or (a.inputs == b.inputs and a == b)
+
+
+def _agreed(
+    axis: _Axis,
+    graphs: Sequence[Graph],
+    wanted: Sequence[Placement | None],
+    decided: list[AxisStep] | None = None,
+) -> list[list[LocalProgram]]:
+    """The programs of each graph's ranks along an axis.
+
+    Graphs of ranks that meet on an earlier axis must agree on the placements of what they exchange
+    there. Their blocks may differ in size, so they may not; then they exchange whole values.
+    """
+    choices, chosen = _choices(axis, graphs, wanted)
+    exchanged = {_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}
+    if len(exchanged) > 1:
+        choices, chosen = _choices(axis, graphs, wanted, exchange_whole=True)
+    made: list[list[LocalProgram]] = []
+    for one, choice in zip(graphs, choices, strict=True):
+        known = made[0] if made and same(one, graphs[0]) else None
+        made.append(known or axis.localised(one, choice, chosen))
+    if decided is not None:
+        decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, made[0][0]))
+    return made
+
+
+def _choices(
+    axis: _Axis,
+    graphs: Sequence[Graph],
+    wanted: Sequence[Placement | None],
+    exchange_whole: bool = False,
+) -> tuple[list[Choice], tuple[Placement, ...]]:
+    """What is decided for each graph, and the placements that the outputs of all of them get."""
+    first = axis.choice(graphs[0], wanted, exchange_whole)
+    chosen = axis.local(graphs[0], first, wanted, 0).outputs
+    choices = [
+        first if same(one, graphs[0]) else axis.choice(one, chosen, exchange_whole)
+        for one in graphs
+    ]
+    return choices, chosen
+
+
+def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
+    """The placements of what a graph exchanges on the axes before, in order."""
+    strategies = zip(graph.nodes, choice.strategies, strict=True)
+    return tuple(
+        [
+            (*strategy.inputs, *strategy.outputs)
+            for node, strategy in strategies
+            if node.op in COLLECTIVES
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Axis number ``at`` of a mesh, and what is the same for all graphs that are cut along it."""
+
+    mesh: Mesh
+    at: int
+    inputs: Sequence[Sharding]
+    machine: Machine
+
+    @property
+    def parts(self) -> int:
+        """Its ranks."""
+        return self.mesh.sizes[self.at]
+
+    def choice(
+        self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
+    ) -> Choice:
+        """The strategies and placements that take the least time."""
+        question = self.question(graph, wanted, exchange_whole)
+        return self.chosen(graph, question, solve(question.problem))
+
+    def question(
+        self,
+        graph: Graph,
+        wanted: Sequence[Placement | None],
+        exchange_whole: bool,
+        whole: Collection[int] = (),
+    ) -> Question:
+        """What there is to choose.
+
+        Args:
+            wanted: for each output the placement that it must have; None: whole or in blocks.
+            exchange_whole: collectives of earlier axes are done with whole values.
+            whole: nodes that every rank may do all of in any case, but for pins.
+        """
+        allowed = [
+            _whole_or_sharded(graph, value) if placement is None else [placement]
+            for value, placement in zip(graph.outputs, wanted, strict=True)
+        ]
+        metas = graph.values
+
+        def strategies(node: Node) -> Sequence[Strategy]:
+            if exchange_whole and node.op in COLLECTIVES:
+                return []
+            if node.op == PLACE:
+                return mark_strategies(node, self.at)
+            return rules.strategies_of(node, metas, self.parts)
+
+        kept = stored_shardings(graph, self.mesh, self.inputs)
+        annotations = annotations_of(graph, kept, self.mesh, self.at)
+        return build_problem(
+            graph, strategies, self.parts, self.machine, annotations, allowed, whole=whole
+        )
+
+    def chosen(self, graph: Graph, question: Question, solution: Solution) -> Choice:
+        """The strategies and placements of a solution."""
+        given = [each.placements[self.at] for each in self.inputs]
+        axis, values = self.mesh.names[self.at], graph.values
+        gradients = {
+            meta.shape: each.placements[self.at]
+            for value, each in stored_shardings(graph, self.mesh, self.inputs).items()
+            if each.unit is not None
+            and each.unit.axis == axis
+            and (meta := values[value]) is not None
+            and isinstance(each.placements[self.at], Shard)
+        }
+        return Choice(
+            question.strategies(solution), question.placements(solution), given, gradients
+        )
+
+    def localised(
+        self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None]
+    ) -> list[LocalProgram]:
+        """The program of each rank; one object where all have the same."""
+        first = self.local(graph, choice, wanted, 0)
+        if first.alike:
+            return [first] * self.parts
+        return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.parts))]
+
+    def local(
+        self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None], index: int
+    ) -> LocalProgram:
+        """The program of one rank."""
+        homes = zip(graph.outputs, wanted, strict=True)
+        known = {value: placement for value, placement in homes if placement is not None}
+        return partition(graph, choice, self.mesh.names[self.at], self.parts, index, known)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStep:
+    """How one axis was decided, as rank 0 has it.
+
+    Attributes:
+        graph, local: before and after.
+        wanted: for each output the placement that it must have; None: whole or in blocks.
+        exchange_whole: collectives of earlier axes are done with whole values.
+    """
+
+    axis: _Axis
+    graph: Graph
+    wanted: tuple[Placement | None, ...]
+    exchange_whole: bool
+    local: LocalProgram
+
+    @property
+    def name(self) -> str:
+        """The axis."""
+        return self.axis.mesh.names[self.axis.at]
+
+    def question(self, whole: Collection[int] = ()) -> Question:
+        """What there was to choose, and besides it to do all of some nodes on every rank."""
+        return self.axis.question(self.graph, self.wanted, self.exchange_whole, whole)
+
+    def other(self, question: Question, solution: Solution) -> LocalProgram:
+        """The program after another choice."""
+        choice = self.axis.chosen(self.graph, question, solution)
+        return self.axis.local(self.graph, choice, self.wanted, 0)
+
+
+def _wanted(home: Sharding | None, at: int) -> Placement | None:
+    """The placement that an output must have on an axis; None: any."""
+    placement = None if home is None else home.placements[at]
+    return None if isinstance(placement, Unspecified) else placement
+
+
+def _whole_or_sharded(graph: Graph, value: int) -> list[Placement]:
+    meta = graph.values[value]
+    assert meta is not None
+    return [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]

@@ -1,0 +1,397 @@
+"""Builder: one rank's graph, written node by node; every result's meta is inferred.
+
+Ranks of an axis get graphs of their own, since their blocks may differ in size. They meet in the
+same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lazygt.errors import GraphError
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, map_arg, ref
+from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, writing_facts
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    REDUCE_SCATTER,
+    SHARD,
+    Cut,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    around,
+    block_size,
+    groups,
+    shard_bounds,
+)
+from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.meta_run import run_on_metas
+
+# -- a node's arguments: by name, with other operands, with some changed ---------------------------
+
+
+@lru_cache(maxsize=4096)
+def schema(op: str) -> tuple[tuple[str, bool, Any], ...]:
+    """(name, keyword only, default) of each argument of an overload."""
+    return tuple(
+        (a.name, a.kwarg_only, _frozen(a.default_value) if a.has_default_value() else None)
+        for a in overload(op)._schema.arguments
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def bound(node: Node) -> dict[str, Arg]:
+    """Arguments by name, those given first and in the node's order, so that refs() agrees."""
+    arguments = schema(node.op)
+    named = {name: arg for (name, _, _), arg in zip(arguments, node.args, strict=False)}
+    named.update(node.kwargs)
+    for name, _, default in arguments:
+        named.setdefault(name, default)
+    return named
+
+
+def tuples(arg: Any) -> Arg:
+    """Lists as tuples, as nodes hold them."""
+    return tuple(map(tuples, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+def numbers(arg: Arg) -> list[int]:
+    """The numbers of the values inside an argument, in order, with repeats."""
+    if type(arg) is Ref:
+        return [arg.index]
+    return [n for item in arg for n in numbers(item)] if type(arg) is tuple else []
+
+
+def written_by(
+    f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> tuple[int, ...]:
+    """The numbers of the values that a call writes."""
+    named = dict(kwargs)
+    targets = [args[i] for i in f.writes if i < len(args)]
+    targets += [named[name] for name in f.writes_named if name in named]
+    return tuple(numbers(tuple(targets)))
+
+
+def with_operands(
+    node: Node, operands: Sequence[Ref]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """The arguments and keywords of ``node`` with other values, in order of refs()."""
+    rest = iter(operands)
+
+    def leaf(arg: Arg) -> Arg:
+        return next(rest) if type(arg) is Ref else arg
+
+    args = map_arg(node.args, leaf)
+    return args, tuple([(name, map_arg(arg, leaf)) for name, arg in node.kwargs])
+
+
+def changed(
+    op: str,
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    changes: Mapping[str, Any],
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """Arguments with some replaced by name; those left out before them get their defaults."""
+    places, named = list(args), dict(kwargs)
+    for number, (name, keyword_only, default) in enumerate(schema(op)):
+        if keyword_only:
+            if name in changes:
+                named[name] = tuples(changes[name])
+        elif number < len(places):
+            places[number] = tuples(changes.get(name, places[number]))
+        elif any(later in changes for later, only, _ in schema(op)[number:] if not only):
+            places.append(tuples(changes.get(name, default)))
+    return tuple(places), tuple(named.items())
+
+
+# -- one rank's graph ------------------------------------------------------------------------------
+
+#: A run-time number of each kind: metas depend on the kind alone.
+_SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
+_LIMIT = 20_000
+_seen: OrderedDict[Any, Results | None] = OrderedDict()
+
+
+class Builder:
+    """The graph of rank ``index`` of ``parts`` on mesh axis ``axis``.
+
+    Attributes:
+        nodes: written so far.
+        metas: the meta of every value so far.
+        differs: whether another rank of the axis may get another graph: its block of something
+            has another size, or it was asked which rank this is.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorMeta],
+        params: Sequence[str] = (),
+        *,
+        axis: str,
+        parts: int,
+        index: int,
+        device_type: str = "cpu",
+    ) -> None:
+        self.inputs, self.params = tuple(inputs), tuple(params)
+        self.axis, self.parts, self._index = axis, parts, index
+        self.differs = False
+        self.nodes: list[Node] = []
+        self.metas: list[TensorMeta | None] = list(inputs)
+        self._device_type = device_type
+        self._samples = [_SAMPLES[kind] for kind in self.params]
+
+    @property
+    def index(self) -> int:
+        """Which rank of the axis this is."""
+        self.differs = True
+        return self._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self._index = index
+
+    def graph(self, outputs: Sequence[Ref]) -> Graph:
+        """All that was written."""
+        return Graph(self.inputs, self.params, tuple(self.nodes), tuple(o.index for o in outputs))
+
+    def meta(self, value: Ref) -> TensorMeta:
+        """The local meta of a value."""
+        found = self.metas[value.index]
+        assert found is not None, f"%{value.index} is an undefined tensor"
+        return found
+
+    def shape(self, value: Ref) -> tuple[int, ...]:
+        """The local shape of a value."""
+        return self.meta(value).shape
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Where this rank's block of a dim of global ``size`` starts and stops."""
+        return shard_bounds(size, self.parts, self.index)
+
+    def rank_offset(self, size: int) -> int:
+        """Where this rank's block of a dim of global ``size`` starts."""
+        return self.bounds(size)[0]
+
+    def block(self, size: int) -> int:
+        """Elements of this rank's block of a dim of global ``size``."""
+        return block_size(size, self.parts, self.index if size % self.parts else 0)
+
+    def local(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """The shape of what this rank has of a value of global ``shape``."""
+        if not isinstance(placement, Cut):
+            return shape
+        outer = groups(placement)
+        block = outer * self.block(shape[placement.dim] // outer)
+        return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
+
+    # aten ops
+
+    def op(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Add a node; its result, or a tuple of them when the op gives several.
+
+        Raises:
+            Exception: torch's own, when the op does not take such arguments.
+        """
+        values = self.node(name, tuples(args), tuple((k, tuples(v)) for k, v in kwargs.items()))
+        return values[0] if len(values) == 1 else values
+
+    def node(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+        writing: bool = False,
+    ) -> tuple[Ref | None, ...]:
+        """Add a node; all its results, the new versions of what it writes last.
+
+        Args:
+            writing: the op writes although its schema does not say so (``UNDECLARED_WRITES``).
+        """
+        function = overload(name)
+        f = writing_facts(function) if writing else facts(function)
+        found = self._infer(f, args, kwargs)
+        if found is None:
+            raise GraphError(f"{name}: its results' shapes depend on values; run it on whole ones")
+        targets = written_by(f, args, kwargs)
+        return self.add(Node(name, args, kwargs, found.fresh, targets, found.written))
+
+    def rerun(self, node: Node, operands: Sequence[Ref], **changes: Any) -> tuple[Ref | None, ...]:
+        """Add ``node``'s op on other operands, with some arguments changed by name."""
+        if node.op.startswith("lazygt."):
+            raise GraphError(f"{node.op} has no schema: its rule says how it runs on blocks")
+        args, kwargs = with_operands(node, operands)
+        if changes:
+            args, kwargs = changed(node.op, args, kwargs, changes)
+        writing = node.op in UNDECLARED_WRITES and bool(node.writes)
+        return self.node(node.op, args, kwargs, writing)
+
+    def bind(self, node: Node, operands: Sequence[Ref]) -> dict[str, Arg]:
+        """``node``'s arguments by name, with the local operands; defaults filled in."""
+        args, kwargs = with_operands(node, operands)
+        arguments = schema(node.op)
+        named = {name: default for name, _, default in arguments}
+        named.update(zip(named, args, strict=False))
+        named.update(kwargs)
+        return named
+
+    def full(self, shape: Sequence[int], value: Arg, like: Ref) -> Ref:
+        """A new tensor with the dtype of ``like``."""
+        dtype = self.meta(like).dtype
+        made: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
+        return made
+
+    def reshape(self, value: Ref, shape: Sequence[int]) -> Ref:
+        """``value`` in another shape: a view where its strides allow one."""
+        try:
+            viewed: Ref = self.op("aten.view.default", value, tuple(shape))
+        except (RuntimeError, ValueError):  # torch's way to say that the strides do not fit
+            viewed = self.op("aten._unsafe_view.default", self.contiguous(value), tuple(shape))
+        return viewed
+
+    def contiguous(self, value: Ref) -> Ref:
+        """``value`` in row-major memory."""
+        if self.meta(value).plain:
+            return value
+        meta = self.meta(value)
+        return self.restrided(value, contiguous_stride(meta.shape))
+
+    def restrided(self, value: Ref, stride: Sequence[int]) -> Ref:
+        """A copy of ``value`` in memory laid out as ``stride`` says."""
+        meta = self.meta(value)
+        made = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
+                       dtype=meta.dtype, device=DEVICE)  # fmt: skip
+        copy: Ref = self.op("aten.copy_.default", made, value)
+        return copy
+
+    # collectives; see graph.label
+
+    def all_reduce(self, value: Ref, op: str = "sum") -> Ref:
+        """The values of all ranks, reduced."""
+        return self._collective(ALL_REDUCE, (value, op), self._resized(value, {}))
+
+    def all_gather(self, value: Ref, dim: int, size: int) -> Ref:
+        """The blocks of all ranks, of ``size`` together along ``dim``."""
+        return self._collective(ALL_GATHER, (value, dim, size), self._resized(value, {dim: size}))
+
+    def reduce_scatter(self, value: Ref, dim: int, op: str = "sum") -> Ref:
+        """This rank's block along ``dim`` of the reduced values."""
+        meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
+        return self._collective(REDUCE_SCATTER, (value, dim, op), meta)
+
+    def all_to_all(self, value: Ref, split: int, concat: int, size: int) -> Ref:
+        """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
+        sizes = {split: self.block(self.shape(value)[split]), concat: size}
+        meta = self._resized(value, sizes)
+        return self._collective(ALL_TO_ALL, (value, split, concat, size), meta)
+
+    def shard(self, value: Ref, dim: int) -> Ref:
+        """This rank's block along ``dim`` of what every rank has."""
+        meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
+        return self._collective(SHARD, (value, dim), meta)
+
+    def first(self, value: Ref) -> Ref:
+        """``value`` on rank 0 of the axis, zeros elsewhere."""
+        return self._collective(FIRST, (value,), self._resized(value, {}))
+
+    def convert(self, value: Ref, shape: Sequence[int], have: Placement, want: Placement) -> Ref:
+        """``value`` of global ``shape`` with another placement.
+
+        Raises:
+            GraphError: there is no way from the one to the other.
+        """
+        if have == want:
+            return value
+        match have, want:
+            case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
+                return self._reshard_strided(value, tuple(shape), have, want)
+            case StridedShard(), _:
+                return self.convert(self.convert(value, shape, have, Replicate()), shape,
+                                    Replicate(), want)  # fmt: skip
+            case Replicate(), Shard(dim):
+                return self.shard(value, dim)
+            case Replicate(), Partial(op) if op in ("max", "min"):
+                return value
+            case Replicate(), Partial("sum"):
+                return self.first(value)
+            case Shard(dim), Shard(split):
+                return self.all_to_all(value, split, dim, shape[dim])
+            case Partial(op), Shard(dim):
+                return self.reduce_scatter(value, dim, op)
+            case Shard(dim), _:
+                return self.convert(self.all_gather(value, dim, shape[dim]), shape,
+                                    Replicate(), want)  # fmt: skip
+            case Partial(op), _:
+                return self.convert(self.all_reduce(value, op), shape, Replicate(), want)
+        raise GraphError(f"no way from {have} to {want}")
+
+    def _reshard_strided(
+        self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
+    ) -> Ref:
+        """``convert`` where one of the two is interleaved: its dim is seen as three, of which one
+        is in blocks."""
+        placement = have if isinstance(have, StridedShard) else want
+        assert isinstance(placement, StridedShard)
+        dim, (outer, inner) = placement.dim, around(placement)
+        size = shape[dim] // groups(placement)
+        grouped = (*shape[:dim], outer, size, inner, *shape[dim + 1 :])
+        source, target = (Shard(dim + 1) if one == placement else one for one in (have, want))
+        seen = self.reshape(value, self.local(grouped, source))
+        moved = self.convert(seen, grouped, source, target)
+        return self.reshape(moved, self.local(shape, want))
+
+    def _resized(self, value: Ref, sizes: Mapping[int, int]) -> TensorMeta:
+        """The row-major meta of ``value`` with other sizes for some dims."""
+        meta = self.meta(value)
+        shape = tuple(sizes.get(dim, size) for dim, size in enumerate(meta.shape))
+        return intern(shape, contiguous_stride(shape), meta.dtype)
+
+    def _collective(self, name: str, args: tuple[Arg, ...], meta: TensorMeta) -> Ref:
+        (made,) = self.add(Node(name, (*args, self.axis), (), (meta,)))
+        assert made is not None
+        return made
+
+    def add(self, node: Node) -> tuple[Ref | None, ...]:
+        """Add a node as it stands; all its results."""
+        start = len(self.metas)
+        self.nodes.append(node)
+        self.metas.extend(node.results)
+        return tuple(
+            None if meta is None else ref(start + number)
+            for number, meta in enumerate(node.results)
+        )
+
+    def _infer(
+        self, f: OpFacts, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+    ) -> Results | None:
+        key = (f, self._device_type, self._signature(args), self._signature(kwargs))
+        if key in _seen:
+            _seen.move_to_end(key)
+            return _seen[key]
+        metas = {n: self.meta(ref(n)) for n in numbers((args, kwargs))}
+        found = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
+        _seen[key] = found
+        if len(_seen) > _LIMIT:
+            _seen.popitem(last=False)
+        return found
+
+    def _signature(self, arg: Arg) -> Any:
+        kind = type(arg)
+        if kind is Ref:
+            return self.metas[arg.index]
+        if kind is Param:
+            return kind, self.params[arg.index]
+        if kind is tuple:
+            return tuple([self._signature(item) for item in arg])
+        return kind, arg

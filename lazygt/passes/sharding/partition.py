@@ -1,0 +1,190 @@
+"""From the whole program to each rank's: blocks for values, collectives where placements change.
+
+One mesh axis at a time. Every rank of the axis gets a graph of its own, since blocks may differ in
+size; all of them meet in the same collectives in the same order, because they are written by the
+same walk over the same global graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
+from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard, local_meta
+from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.rules.base import Strategy, lower_strategy
+
+R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided for a graph on one axis.
+
+    Attributes:
+        strategies: of each node.
+        kept: value -> the placements that its users find, in the order to make them; a value that
+        is
+            not here is used as it was made.
+        inputs: the placement that each input comes with.
+        gradients: shape -> the placement of an output of that shape that would be partial, as the
+            gradient of a parameter that is stored in blocks is; others are reduced whole.
+    """
+
+    strategies: Sequence[Strategy]
+    kept: Mapping[int, tuple[Placement, ...]]
+    inputs: Sequence[Placement]
+    gradients: Mapping[tuple[int, ...], Placement] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProgram:
+    """The local program of one rank of an axis, and the placement of each of its outputs.
+
+    Attributes:
+        values: for each value of the whole program, where the local one has it with each placement
+            that it comes with or is given, the first as it was made.
+        alike: whether every rank of the axis has the same program.
+    """
+
+    graph: Graph
+    outputs: tuple[Placement, ...]
+    values: tuple[Mapping[Placement, int], ...] = ()
+    alike: bool = False
+
+
+def partition(
+    graph: Graph,
+    choice: Choice,
+    axis: str,
+    parts: int,
+    index: int,
+    wanted: Mapping[int, Placement] | None = None,
+) -> LocalProgram:
+    """The program of rank ``index`` of ``parts`` on ``axis``.
+
+    Args:
+        wanted: output value -> the placement that it must have. Others have the placement that they
+        were
+            made with; a partial sum is reduced, see ``Choice.gradients``.
+    """
+    return _Partitioner(graph, choice, axis, parts, index).run(wanted or {})
+
+
+class _Partitioner:
+    def __init__(self, graph: Graph, choice: Choice, axis: str, parts: int, index: int) -> None:
+        self.graph, self.choice, self.values = graph, choice, graph.values
+        placed = list(zip(graph.inputs, choice.inputs, strict=True))
+        metas = [local_meta(meta, placement, parts, index) for meta, placement in placed]
+        self.build = Builder(metas, graph.params, axis=axis, parts=parts, index=index)
+        for meta, placement in placed:
+            self.build.local(
+                meta.shape, placement
+            )  # it notes where ranks have blocks of other sizes
+        #: value -> placement -> the local value
+        self.have: list[dict[Placement, Ref]] = [
+            {placement: ref(number)} for number, placement in enumerate(choice.inputs)
+        ]
+        self.lines: list[str] = []
+        self.origins: list[int] = []
+
+    def run(self, wanted: Mapping[int, Placement]) -> LocalProgram:
+        placements: tuple[Placement, ...] = ()
+        outputs: list[Ref] = []
+        for number, (node, strategy) in enumerate(
+            zip(self.graph.nodes, self.choice.strategies, strict=True)
+        ):
+            if node.dynamic:  # it stays the last node, and nothing else is made of its results
+                placements, outputs = self._outputs(wanted)
+            operands = [
+                self.get(v, placement)
+                for v, placement in zip(node.refs(), strategy.inputs, strict=True)
+            ]
+            results = self._node(node, strategy, operands)
+            for made, placement in zip(results, strategy.outputs, strict=True):
+                self.have.append({} if made is None else {placement: made})
+            self._from(number)
+        if len(placements) < len(self.graph.outputs):
+            placements, outputs = self._outputs(wanted)
+        self._from(max(len(self.graph.nodes) - 1, 0))
+        whole = self.build.graph(outputs)
+        lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
+        return LocalProgram(lined, placements, self._numbers(), not self.build.differs)
+
+    def _numbers(self) -> tuple[Mapping[Placement, int], ...]:
+        return tuple(
+            [{placement: at.index for placement, at in have.items()} for have in self.have]
+        )
+
+    def _node(
+        self, node: Node, strategy: Strategy, operands: Sequence[Ref]
+    ) -> Sequence[Ref | None]:
+        if strategy.lower is None and (node.op.startswith("lazygt.") or node.dynamic):
+            return self._as_it_is(node, operands)
+        return lower_strategy(self.build, strategy, node, operands)
+
+    def _as_it_is(self, node: Node, operands: Sequence[Ref]) -> Sequence[Ref | None]:
+        """A node without a schema, or with results that only values tell, on whole operands."""
+        renamed = dict(zip(node.refs(), operands, strict=True))
+        args = map_arg(node.args, lambda arg: renamed[arg.index] if type(arg) is Ref else arg)
+        kwargs = tuple(
+            (k, map_arg(a, lambda arg: renamed[arg.index] if type(arg) is Ref else arg))
+            for k, a in node.kwargs
+        )
+        writes = tuple(renamed[value].index for value in node.writes)
+        return self.build.add(
+            Node(node.op, args, kwargs, node.fresh, writes, node.written, node.dynamic)
+        )
+
+    def get(self, value: int, placement: Placement) -> Ref:
+        """A value with a placement, moved there if it is not."""
+        have = self.have[value]
+        found = have.get(placement)
+        if found is not None:
+            return found
+        base = self._base(value)
+        source = R if R in have else base
+        meta = self.values[value]
+        assert meta is not None
+        made = self.build.convert(have[source], meta.shape, source, placement)
+        have[placement] = made
+        return made
+
+    def _base(self, value: int) -> Placement:
+        """The placement that a value is kept with; made from what it was made with."""
+        have = self.have[value]
+        first = next(iter(have))
+        kept = self.choice.kept.get(value)
+        if kept and kept[0] not in have:
+            meta = self.values[value]
+            assert meta is not None
+            have[kept[0]] = self.build.convert(have[first], meta.shape, first, kept[0])
+        return kept[0] if kept else first
+
+    def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
+        """The placements of the graph's outputs, and the values that have them."""
+        placements = tuple(self._final(value, wanted) for value in self.graph.outputs)
+        return placements, [
+            self.get(v, la) for v, la in zip(self.graph.outputs, placements, strict=True)
+        ]
+
+    def _final(self, value: int, wanted: Mapping[int, Placement]) -> Placement:
+        if value in wanted:
+            return wanted[value]
+        if next(iter(self.have[value])) == R:
+            return R  # it is whole at no cost: blocks would lead where nobody asked for them
+        base = self._base(value)
+        if not isinstance(base, Partial | StridedShard):
+            return base
+        made = (la for la in self.have[value] if not isinstance(la, Partial | StridedShard))
+        meta = self.values[value]
+        assert meta is not None
+        home = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
+        return next(made, home)
+
+    def _from(self, number: int) -> None:
+        """What was added since comes from node ``number``."""
+        added = len(self.build.nodes) - len(self.origins)
+        self.origins += [self.graph.origin(number)] * added
+        self.lines += [self.graph.line(number)] * added

@@ -1,0 +1,276 @@
+"""What sharding rules are made of: strategies, their local programs, and a node's arguments by
+name.
+
+A strategy is one way to run one op on the ranks of one mesh axis: the placement of every operand,
+the placement of every result, and how the op is done on the blocks. A rule lists the strategies of
+an op; the strategy with R everywhere always stands and no rule names it. A strategy is right for
+every size of its dims, also where ranks have blocks of other sizes or none; what is not, its rule
+leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Arg, Node, Ref
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, shard_bounds
+from lazygt.passes.sharding.builder import bound, numbers
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+R = Replicate()
+P = Partial("sum")
+PMAX, PMIN, PPROD = Partial("max"), Partial("min"), Partial("prod")
+S = Shard
+
+Metas = Sequence[TensorMeta | None]
+Values = Sequence[Ref | None]
+#: Adds a node's local program; gives its results. ``operands`` are local, in order of refs().
+Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLowering:
+    """A local program that is right for any blocks of the dims that its strategy cuts.
+
+    It never asks which elements of a dim a rank has, only how many; placements it takes from the
+    strategy.
+    """
+
+    program: Callable[[Builder, Strategy, Node, Sequence[Ref]], Values]
+
+
+def local_lowering(lower: Lowering) -> LocalLowering:
+    """A program that is the same whatever the placements are."""
+    return LocalLowering(lambda build, strategy, node, operands: lower(build, node, operands))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective inside a strategy, for its cost: kind without ``lazygt.``, payload bytes a rank."""
+
+    kind: str
+    nbytes: int
+    reduce_op: str = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run an op on the ranks of one axis.
+
+    Attributes:
+        inputs: a placement for each of ``node.refs()``; a repeated value counts each time.
+        outputs: a placement for each of ``node.results``.
+        lower: adds the local program; None: the same op runs on the blocks.
+        comm: the collectives that ``lower`` adds.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    lower: Lowering | LocalLowering | None = None
+    comm: tuple[Collective, ...] = ()
+
+    def by(
+        self, lower: Lowering | LocalLowering | None, comm: Sequence[Collective] = ()
+    ) -> Strategy:
+        """The same placements, with another local program and the collectives inside it."""
+        return replace(self, lower=lower, comm=tuple(comm))
+
+    def __str__(self) -> str:
+        inputs, outputs = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
+        inside = "".join(f" +{c.kind}" for c in self.comm)
+        return f"({inputs}) -> ({outputs}){inside}"
+
+
+#: The strategies of one node, besides all R, for an axis of ``parts`` ranks.
+Rule = Callable[[Node, Metas, int], Sequence[Strategy]]
+#: placement of each operand by its argument's name: one for all tensors of a list, or one each
+Labels = Placement | Sequence[Placement]
+
+
+class Call:
+    """A node with its arguments by name, as its schema names them; defaults filled in."""
+
+    def __init__(self, node: Node, metas: Metas, parts: int) -> None:
+        self.node, self.metas, self.parts = node, metas, parts
+        self.args = bound(node)
+
+    def __getitem__(self, name: str) -> Arg:
+        return self.args[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the argument is a tensor."""
+        return type(self.args.get(name)) is Ref
+
+    def meta(self, name: str) -> TensorMeta:
+        """The global meta of a tensor argument."""
+        number: int = self.args[name].index
+        found = self.metas[number]
+        assert found is not None, f"{self.node.op}: {name} is an undefined tensor"
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of a tensor argument."""
+        return self.meta(name).shape
+
+    def dim(self, name: str, rank: int) -> int:
+        """A dim argument counted from the front."""
+        return int(self.args[name]) % rank if rank else 0
+
+    def result(self, which: int = 0) -> TensorMeta:
+        """The global meta of a result."""
+        found = self.node.results[which]
+        assert found is not None, f"{self.node.op}: result {which} is undefined"
+        return found
+
+    def strategy(
+        self,
+        outputs: Labels,
+        /,
+        **placements: Labels,
+    ) -> Strategy:
+        """A strategy from placements by argument; tensors that are not named are R, undefined
+        results too.
+
+        Args:
+            outputs: one placement for all results, or one each.
+        """
+        inputs: list[Placement] = []
+        for name, arg in self.args.items():
+            refs = numbers(arg)
+            given = placements.get(name, R)
+            inputs += [given] * len(refs) if isinstance(given, Placement) else given
+        results = self.node.results
+        made = [outputs] * len(results) if isinstance(outputs, Placement) else outputs
+        kept = tuple(
+            R if meta is None else placement for meta, placement in zip(results, made, strict=True)
+        )
+        return Strategy(tuple(inputs), kept)
+
+
+def shardable_dims(shape: tuple[int, ...]) -> list[int]:
+    """The dims that are worth a block a rank: those with more than one element."""
+    return [dim for dim, size in enumerate(shape) if size > 1]
+
+
+def every_rank_has_some(size: int, parts: int) -> bool:
+    """Whether no block is empty."""
+    start, stop = shard_bounds(size, parts, parts - 1)
+    return stop > start
+
+
+def table(names: str, rule: Rule) -> Mapping[str, Rule]:
+    """One rule for several ops: names without ``aten.``, separated by spaces."""
+    return {f"aten.{name}": rule for name in names.split()}
+
+
+def lower_strategy(
+    build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Add the local program of ``node`` by ``strategy``; its results.
+
+    Args:
+        node: of the global graph.
+        operands: local values with the strategy's input placements, in order of ``node.refs()``.
+    """
+    if isinstance(strategy.lower, LocalLowering):
+        return strategy.lower.program(build, strategy, node, operands)
+    if strategy.lower is not None:
+        return strategy.lower(build, node, operands)
+    return build.rerun(node, operands)
+
+
+def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
+    """The strategy, for a kernel that takes no empty blocks: a rank with one gives zeros.
+
+    For strategies whose results are S where the block is also empty, or P(sum).
+    """
+    results, inner = call.node.results, strategy.lower
+    split = [
+        place for place, placement in enumerate(strategy.inputs) if isinstance(placement, Shard)
+    ]
+
+    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+        if all(build.meta(operands[place]).numel for place in split):
+            return lower_strategy(build, strategy.by(inner), node, operands)
+        return [
+            None if meta is None else zeros(build, meta, placement)
+            for meta, placement in zip(results, strategy.outputs, strict=True)
+        ]
+
+    if inner is None or isinstance(inner, LocalLowering):
+        return replace(strategy, lower=LocalLowering(program))
+    return replace(
+        strategy, lower=lambda build, node, operands: program(build, strategy, node, operands)
+    )
+
+
+def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> list[Strategy]:
+    """The strategy of an op that only moves elements, for operands that are split where it moves
+    them.
+
+    Each rank does the op with its blocks among zeros; the result is the sum of those (of bools,
+    the maximum).
+
+    Args:
+        dims: the dim that is split, of each tensor argument that is.
+        kept: the dim that the result is reduced into blocks of, inside the strategy; None: it is
+        left
+            partial, for a result that is smaller than its operand.
+    """
+    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    result = call.result()
+    if all(meta.shape[dim] < 2 for dim in dims.values() for meta in metas):
+        return []
+    if kept is not None and result.shape[kept] < 2:
+        return []
+    partial = PMAX if result.dtype == torch.bool else P
+    placements = {name: S(dim) for name, dim in dims.items()}
+    strategy = call.strategy(partial if kept is None else S(kept), **placements)
+    comm = [] if kept is None else [Collective("reduce_scatter", result.nbytes, partial.op)]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        wide = [
+            among_zeros(build, value, given.dim, meta.shape[given.dim])
+            if isinstance(given, Shard)
+            else value
+            for value, given, meta in zip(operands, strategy.inputs, metas, strict=True)
+        ]
+        made = build.rerun(node, wide)
+        if kept is None or made[0] is None:
+            return made
+        return (build.reduce_scatter(made[0], kept, partial.op),)
+
+    return [strategy.by(lower, comm)]
+
+
+def among_zeros(build: Builder, value: Ref, dim: int, size: int) -> Ref:
+    """This rank's block along ``dim``, where it is among zeros for those of the others."""
+    start, stop = build.bounds(size)
+    after = [0, 0] * (len(build.shape(value)) - 1 - dim)
+    made: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
+    return made
+
+
+def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
+    """The part of ``first`` to ``last`` that lies in this rank's block of a dim of ``size``.
+
+    It starts and stops at the same place, in ``first`` to ``last``, where there is none.
+    """
+    start, stop = build.bounds(size)
+    a = min(max(first, start), max(first, last))
+    return a, max(a, min(last, stop))
+
+
+def zeros(build: Builder, meta: TensorMeta, placement: Placement) -> Ref:
+    """This rank's part of a value of zeros."""
+    shape = build.local(meta.shape, placement)
+    made: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
+    return made

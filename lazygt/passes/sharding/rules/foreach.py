@@ -1,0 +1,221 @@
+"""Horizontal ops on lists of tensors, the steps of optimizers: their strategies, and how they come
+apart.
+
+A strategy gives the tensors of a list the same placement, those that can have it; the others are R.
+To have each tensor choose for itself, unmerge the node first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Graph, Node, Ref
+from lazygt.graph.placement import Placement, Shard
+from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.foreach_forms import ALL, EACH, SPLIT, ForeachForm
+from lazygt.passes.sharding.builder import numbers
+from lazygt.passes.sharding.rules import pointwise, statistics
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Lowering,
+    Metas,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    lower_strategy,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+#: Steps on whole lists of parameters.
+FUSED_STEPS = frozenset(
+    f"aten._fused_{name}.{which}"
+    for name in ("adam_", "adamw_", "sgd_", "adagrad_")
+    for which in ("default", "tensor_lr")
+)
+#: Horizontal ops to take apart: those that are merged again, and those of which nothing is gained.
+FORMS = SPLIT | {
+    form.wide: form
+    for form in (
+        ForeachForm("aten._foreach_maximum_.List", "aten.clamp_min_.Tensor", (EACH, EACH)),
+        ForeachForm("aten._foreach_minimum_.List", "aten.clamp_max_.Tensor", (EACH, EACH)),
+        ForeachForm("aten._foreach_clamp_min_.Scalar", "aten.clamp_min_.default", (EACH, ALL)),
+        ForeachForm("aten._foreach_clamp_max_.Scalar", "aten.clamp_max_.default", (EACH, ALL)),
+    )
+}
+
+
+def singles(node: Node) -> list[Node]:
+    """The ops on one tensor that a horizontal op of ``FORMS`` stands for."""
+    form = FORMS[node.op]
+    made = []
+    for which in range(len(node.args[0])):
+        args, kwargs = form.narrow(node.args, which)
+        kept = (*kwargs, *node.kwargs)
+        fresh = node.fresh[which : which + 1]
+        written = node.written[which : which + 1]
+        made.append(Node(form.single, args, kept, fresh, node.writes[which : which + 1], written))
+    return made
+
+
+def are_apart(node: Node) -> bool:
+    """Whether no tensor of a horizontal op reads or writes what is written as another one's."""
+    for part in singles(node):
+        others = list(node.writes)
+        for value in part.writes:
+            others.remove(value)
+        if not set(others).isdisjoint((*part.refs(), *part.writes)):
+            return False
+    return True
+
+
+def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """For each placement that some tensor can have, the strategies of all tensors put side by side."""
+    if not are_apart(node):
+        return []
+    rule = statistics.RULES.get(FORMS[node.op].single, pointwise.strategies)
+    options: list[dict[Placement, Strategy]] = []
+    for single in singles(node):
+        whole = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
+        strategies = [whole, *rule(single, metas, parts)]
+        options.append({strategy.inputs[0]: strategy for strategy in reversed(strategies)})
+    placements = dict.fromkeys(
+        placement for strategies in options for placement in strategies if placement != R
+    )
+    return [
+        strategy for placement in placements
+        if (strategy := _side_by_side(node, [strategies.get(placement, strategies[R]) for strategies in options])) is not None
+    ]  # fmt: skip
+
+
+def _side_by_side(node: Node, strategies: list[Strategy]) -> Strategy | None:
+    inputs: list[Placement] = []
+    place = 0
+    for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
+        if not numbers(arg):
+            continue
+        placements = [strategy.inputs[place] for strategy in strategies]
+        if kind != EACH and set(placements) != {R}:
+            return None
+        inputs += placements if kind == EACH else placements[:1]
+        place += 1
+    comm = [one for strategy in strategies for one in strategy.comm]
+    outputs = tuple(placement for strategy in strategies for placement in strategy.outputs)
+    return Strategy(tuple(inputs), outputs, _each(strategies), tuple(comm))
+
+
+def _each(strategies: Sequence[Strategy]) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        local = dict(zip(_positions(node), operands, strict=True))
+        made: list[Ref | None] = []
+        for which, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
+            mine = [local[place, which] if (place, which) in local else local[place, -1]
+                    for place in _tensor_places(node)]  # fmt: skip
+            made += lower_strategy(build, strategy, single, mine)
+        return made
+
+    return lower
+
+
+def _tensor_places(node: Node) -> list[int]:
+    return [place for place, arg in enumerate(node.args) if numbers(arg)]
+
+
+def _positions(node: Node) -> list[tuple[int, int]]:
+    """(argument, which of its list) of each of ``node.refs()``; -1: of no list."""
+    found = []
+    for place in _tensor_places(node):
+        arg = node.args[place]
+        found += [(place, which) for which in range(len(arg))] if type(arg) is tuple else [
+            (place, -1)
+        ]  # fmt: skip
+    return found
+
+
+def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Parameters, gradients and moments split alike; steps and learning rates stay whole."""
+    call = Call(node, metas, parts)
+    lists = {
+        name: [meta for n in found if (meta := metas[n]) is not None]
+        for name, arg in call.args.items()
+        if type(arg) is tuple and (found := numbers(arg))
+    }
+    shapes = [meta.shape for meta in lists["self"]]
+    rank = max(map(len, shapes), default=0)
+    strategies = []
+    for dim in range(rank):
+        placements = {name: _aligned(metas, shapes, dim) for name, metas in lists.items()}
+        if S(dim) in placements["self"]:
+            written = [_label_of(call, placements, value) for value in node.writes]
+            strategies.append(call.strategy(written, **placements))
+    return strategies
+
+
+def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -> list[Placement]:
+    return [
+        Shard(dim) if meta.shape == shape and dim < len(shape) and shape[dim] > 1 else R
+        for meta, shape in zip(metas, shapes, strict=True)
+    ]
+
+
+def _label_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
+    for name, given in placements.items():
+        found = numbers(call.args[name])
+        if value in found:
+            return given[found.index(value)]
+    return R
+
+
+class Unmerge:
+    """One op a tensor, for the ops of ``FORMS`` and the fused steps of optimizers."""
+
+    name = "unmerge"
+
+    def run(self, graph: Graph) -> Graph:
+        strategies = [part for strategy in placed(graph) for part in _parts(strategy)]
+        return graph if len(strategies) == len(graph.nodes) else rebuild(graph, strategies)
+
+
+def _parts(strategy: Placed) -> Sequence[Placed]:
+    node = strategy.node
+    if node.op in FORMS:
+        if not are_apart(node):
+            return [strategy]
+        pairs = zip(singles(node), strategy.results, strict=True)
+        return [Placed(single, (result,), strategy.source) for single, result in pairs]
+    if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
+        return [_step(strategy, which) for which in range(len(node.args[0]))]
+    return [strategy]
+
+
+def _step(strategy: Placed, which: int) -> Placed:
+    """A fused step on one of its parameters."""
+    node = strategy.node
+    args = tuple([_one_of(arg, which) for arg in node.args])
+    taken = {item for arg in args if type(arg) is tuple for item in arg}
+    places = [place for place, value in enumerate(node.writes) if Ref(value) in taken]
+    made = Node(
+        node.op,
+        args,
+        node.kwargs,
+        writes=tuple([node.writes[place] for place in places]),
+        written=tuple([node.written[place] for place in places]),
+    )
+    return Placed(made, [strategy.results[place] for place in places], strategy.source)
+
+
+def _one_of(arg: Arg, which: int) -> Arg:
+    """The item of a list that belongs to a parameter; lists may be empty."""
+    return arg[which : which + 1] if type(arg) is tuple else arg
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(FORMS, _horizontal),
+    **dict.fromkeys(FUSED_STEPS, _fused),
+}

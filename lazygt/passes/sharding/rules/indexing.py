@@ -1,0 +1,310 @@
+"""Ops that read and write where indices say, embedding tables among them.
+
+A rank reads and writes in its own block only. Tables are split by tokens, by features, or by rows,
+each rank looking up its own; bags of embeddings by features only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Lowering,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    shardable_dims,
+    table,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+def _summable(call: Call) -> bool:
+    return call.meta("self").dtype != torch.bool
+
+
+def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    shape = call.shape("self")
+    if not shape:
+        return ()
+    dim = call.dim("dim", len(shape))
+    found = [call.strategy(S(d), self=S(d)) for d in shardable_dims(shape) if d != dim]
+    if shardable_dims(call.shape("index")):
+        found.append(call.strategy(S(dim), index=S(0)))
+    if shape[dim] > 1 and _summable(call):
+        found.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
+    return [*found, call.strategy(P, self=P)]
+
+
+def _selected(dim: int, size: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        value, index = args["self"], args["index"]
+        shape = build.shape(value)
+        if not shape[dim]:
+            picked = build.meta(index).numel
+            return (build.full((*shape[:dim], picked, *shape[dim + 1 :]), 0, like=value),)
+        own, outside = own_indices(build, index, size)
+        made = build.op("aten.index_select.default", value, dim, own)
+        outside = build.reshape(outside, (-1, *[1] * (len(shape) - 1 - dim)))
+        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+
+    return lower
+
+
+def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """The index may be smaller than the operand, so dims pass only in equal sizes."""
+    call = Call(node, metas, parts)
+    shape, index = call.shape("self"), call.shape("index")
+    if not shape or not index:
+        return ()
+    dim = call.dim("dim", len(shape))
+    found = [
+        call.strategy(S(d), self=S(d), index=S(d))
+        for d in shardable_dims(index)
+        if d != dim and shape[d] == index[d]
+    ]
+    if index[dim] > 1:
+        found.append(call.strategy(S(dim), index=S(dim)))
+    if shape[dim] > 1 and _summable(call):
+        found.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
+    return [*found, call.strategy(P, self=P)]
+
+
+def _gathered(dim: int, size: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        value, index = args["self"], args["index"]
+        if not build.shape(value)[dim]:
+            return (build.full(build.shape(index), 0, like=value),)
+        own, outside = own_indices(build, index, size)
+        made = build.op("aten.gather.default", value, dim, own)
+        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+
+    return lower
+
+
+def _scatter(added: bool) -> Rule:
+    """scatter, scatter_add: dims other than the one that is indexed, where all have them whole."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        shape, index = call.shape("self"), call.shape("index")
+        if not shape or not index:
+            return ()
+        dim = call.dim("dim", len(shape))
+        names = ["self", "index", *(["src"] if call.has("src") else [])]
+        found = [
+            call.strategy(S(d), **dict.fromkeys(names, S(d)))
+            for d in shardable_dims(shape)
+            if d != dim and all(call.shape(name)[d] == shape[d] for name in names)
+        ]
+        if added:
+            found.append(call.strategy(P, self=P, src=P))
+            if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
+                found.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
+        return found
+
+    return strategies
+
+
+def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    shape = call.shape("self")
+    if not shape:
+        return ()
+    dim = call.dim("dim", len(shape))
+    found = [call.strategy(S(d), self=S(d), source=S(d)) for d in shardable_dims(shape) if d != dim]
+    if shardable_dims(call.shape("index")):
+        found.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
+    return [*found, call.strategy(P, self=P, source=P)]
+
+
+def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Dims of the operand that no index takes, and, with one index, its own dims and its dim."""
+    call = Call(node, metas, parts)
+    shape, indices = call.shape("self"), call["indices"]
+    taken = [dim for dim, index in enumerate(indices) if index is not None]
+    tensors = [metas[indices[dim].index] for dim in taken]
+    known = [meta for meta in tensors if meta is not None and meta.dtype != torch.bool]
+    if not taken or len(known) != len(tensors) or taken != list(range(taken[0], taken[-1] + 1)):
+        return ()
+    rank = max(len(meta.shape) for meta in known)
+    grown = rank - len(taken)
+    free = [d for d in shardable_dims(shape) if d not in taken]
+    found = [call.strategy(S(d + (grown if d > taken[0] else 0)), self=S(d)) for d in free]
+    if len(taken) == 1:
+        dims = shardable_dims(known[0].shape)
+        found += [call.strategy(S(taken[0] + d), indices=S(d)) for d in dims]
+        if shape[taken[0]] > 1 and _summable(call):
+            found.append(call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]])))
+    return [*found, call.strategy(P, self=P)]
+
+
+def _indexed(dim: int, size: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        value, index = operands
+        shape = build.shape(value)
+        picked = build.shape(index)
+        if not shape[dim]:
+            return (build.full((*shape[:dim], *picked, *shape[dim + 1 :]), 0, like=value),)
+        below = build.op("aten.lt.Scalar", index, 0)  # torch counts those from the end
+        index = build.op("aten.where.self", below, build.op("aten.add.Scalar", index, size), index)
+        own, outside = own_indices(build, index, size)
+        made = build.op("aten.index.Tensor", value, (*[None] * dim, own))
+        outside = build.reshape(outside, (*picked, *[1] * (len(shape) - 1 - dim)))
+        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+
+    return lower
+
+
+def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Dims that no index takes; partial sums when the values are added."""
+    call = Call(node, metas, parts)
+    shape, indices, values = call.shape("self"), call["indices"], call.shape("values")
+    found = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
+    known = [m for index in indices if index is not None and (m := metas[index.index]) is not None]
+    taken = [dim for dim, index in enumerate(indices) if index is not None]
+    masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in known)
+    if masked and taken == [0] and call.meta("values").numel == 1:
+        return found + _masked_put(call, len(known[0].shape))
+    if masked or taken != list(range(len(taken))):
+        return found  # the values' dims are then in other places
+    rank = max((len(meta.shape) for meta in known), default=0)
+    for dim in shardable_dims(shape):
+        if dim not in taken:
+            own = dim - len(taken) + rank - (rank + len(shape) - len(taken) - len(values))
+            split = own >= 0 and values[own] == shape[dim]
+            found.append(call.strategy(S(dim), self=S(dim), values=S(own) if split else R))
+    return found
+
+
+def _masked_put(call: Call, rank: int) -> list[Strategy]:
+    """One number where a mask of the first ``rank`` dims is: as pointwise."""
+    return [
+        call.strategy(S(dim), self=S(dim), indices=S(dim) if dim < rank else R)
+        for dim in shardable_dims(call.shape("self"))
+    ]
+
+
+def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    count, features = call.shape("weight")
+    found = [call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))]
+    if features > 1:
+        found.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
+    if count > 1:
+        found.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
+    return [*found, call.strategy(P, weight=P)]
+
+
+def _look_up(count: int) -> Lowering:
+    """Rows of this rank's block; zeros for those of others."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        weight, indices = args["weight"], args["indices"]
+        if not build.block(count):
+            shape = (*build.shape(indices), build.shape(weight)[1])
+            return (build.full(shape, 0, like=weight),)
+        own, outside = own_indices(build, indices, count)
+        made = build.op("aten.embedding.default", weight, own)
+        outside = build.op("aten.unsqueeze.default", outside, -1)
+        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+
+    return lower
+
+
+def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
+    """Indices counted from this rank's block, 0 where they lie outside; and which those are."""
+    start, stop = build.bounds(count)
+    outside = build.op("aten.logical_or.default", build.op("aten.lt.Scalar", indices, start),
+                       build.op("aten.ge.Scalar", indices, stop))  # fmt: skip
+    shifted = build.op("aten.sub.Scalar", indices, start)
+    return build.op("aten.masked_fill.Scalar", shifted, outside, 0), outside
+
+
+def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Scaling by how often a token stands in the batch needs the whole batch."""
+    call = Call(node, metas, parts)
+    count, features = call["num_weights"], call.shape("grad_output")[-1]
+    tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
+    found = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
+    if features > 1:
+        found.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
+    if count > 1 and not call["scale_grad_by_freq"]:
+        found.append(call.strategy(S(0)).by(_own_rows(count)))
+    return [*found, call.strategy(P, grad_output=P)]
+
+
+def _own_rows(count: int) -> Lowering:
+    """The gradient of this rank's rows; tokens of others go to a row that is cut off."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        padding, mine = args["padding_idx"], build.block(count)
+        own, outside = own_indices(build, args["indices"], count)
+        padded = build.op("aten.eq.Scalar", args["indices"], padding)
+        outside = build.op("aten.logical_or.default", outside, padded)
+        own = build.op("aten.masked_fill.Scalar", own, outside, mine)
+        changes = {"indices": own, "num_weights": mine + 1, "padding_idx": -1}
+        (made,) = build.rerun(node, operands, **changes)
+        return (build.op("aten.slice.Tensor", made, 0, 0, mine),)
+
+    return lower
+
+
+_MAX = 2  #: the mode of a bag whose result is its largest row
+
+
+def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """By features, all bags on every rank; what else comes out tells of indices alone."""
+    call = Call(node, metas, parts)
+    rest: list[Placement] = [R] * (len(node.results) - 1)
+    if call["mode"] == _MAX:
+        return ()
+    found = [call.strategy([P, *rest], weight=P)]
+    if call.shape("weight")[1] > 1:
+        found.append(call.strategy([S(1), *rest], weight=S(1)))
+    return found
+
+
+def _bag_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    if call["mode"] == _MAX or call.args.get("sparse"):
+        return ()
+    found = [call.strategy(P, grad=P)]
+    if call.shape("grad")[1] > 1:
+        found.append(call.strategy(S(1), grad=S(1)))
+    return found
+
+
+RULES: dict[str, Rule] = {
+    **table("index_select.default", _index_select),
+    **table("gather.default", _gather),
+    **table("scatter_add.default scatter_add_.default", _scatter(added=True)),
+    **table(
+        "scatter.src scatter_.src scatter.value scatter_.value scatter_reduce.two ",
+        _scatter(added=False),
+    ),
+    **table("index_add.default index_add_.default", _index_add),
+    **table("index_put.default index_put_.default", _index_put),
+    **table("index.Tensor _unsafe_index.Tensor", _index),
+    **table("_embedding_bag.default _embedding_bag_forward_only.default", _bag),
+    **table("_embedding_bag_backward.default _embedding_bag_dense_backward.default", _bag_backward),
+    **table("embedding.default", _embedding),
+    **table("embedding_dense_backward.default", _embedding_backward),
+}

@@ -1,0 +1,118 @@
+"""lazygt's own nodes: collectives of mesh axes that were sharded before, marks of pipeline stages.
+
+On another axis the other dims of a collective may be cut: what it moves between ranks of its own
+axis, each rank of this axis moves for its block. A mark is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.meta import contiguous_stride, intern
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FIRST,
+    REDUCE_SCATTER,
+    SHARD,
+    Partial,
+    Placement,
+)
+from lazygt.passes.sharding.marks import ENTER, LEAVE
+from lazygt.passes.sharding.rules.base import (
+    Lowering,
+    Metas,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    shardable_dims,
+)
+from lazygt.passes.sharding.rules.views import PARTIALS
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+_KEEP_DIMS = (ALL_REDUCE, FIRST)
+
+
+def _moved_dims(node: Node) -> tuple[int, ...]:
+    """The dims that the collective itself cuts or puts together."""
+    if node.op in _KEEP_DIMS:
+        return ()
+    return tuple(node.args[1:3]) if node.op == ALL_TO_ALL else (node.args[1],)
+
+
+def _partials(node: Node) -> Sequence[Partial]:
+    """Parts of parts: the two reductions must be the same one."""
+    if node.op == FIRST:
+        return (Partial("sum"),)
+    if node.op in (ALL_REDUCE, REDUCE_SCATTER):
+        op = node.args[2 if node.op == REDUCE_SCATTER else 1]
+        return tuple(placement for placement in PARTIALS if placement.op == op)
+    return PARTIALS
+
+
+def _collective(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    meta = metas[node.args[0].index]
+    if meta is None:
+        return ()
+    moved = _moved_dims(node)
+    placements: list[Placement] = [S(dim) for dim in shardable_dims(meta.shape) if dim not in moved]
+    return [
+        Strategy((placement,), (placement,), _again(placement))
+        for placement in (*placements, *_partials(node))
+    ]
+
+
+def _again(placement: Placement) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        (made,) = node.results
+        assert made is not None
+        shape = build.local(made.shape, placement)
+        meta = intern(shape, contiguous_stride(shape), made.dtype)
+        return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
+
+    return lower
+
+
+def _mark_labels(node: Node, metas: Metas) -> Sequence[Placement]:
+    meta = metas[node.args[0].index]
+    return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
+
+
+def _enter(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    return [
+        Strategy((placement,), (placement,), _marked) for placement in _mark_labels(node, metas)
+    ]
+
+
+def _leave(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """The value only says which stage it is on, so it is taken however it lies."""
+    placements = _mark_labels(node, metas)
+    return [
+        Strategy((placement, value), (placement,), _marked)
+        for placement in placements
+        for value in placements
+    ]
+
+
+def _marked(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    marked = node.refs()
+    args = (*operands, *node.args[len(marked) :])
+    return build.add(Node(node.op, args, (), (build.meta(operands[0]),)))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, FIRST), _collective
+    ),
+    ENTER: _enter,
+    LEAVE: _leave,
+}

@@ -1,0 +1,228 @@
+"""Kernels that want other arguments for blocks: convolutions, fused recurrent layers of CPUs.
+
+Convolutions are split by samples, by outgoing channels, by incoming channels, or by groups; kernels
+take no block without channels, so a rank that has none gives zeros. Recurrent layers are split by
+samples. The workspace that their forward leaves for its backward is good for its own samples only:
+a forward on blocks leaves an empty one and calls it split, so that every backward that may meet it
+is sharded too; and a backward that is sharded makes a workspace of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Lowering,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    lower_strategy,
+    table,
+    zeros,
+    zeros_when_empty,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+def _weight_dims(call: Call) -> tuple[int, int]:
+    """The weight's dims of outgoing and of incoming channels."""
+    return (1, 0) if call["transposed"] else (0, 1)
+
+
+def _batched(call: Call) -> bool:
+    return len(call.shape("input")) == len(call.shape("weight"))
+
+
+def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    if not _batched(call):
+        return ()
+    out, into = _weight_dims(call)
+    samples, channels, made = call.shape("input")[0], call.shape("input")[1], call.result().shape[1]
+    bias = call.has("bias")
+    strategies = [call.strategy(S(0), input=S(0))] if samples > 1 else []
+    incoming: list[Strategy] = []
+    if call["groups"] == 1 and made > 1:
+        strategies.append(call.strategy(S(1), weight=S(out), **({"bias": S(0)} if bias else {})))
+    if call["groups"] == 1 and channels > 1:
+        incoming.append(_incoming(call, into))
+    if call["groups"] > 1 and call["groups"] % parts == 0:
+        split: dict[str, Placement] = {"bias": S(0)} if bias else {}
+        strategies.append(call.strategy(S(1), input=S(1), weight=S(0), **split).by(_fewer_groups))
+    return [
+        *(zeros_when_empty(call, strategy) for strategy in strategies),
+        *incoming,
+        *_linear_rows(call),
+    ]
+
+
+def _incoming(call: Call, into: int) -> Strategy:
+    """A rank without incoming channels still adds its share of the bias."""
+    strategy = call.strategy(
+        P, input=S(1), weight=S(into), **({"bias": P} if call.has("bias") else {})
+    )
+    result = call.result()
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        if build.meta(args["input"]).numel:
+            return build.rerun(node, operands)
+        made = zeros(build, result, P)
+        if args["bias"] is None:
+            return (made,)
+        ones = [1] * (len(result.shape) - 2)
+        bias = build.reshape(args["bias"], (1, result.shape[1], *ones))
+        return (build.op("aten.add.Tensor", made, bias),)
+
+    return strategy.by(lower)
+
+
+def _linear_rows(call: Call) -> list[Strategy]:
+    bias: dict[str, Placement] = {"bias": P} if call.has("bias") else {}
+    return [call.strategy(P, **{name: P}, **bias) for name in ("input", "weight")]
+
+
+def _fewer_groups(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    groups = build.bind(node, operands)["groups"]
+    return build.rerun(node, operands, groups=groups // build.parts)
+
+
+def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    if not _batched(call):
+        return ()
+    out, into = _weight_dims(call)
+    samples, channels = call.shape("input")[:2]
+    made, groups = call.shape("grad_output")[1], call["groups"]
+    strategies: list[Strategy] = []
+    incoming: list[Strategy] = []
+    if samples > 1:
+        strategies.append(call.strategy((S(0), P, P), grad_output=S(0), input=S(0)))
+    if groups == 1 and made > 1:
+        strategy = call.strategy((P, S(out), S(0)), grad_output=S(1), weight=S(out))
+        strategies.append(strategy.by(_own_bias(made)))
+    if groups == 1 and channels > 1:
+        incoming.append(_incoming_backward(call, into))
+    if groups > 1 and groups % parts == 0:
+        strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
+        strategies.append(strategy.by(_fewer_groups_backward(made)))
+    split = [zeros_when_empty(call, strategy) for strategy in strategies]
+    return [*split, *incoming, call.strategy(P, grad_output=P)]
+
+
+def _incoming_backward(call: Call, into: int) -> Strategy:
+    """The bias apart from the rest: its gradient is whole on a rank without incoming channels."""
+    strategy = call.strategy((S(1), S(into), R), input=S(1), weight=S(into))
+    wanted = tuple(call["output_mask"])
+    dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
+    inner = zeros_when_empty(call, strategy.by(_without_bias(wanted)))
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        made = [*lower_strategy(build, inner, node, operands)]
+        if wanted[2]:
+            gradient = build.bind(node, operands)["grad_output"]
+            made[2] = build.op("aten.sum.dim_IntList", gradient, dims)
+        return made
+
+    return strategy.by(lower)
+
+
+def _without_bias(wanted: tuple[bool, ...]) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, output_mask=(*wanted[:2], False))
+
+    return lower
+
+
+def _own_bias(made: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        sizes = build.bind(node, operands)["bias_sizes"]
+        mine = None if sizes is None else (build.block(made),)
+        return build.rerun(node, operands, bias_sizes=mine)
+
+    return lower
+
+
+def _fewer_groups_backward(made: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        mine = None if args["bias_sizes"] is None else (build.block(made),)
+        return build.rerun(node, operands, groups=args["groups"] // build.parts, bias_sizes=mine)
+
+    return lower
+
+
+_RECURRENT = "aten.mkldnn_rnn_layer.default"
+_STATES = ("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy")
+_SEQUENCES = ("input", "output", "grad_output")
+
+
+def _samples(call: Call) -> int:
+    """The dim of a sequence's samples; states have them first."""
+    return 0 if call["batch_first"] else 1
+
+
+def _recurrent_labels(call: Call) -> dict[str, Placement]:
+    placements: dict[str, Placement] = {name: S(0) for name in _STATES if call.has(name)}
+    placements.update({name: S(_samples(call)) for name in _SEQUENCES if call.has(name)})
+    return placements
+
+
+def _has_samples(call: Call) -> bool:
+    """Sequences of several lengths are packed together, with no dim of samples."""
+    return not call["batch_sizes"] and call.shape("input")[_samples(call)] > 1
+
+
+def _recurrent(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    if not _has_samples(call):
+        return ()
+    strategy = call.strategy((S(_samples(call)), S(0), S(0), S(0)), **_recurrent_labels(call))
+    workspace = call.result(3)
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        made = build.rerun(node, operands)
+        return (*made[:3], zeros(build, workspace, R))
+
+    return [zeros_when_empty(call, strategy.by(lower))]
+
+
+def _recurrent_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    strategies = [call.strategy(R), call.strategy(R, workspace=S(0))]
+    found = [strategy.by(_with_own_workspace) for strategy in strategies]
+    if _has_samples(call):
+        outputs = (S(_samples(call)), P, P, P, P, S(0), S(0))
+        inner = call.strategy(outputs, **_recurrent_labels(call)).by(_with_own_workspace)
+        lower = zeros_when_empty(call, inner).lower  # an empty workspace says nothing
+        found.append(call.strategy(outputs, workspace=S(0), **_recurrent_labels(call)).by(lower))
+    return found
+
+
+def _with_own_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    args = build.bind(node, operands)
+    weights = [args[f"weight{number}"] for number in range(1, 5)]
+    shape = [args[name] for name in ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers",
+                                     "has_biases", "bidirectional", "batch_first")]  # fmt: skip
+    *_, workspace = build.op(
+        _RECURRENT, args["input"], *weights, args["hx_"], args["cx_tmp"], *shape, True
+    )
+    return build.rerun(node, operands, workspace=workspace)
+
+
+RULES: dict[str, Rule] = {
+    **table("convolution.default", _convolution),
+    **table("convolution_backward.default", _convolution_backward),
+    _RECURRENT: _recurrent,
+    "aten.mkldnn_rnn_layer_backward.default": _recurrent_backward,
+}

@@ -1,0 +1,171 @@
+"""Pointwise ops: every element of the result follows from the operands' elements at its place.
+
+Any dim of the result may be split, with every operand that has that dim. What is linear in some
+operands takes partial sums of them; what never decreases takes partial maxima and minima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from lazygt.graph.fusion import pure_form
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node
+from lazygt.graph.ops import facts, overload
+from lazygt.graph.placement import Partial, Placement, Replicate
+from lazygt.passes.sharding.rules.base import (
+    PMAX,
+    PMIN,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    shardable_dims,
+    table,
+)
+
+#: Linear in the operands marked P, one letter a tensor operand.
+_LINEAR: dict[str, tuple[str, ...]] = {
+    "add.Tensor": ("PP",),
+    "sub.Tensor": ("PP",),
+    "mul.Tensor": ("P", "PR", "RP"),
+    "mul.Scalar": ("P",),
+    "div.Tensor": ("P", "PR"),
+    "div.Scalar": ("P",),
+    "neg.default": ("P",),
+    "clone.default": ("P",),
+    "positive.default": ("P",),
+    "_to_copy.default": ("P",),
+    "copy_.default": ("PP",),
+    "copy.default": ("PP",),
+    "where.self": ("RPP",),
+    "addcmul.default": ("PPR", "PRP"),
+    "addcdiv.default": ("PPR",),
+    "lerp.Scalar": ("PP",),
+    "lerp.Tensor": ("PPR",),
+    "zero_.default": ("P",),
+}
+#: Linear in the first operand, the gradient.
+_GRADIENTS = frozenset(
+    f"{name}_backward"
+    for name in ("threshold", "gelu", "tanh", "sigmoid", "silu", "elu", "hardtanh", "hardsigmoid",
+                 "hardswish", "leaky_relu", "softplus", "mish", "hardshrink", "softshrink",
+                 "rrelu_with_noise")
+)  # fmt: skip
+#: Never decrease, and are defined from -inf to inf.
+_RISING = frozenset(
+    f"{name}.default"
+    for name in ("exp", "relu", "sigmoid", "tanh", "atan", "ceil", "floor", "round", "trunc", "erf",
+                 "clone", "_to_copy", "clamp_min", "clamp_max", "hardtanh")
+)  # fmt: skip
+_PAIRS = {"maximum.default": PMAX, "minimum.default": PMIN}
+
+
+def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """One row a dim of the result, and those with partial operands."""
+    if facts(overload(node.op)).random or not node.results:
+        return ()
+    operands = [metas[number] for number in node.refs()]
+    known = [meta for meta in operands if meta is not None]
+    result = node.results[0]
+    if result is None or not known or len(known) != len(operands):
+        return ()
+    count = len(node.results)
+    found = [
+        Strategy(tuple(aligned(meta, result.shape, dim) for meta in known), (S(dim),) * count)
+        for dim in shardable_dims(result.shape)
+    ]
+    return [*found, *_partial_rows(node, known, result)]
+
+
+def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
+    """The placement of an operand that is broadcast to ``shape``, when dim ``dim`` is split."""
+    own = dim - (len(shape) - len(meta.shape))
+    return S(own) if own >= 0 and meta.shape[own] == shape[dim] else R
+
+
+def _partial_rows(node: Node, operands: list[TensorMeta], result: TensorMeta) -> list[Strategy]:
+    pure, written = _pure(node.op)
+    inner = operands[: len(operands) - 1] if written else operands
+    found: list[Strategy] = []
+    for inputs, output in _patterns(node, pure, inner, result):
+        given = (*inputs, output) if written else inputs
+        if not node.writes or given[0] == output or written:
+            found.append(Strategy(given, (output,) * len(node.results)))
+    return found
+
+
+def _patterns(
+    node: Node, pure: str, operands: list[TensorMeta], result: TensorMeta
+) -> list[tuple[tuple[Placement, ...], Placement]]:
+    name = pure.removeprefix("aten.")
+    patterns = _LINEAR.get(name, ())
+    if name.split(".")[0] in _GRADIENTS:
+        patterns = ("P" + "R" * (len(operands) - 1),)
+    if name == "masked_fill.Scalar" and _fills_zero(node):
+        patterns = ("PR",)
+    found: list[tuple[tuple[Placement, ...], Placement]] = []
+    for pattern in patterns:
+        marks = [P if letter == "P" else R for letter in pattern]
+        if len(marks) == len(operands) and _can_be_summed(marks, operands, result):
+            found.append((tuple(marks), P))
+    if name in _RISING and len(operands) == 1 and _widens(operands[0].dtype, result.dtype):
+        found += [((PMAX,), PMAX), ((PMIN,), PMIN)]
+    if name in _PAIRS:
+        found.append(((_PAIRS[name],) * 2, _PAIRS[name]))
+    return found
+
+
+def _fills_zero(node: Node) -> bool:
+    value = node.args[2] if len(node.args) > 2 else None
+    return type(value) in (int, float) and value == 0
+
+
+def _can_be_summed(
+    marks: list[Replicate | Partial], operands: list[TensorMeta], result: TensorMeta
+) -> bool:
+    """Whether sums of the parts, each in its dtype, are as good as the sum in the result's."""
+    parts = [meta.dtype for mark, meta in zip(marks, operands, strict=True) if mark == P]
+    return all(_widens(dtype, result.dtype) and dtype != torch.bool for dtype in parts)
+
+
+def _widens(have: torch.dtype, want: torch.dtype) -> bool:
+    """Whether every value of the one dtype is (nearly) one of the other."""
+    return torch.promote_types(have, want) == want
+
+
+@lru_cache(maxsize=4096)
+def _pure(op: str) -> tuple[str, str]:
+    """The functional overload, and the keyword of what an ``out=`` overload writes."""
+    try:
+        return pure_form(op)
+    except KeyError:
+        return op, ""
+
+
+@lru_cache(maxsize=4096)
+def is_pointwise(op: str) -> bool:
+    """Whether torch tags an op, or its functional form, as pointwise; lists are another family."""
+    if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
+        return False
+    f, pure = facts(overload(op)), facts(overload(_pure(op)[0]))
+    return (f.pointwise or pure.pointwise) and not (f.random or f.dynamic)
+
+
+#: Pointwise although torch does not tag them so.
+_UNTAGGED = (
+    "copy_.default copy.default _to_copy.default clone.default zero_.default fill.Scalar "
+    "fill.Tensor fill_.Scalar fill_.Tensor masked_fill.Scalar masked_fill_.Scalar "
+    "masked_fill.Tensor masked_fill_.Tensor where.self addcmul_.default addcdiv_.default "
+    "_prelu_kernel.default _prelu_kernel_backward.default complex.default polar.default "
+    "elu_backward.default hardshrink_backward.default hardsigmoid_backward.default "
+    "hardtanh_backward.default hardswish.default hardswish_.default hardswish_backward.default "
+    "leaky_relu_backward.default softplus_backward.default softshrink_backward.default "
+    "rrelu_with_noise_backward.default"
+)
+RULES: dict[str, Rule] = dict(table(_UNTAGGED, strategies))

@@ -1,0 +1,212 @@
+"""Reductions, sorting and cumulative sums.
+
+Dims that stay pass through; a dim that is reduced leaves partial results, and along a dim that is
+scanned ranks meet for topk and cumsum. Empty blocks give what changes nothing. What no partial
+placement can say is in ``statistics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.node import Arg, Node, Ref
+from lazygt.graph.placement import Partial, block_size
+from lazygt.passes.sharding.rules.base import (
+    PMAX,
+    PMIN,
+    PPROD,
+    Call,
+    Collective,
+    Lowering,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    local_lowering,
+    shardable_dims,
+    table,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:
+    """The dims that a reduction takes away, from the front; all when its dim says none."""
+    rank = len(call.shape("self"))
+    dims: Arg = call.args.get(name)
+    if dims is None or dims == ():
+        return frozenset(range(rank))
+    return frozenset(dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank)
+
+
+def passing_rows(call: Call, dims: frozenset[int]) -> list[Strategy]:
+    """The strategies that split a dim that stays."""
+    keeps = bool(call.args.get("keepdim"))
+    strategies = []
+    for dim in shardable_dims(call.shape("self")):
+        if dim not in dims:
+            gone = 0 if keeps else sum(other < dim for other in dims)
+            strategies.append(call.strategy(S(dim - gone), self=S(dim)))
+    return strategies
+
+
+def identity(dtype: torch.dtype, op: str) -> float | int | bool:
+    """What changes no maximum or minimum."""
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
+def _rule(
+    partial: Partial, lowered: Callable[[Call], Lowering] | None = None, *, linear: bool = True
+) -> Rule:
+    """Of a reduction whose parts' results reduce to the whole's.
+
+    Args:
+        linear: partial elements do so too; not where an element counts or not by its value.
+    """
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        dims = reduced_dims(call)
+        lower = lowered(call) if lowered else None
+        split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
+        found = passing_rows(call, dims)
+        found += [
+            call.strategy(partial, self=S(dim)).by(lower and local_lowering(lower)) for dim in split
+        ]
+        if linear and _keeps_partials(call, partial):
+            found.append(call.strategy(partial, self=partial))
+        return found
+
+    return strategies
+
+
+def _keeps_partials(call: Call, partial: Partial) -> bool:
+    """Whether reducing each part loses nothing: the same op in both, in the same or wider dtype."""
+    have, result = call.meta("self").dtype, call.result().dtype
+    exact = have != torch.bool and torch.promote_types(have, result) == result
+    return partial != PPROD and exact
+
+
+def _mean(call: Call) -> Lowering:
+    """The sum over the global count: blocks may differ in size."""
+    mean = call.result()
+    count = call.meta("self").numel // max(mean.numel, 1)
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        over = (args["dim"], args["keepdim"]) if "dim" in args else ()
+        name = "aten.sum.dim_IntList" if over else "aten.sum.default"
+        total = build.op(name, args["self"], *over, dtype=mean.dtype)
+        return (build.op("aten.div.Scalar", total, count),)
+
+    return lower
+
+
+def _extreme(op: str) -> Callable[[Call], Lowering]:
+    """A maximum or minimum, of an empty block too."""
+
+    def lowered(call: Call) -> Lowering:
+        shape = call.result().shape
+
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            meta = build.meta(operands[0])
+            if meta.numel:
+                return build.rerun(node, operands)
+            return (build.full(shape, identity(meta.dtype, op), like=operands[0]),)
+
+        return lower
+
+    return lowered
+
+
+def _other_dims(call: Call) -> tuple[int, list[Strategy]]:
+    """The dim the op works along, and the strategies that split another."""
+    shape = call.shape("self")
+    dim = call.dim("dim", len(shape))
+    keeps = call.args.get("keepdim", True)
+    strategies = [
+        call.strategy(S(d - (not keeps and d > dim)), self=S(d))
+        for d in shardable_dims(shape)
+        if d != dim
+    ]
+    return dim, strategies
+
+
+def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """The best of each block's best: k a rank, when every block has as many."""
+    call = Call(node, metas, parts)
+    dim, found = _other_dims(call)
+    shape, k = call.shape("self"), call["k"]
+    size = shape[dim] if shape else 0
+    if k < 1 or size < 2 or block_size(size, parts, parts - 1) < k:
+        return found
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        best, places = build.rerun(node, operands)
+        assert best is not None
+        assert places is not None
+        places = build.op("aten.add.Scalar", places, build.rank_offset(size))
+        best, places = (build.all_gather(one, dim, k * parts) for one in (best, places))
+        made, which = build.rerun(node, [best])
+        return made, build.op("aten.gather.default", places, dim, which)
+
+    comm = [
+        Collective("all_gather", meta.nbytes * parts) for meta in (call.result(), call.result(1))
+    ]
+    return [*found, call.strategy(R, self=S(dim)).by(lower, comm)]
+
+
+def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """A block's sums plus the totals of the blocks before it."""
+    call = Call(node, metas, parts)
+    dim, found = _other_dims(call)
+    shape = call.shape("self")
+    size = shape[dim] if shape else 0
+    found.append(call.strategy(P, self=P))
+    if size < 2:
+        return found
+    total = call.result().nbytes // size * parts
+    strategy = call.strategy(S(dim), self=S(dim)).by(_after(dim), [Collective("all_gather", total)])
+    return [*found, strategy]
+
+
+def _after(dim: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (sums,) = build.rerun(node, operands)
+        assert sums is not None
+        dtype = build.meta(sums).dtype
+        mine = build.op("aten.sum.dim_IntList", operands[0], (dim,), True, dtype=dtype)
+        totals = build.all_gather(mine, dim, build.parts)
+        before = build.op("aten.slice.Tensor", totals, dim, 0, build.index)
+        before = build.op("aten.sum.dim_IntList", before, (dim,), True, dtype=dtype)
+        return (build.op("aten.add.Tensor", sums, before),)
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    **table("sum.default sum.dim_IntList", _rule(P)),
+    **table(
+        "nansum.default count_nonzero.dim_IntList count_nonzero.default", _rule(P, linear=False)
+    ),
+    **table("mean.default mean.dim", _rule(P, _mean)),
+    **table("amax.default max.default", _rule(PMAX, _extreme("max"))),
+    **table("amin.default min.default", _rule(PMIN, _extreme("min"))),
+    **table("prod.default prod.dim_int", _rule(PPROD)),
+    **table("any.default any.dim any.dims", _rule(PMAX)),
+    **table("all.default all.dim all.dims", _rule(PMIN)),
+    **table("topk.default", _topk),
+    **table("cumsum.default", _cumsum),
+}

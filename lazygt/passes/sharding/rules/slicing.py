@@ -1,0 +1,275 @@
+"""Cutting and joining: cat, stack, split, slice, select, pad, flip, roll, and their gradients.
+
+Dims that are not cut pass through, as do partial sums. A piece of a split dim may lie on several
+ranks; each places its part of it among zeros, and only the piece is reduced. What moves a whole
+tensor along a split dim (cat, flip, roll, pad) is one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Lowering,
+    Metas,
+    P,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    own_part,
+    scattered,
+    shardable_dims,
+    table,
+)
+from lazygt.passes.sharding.rules.views import PARTIALS, sized
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    shape = call.result().shape
+    dim = call.dim("dim", len(shape))
+    ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
+    # torch lets an empty 1-d tensor stand among tensors of any rank
+    split = [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
+    found = [call.strategy(S(d), tensors=S(d)) for d in split]
+    if set(ranks) == {len(shape)} and partials(call, bools=True):
+        found += scattered(call, {"tensors": dim}, kept=dim)
+    return found + [call.strategy(placement, tensors=placement) for placement in partials(call)]
+
+
+def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    shape = call.result().shape
+    dim = call.dim("dim", len(shape))
+    found = [
+        call.strategy(S(d), tensors=S(d - (d > dim))) for d in shardable_dims(shape) if d != dim
+    ]
+    return found + [call.strategy(placement, tensors=placement) for placement in partials(call)]
+
+
+def partials(call: Call, bools: bool = False) -> list[Placement]:
+    """What passes through; sums must not be rounded to a narrower dtype, or be of bools."""
+    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    same = {meta.dtype for meta in metas} == {call.result().dtype}
+    return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
+
+
+def _cut(gone: bool) -> Rule:
+    """Of an op that cuts along ``dim`` into results; ``gone``: without that dim.
+
+    Several pieces together are as large as the whole, which is gathered for them.
+    """
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        dim = call.dim("dim", len(call.shape("self")))
+        found = _uncut(call, dim, gone)
+        return found if len(node.results) > 1 else [*found, *scattered(call, {"self": dim})]
+
+    return strategies
+
+
+def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
+    """The strategies that split another dim than the one that is cut, or none."""
+    split = [d for d in shardable_dims(call.shape("self")) if d != dim]
+    found = [call.strategy(S(d - (gone and d > dim)), self=S(d)) for d in split]
+    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+
+
+def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Along the cut dim: each rank's part of the slice among zeros."""
+    call = Call(node, metas, parts)
+    shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
+    found = _uncut(call, dim, gone=False)
+    first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
+    if shape[dim] < 2:
+        return found
+    if (first, last, step) == (0, shape[dim], 1):
+        return [*found, call.strategy(S(dim), self=S(dim))]
+    if last <= first:
+        return found
+    (strategy,) = scattered(call, {"self": dim})
+    return [*found, strategy.by(_own_part(dim, shape[dim], first, last)) if step == 1 else strategy]
+
+
+def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        (a, b), start = own_part(build, size, first, last), build.rank_offset(size)
+        mine = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
+        after = [0, 0] * (len(build.shape(value)) - 1 - dim)
+        padding = (*after, a - first, last - b)
+        return (build.op("aten.constant_pad_nd.default", mine, padding, 0),)
+
+    return lower
+
+
+def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
+    found = _uncut(call, dim, gone=True)
+    lower = _owned(dim, shape[dim], call["index"] % shape[dim])
+    return found + [strategy.by(lower) for strategy in scattered(call, {"self": dim})]
+
+
+def _owned(dim: int, size: int, at: int) -> Lowering:
+    """The element of the rank that has it; zeros of the others."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        start, stop = build.bounds(size)
+        if start <= at < stop:
+            return (build.op("aten.select.int", value, dim, at - start),)
+        shape = build.shape(value)
+        return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
+
+    return lower
+
+
+def _placed(gone: bool) -> Rule:
+    """Of select_backward and slice_backward: a gradient among zeros of ``input_sizes``."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        shape = tuple(call["input_sizes"])
+        dim = call.dim("dim", len(shape))
+        found = [
+            call.strategy(S(d), grad_output=S(d - (gone and d > dim))).by(
+                sized(shape, "input_sizes")
+            )
+            for d in shardable_dims(shape)
+            if d != dim
+        ]
+        if shape[dim] > 1:
+            found.append(call.strategy(S(dim)).by(_placed_and_cut(dim)))
+        return [*found, call.strategy(P, grad_output=P)]
+
+    return strategies
+
+
+def _placed_and_cut(dim: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (made,) = build.rerun(node, operands)
+        assert made is not None
+        return (build.shard(made, dim),)
+
+    return lower
+
+
+def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
+    """Of an op that mixes elements only along some dims."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        mixed = touched(call)
+        found = [
+            call.strategy(S(d), self=S(d))
+            for d in shardable_dims(call.shape("self"))
+            if d not in mixed
+        ]
+        if not linear:
+            return found
+        split = [d for d in shardable_dims(call.shape("self")) if d in mixed]
+        found += [strategy for d in split for strategy in scattered(call, {"self": d}, kept=d)]
+        return [*found, call.strategy(P, self=P)]
+
+    return strategies
+
+
+def _dims(call: Call) -> set[int]:
+    rank = len(call.shape("self"))
+    dims = call["dims"]
+    return {d % rank for d in dims} if dims else set(range(rank))
+
+
+def _padded(call: Call) -> set[int]:
+    rank, pad = len(call.shape("self")), call["pad"]
+    return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+
+
+def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    value = Call(node, metas, parts)["value"]
+    zero = type(value) in (int, float) and value == 0
+    return _untouched(_padded, linear=zero)(node, metas, parts)
+
+
+def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """diag_embed: the last dim becomes two; the others stand in order in the rest."""
+    call = Call(node, metas, parts)
+    rank = len(call.result().shape)
+    made = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    places = [place for place in range(rank) if place not in made]
+    split = [d for d in shardable_dims(call.shape("self")) if d < len(places)]
+    return [*(call.strategy(S(places[d]), self=S(d)) for d in split), call.strategy(P, self=P)]
+
+
+def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Dims that are there once pass through."""
+    call = Call(node, metas, parts)
+    shape, repeats = call.shape("self"), call["repeats"]
+    new = len(repeats) - len(shape)
+    once = [d for d in shardable_dims(shape) if repeats[d + new] == 1]
+    return [*(call.strategy(S(d + new), self=S(d)) for d in once), call.strategy(P, self=P)]
+
+
+def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """The two dims of the diagonal become the last one."""
+    call = Call(node, metas, parts)
+    rank = len(call.shape("self"))
+    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
+    found = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
+    found += [strategy for d in sorted(gone) for strategy in scattered(call, {"self": d})]
+    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+
+
+def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """tril and triu: the diagonal is counted from where the block starts."""
+    call = Call(node, metas, parts)
+    shape = call.shape("self")
+    found = []
+    for dim in shardable_dims(shape):
+        towards = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
+        lower = _shifted(shape[dim], towards) if towards else None
+        found.append(call.strategy(S(dim), self=S(dim)).by(lower))
+    return [*found, call.strategy(P, self=P)]
+
+
+def _shifted(size: int, towards: int) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        diagonal = build.bind(node, operands)["diagonal"]
+        return build.rerun(node, operands, diagonal=diagonal + towards * build.rank_offset(size))
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    **table("cat.default", _cat),
+    **table("stack.default", _stack),
+    **table(
+        "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default "
+        "split_copy.Tensor split_with_sizes_copy.default narrow.default",
+        _cut(gone=False),
+    ),
+    **table("unbind.int unbind_copy.int", _cut(gone=True)),
+    **table("slice.Tensor slice_copy.Tensor", _slice),
+    **table("select.int select_copy.int", _select),
+    **table("select_backward.default", _placed(gone=True)),
+    **table("slice_backward.default", _placed(gone=False)),
+    **table("repeat.default", _repeat),
+    **table("diagonal.default diagonal_copy.default", _diagonal),
+    **table("diag_embed.default", _onto_diagonal),
+    **table("flip.default roll.default rot90.default", _untouched(_dims)),
+    **table("constant_pad_nd.default", _pad),
+    **table("tril.default triu.default tril_.default triu_.default", _triangle),
+}

@@ -1,0 +1,269 @@
+"""Reductions whose ranks must meet: norms, logsumexp, variances, places of extremes.
+
+Each meets inside the strategy, with collectives of the reduced size, and its result is R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.node import Arg, Node, Ref
+from lazygt.graph.placement import block_size
+from lazygt.passes.sharding.rules.base import (
+    PMAX,
+    PMIN,
+    Call,
+    Collective,
+    Lowering,
+    Metas,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    shardable_dims,
+    table,
+)
+from lazygt.passes.sharding.rules.reductions import identity, passing_rows, reduced_dims
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+
+def extreme(build: Builder, value: Ref, dims: Sequence[int], op: str) -> Ref:
+    """The maximum or minimum over dims (kept, of size 1) of the blocks of all ranks."""
+    shape = [1 if dim in dims else size for dim, size in enumerate(build.shape(value))]
+    if build.meta(value).numel:
+        mine = build.op(f"aten.a{op}.default", value, tuple(dims), True)
+    else:
+        mine = build.full(shape, identity(build.meta(value).dtype, op), like=value)
+    return build.all_reduce(mine, op)
+
+
+def total(build: Builder, value: Ref, dims: Sequence[int]) -> Ref:
+    """The sum over dims (kept, of size 1) of the blocks of all ranks."""
+    mine = build.op("aten.sum.dim_IntList", value, tuple(dims), True)
+    return build.all_reduce(mine, "sum")
+
+
+def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Sums of powers where the order is known; a run-time number may be any, 0 and inf too."""
+    call = Call(node, metas, parts)
+    dims = reduced_dims(call)
+    found = passing_rows(call, dims)
+    order, nbytes = _order(call.args), call.result().nbytes
+    if type(order) in (int, float) and 0 < order < float("inf"):
+        comm = [Collective("all_reduce", nbytes)]
+        return found + _met(call, dims, _norm_lower(order), comm)
+    comm = [Collective("all_gather", nbytes * parts)]
+    for dim in shardable_dims(call.shape("self")):
+        if dim in dims:
+            lower = _norm_of_norms(call.shape("self")[dim], dims)
+            found.append(call.strategy(R, self=S(dim)).by(lower, comm))
+    return found
+
+
+def _order(args: Mapping[str, Arg]) -> Arg:
+    """Of ``linalg_vector_norm``, or of the older ``norm``, whose order may be left out."""
+    order = args["ord"] if "ord" in args else args["p"]
+    return 2 if order is None else order
+
+
+def _norm_of_norms(size: int, dims: Collection[int]) -> Lowering:
+    """The norm of the norms of all blocks that have elements; of order 0 they are counts."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        order = _order(build.bind(node, operands))
+        mine = _norm_of_block(build, node, operands, dims)
+        norms = build.all_gather(build.op("aten.unsqueeze.default", mine, 0), 0, build.parts)
+        filled = sum(block_size(size, build.parts, rank) > 0 for rank in range(build.parts))
+        norms = build.op("aten.slice.Tensor", norms, 0, 0, filled)
+        usual = build.op("aten.linalg_vector_norm.default", norms, order, (0,))
+        counts = build.op("aten.sum.dim_IntList", norms, (0,))
+        is_zero = build.op("aten.eq.Scalar", build.full((), order, like=norms), 0)
+        return (build.op("aten.where.self", is_zero, counts, usual),)
+
+    return lower
+
+
+def _norm_of_block(
+    build: Builder, node: Node, operands: Sequence[Ref], dims: Collection[int]
+) -> Ref:
+    """Of an empty block, which no order need be defined for, anything: it is cut off."""
+    if not build.meta(operands[0]).numel:
+        operands = [build.op("aten.constant_pad_nd.default", operands[0],
+                             _one_more(build.shape(operands[0]), dims), 0)]  # fmt: skip
+    (made,) = build.rerun(node, operands)
+    assert made is not None
+    return made
+
+
+def _one_more(shape: tuple[int, ...], dims: Collection[int]) -> tuple[int, ...]:
+    """Padding, last dim first, that gives those of ``dims`` without elements one."""
+    more = [int(size == 0 and dim in dims) for dim, size in enumerate(shape)]
+    return tuple(pad for one in reversed(more) for pad in (0, one))
+
+
+def _norm_lower(order: float) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (mine,) = build.rerun(node, operands)
+        powers = build.op("aten.pow.Tensor_Scalar", mine, order)
+        return (build.op("aten.pow.Tensor_Scalar", build.all_reduce(powers), 1 / order),)
+
+    return lower
+
+
+def _met(
+    call: Call, dims: frozenset[int], lower: Lowering, comm: Sequence[Collective]
+) -> list[Strategy]:
+    """The strategies that split a dim which is reduced."""
+    split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
+    return [call.strategy(R, self=S(dim)).by(lower, comm) for dim in split]
+
+
+def _logsumexp(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    dims = reduced_dims(call)
+    nbytes, shape = call.result().nbytes, call.result().shape
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        top = extreme(build, value, sorted(dims), "max")
+        # as torch: where the maximum is infinite, the difference would be NaN
+        infinite = build.op("aten.eq.Scalar", build.op("aten.abs.default", top), float("inf"))
+        top = build.op("aten.masked_fill.Scalar", top, infinite, 0)
+        powers = build.op("aten.exp.default", build.op("aten.sub.Tensor", value, top))
+        logs = build.op("aten.log.default", total(build, powers, sorted(dims)))
+        return (build.reshape(build.op("aten.add.Tensor", logs, top), shape),)
+
+    comm = [Collective("all_reduce", nbytes, "max"), Collective("all_reduce", nbytes)]
+    same = call.meta("self").dtype == call.result().dtype
+    return passing_rows(call, dims) + (_met(call, dims, lower, comm) if same else [])
+
+
+def _variance(finish: Callable[[Builder, Ref, Ref], Sequence[Ref]]) -> Rule:
+    """``finish``: the results, from the variance and the mean."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        dims, result = reduced_dims(call), call.result()
+        found = passing_rows(call, dims)
+        count = call.meta("self").numel // max(result.numel, 1)
+        if call.meta("self").dtype.is_complex:
+            return found
+
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            (value,) = operands
+            mean, squares = moments(build, value, sorted(dims), count)
+            divisor = _divisor(build, build.bind(node, operands)["correction"], count, mean)
+            made = finish(build, build.op("aten.div.Tensor", squares, divisor), mean)
+            return [build.reshape(one, result.shape) for one in made]
+
+        comm = [Collective("all_reduce", result.nbytes)] * 2
+        return found + _met(call, dims, lower, comm)
+
+    return strategies
+
+
+def _divisor(build: Builder, correction: Arg, count: int, like: Ref) -> Ref:
+    """The count less the correction, which may be a run-time number; not below 0."""
+    whole = build.full((), count, like=like)
+    rest = build.op("aten.sub.Scalar", whole, 1 if correction is None else correction)
+    made: Ref = build.op("aten.clamp_min.default", rest, 0)
+    return made
+
+
+def moments(build: Builder, value: Ref, dims: Sequence[int], count: int) -> tuple[Ref, Ref]:
+    """The mean over dims (kept) of all blocks, and the sum of the squared distances from it."""
+    mean = build.op("aten.div.Scalar", total(build, value, dims), count)
+    distance = build.op("aten.sub.Tensor", value, mean)
+    return mean, total(build, build.op("aten.mul.Tensor", distance, distance), dims)
+
+
+def _deviation(build: Builder, variance: Ref) -> Ref:
+    made: Ref = build.op("aten.sqrt.default", variance)
+    return made
+
+
+def _both_extremes(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """aminmax, of empty blocks too: the ranks' extremes are left partial."""
+    call = Call(node, metas, parts)
+    dims = reduced_dims(call)
+    shape = call.result().shape
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        meta = build.meta(operands[0])
+        if meta.numel:
+            return build.rerun(node, operands)
+        return [build.full(shape, identity(meta.dtype, op), operands[0]) for op in ("min", "max")]
+
+    split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
+    return passing_rows(call, dims) + [
+        call.strategy((PMIN, PMAX), self=S(d)).by(lower) for d in split
+    ]
+
+
+def _place(op: str, both: bool) -> Rule:
+    """argmax and max.dim: the block's extremes and where they are, gathered and compared.
+
+    Blocks stand in order, so the first of equal elements stays the first.
+    """
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        rank = len(call.shape("self"))
+        if call["dim"] is None or rank == 0:
+            return ()
+        dim, keeps, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
+        found = passing_rows(call, frozenset({dim}))
+        if shape[dim] < 2:
+            return found
+
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            (value,) = operands
+            top, place = _first_extremes(build, value, op, dim, shape[dim])
+            tops = build.all_gather(top, dim, parts)
+            places = build.all_gather(place, dim, parts)
+            best, which = build.op(f"aten.{op}.dim", tops, dim, True)
+            made = [build.op("aten.gather.default", places, dim, which)]
+            made = [best, *made] if both else made
+            return made if keeps else [build.op("aten.squeeze.dim", m, dim) for m in made]
+
+        rest = call.result().numel
+        sizes = [rest * call.meta("self").dtype.itemsize, rest * 8]
+        comm = [Collective("all_gather", size * parts) for size in sizes]
+        return [*found, call.strategy(R, self=S(dim)).by(lower, comm)]
+
+    return strategies
+
+
+def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
+    """A block's extreme along ``dim`` (kept), and its global place."""
+    meta = build.meta(value)
+    if meta.numel:
+        top, place = build.op(f"aten.{op}.dim", value, dim, True)
+        return top, build.op("aten.add.Scalar", place, build.rank_offset(size))
+    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
+    top = build.full(shape, identity(meta.dtype, op), like=value)
+    return top, build.op("aten.zeros_like.default", top, dtype=torch.int64)
+
+
+RULES: dict[str, Rule] = {
+    **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
+    **table("logsumexp.default", _logsumexp),
+    **table("var.correction", _variance(lambda build, var, mean: (var,))),
+    **table("std.correction", _variance(lambda build, var, mean: (_deviation(build, var),))),
+    **table("var_mean.correction", _variance(lambda build, var, mean: (var, mean))),
+    **table(
+        "std_mean.correction",
+        _variance(lambda build, var, mean: (_deviation(build, var), mean)),
+    ),
+    **table("aminmax.default", _both_extremes),
+    **table("argmax.default", _place("max", both=False)),
+    **table("argmin.default", _place("min", both=False)),
+    **table("max.dim", _place("max", both=True)),
+    **table("min.dim", _place("min", both=True)),
+}

@@ -1,0 +1,268 @@
+"""Views that only move dims about, and views that group them anew.
+
+Elements keep their values, so partial results pass through. Sizes among the arguments become
+those of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Cut, StridedShard, around, shard_bounds
+from lazygt.passes.sharding.rules.base import (
+    PMAX,
+    PMIN,
+    Call,
+    LocalLowering,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    local_lowering,
+    shardable_dims,
+    table,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+PARTIALS = (P, PMAX, PMIN)
+#: Where each dim of the operand is in the result; None: it is gone.
+DimMap = Callable[[Call], Sequence[int | None]]
+
+
+def _mapped(dims: DimMap) -> Rule:
+    """Of a view whose result has the operand's dims in other places."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        places = dims(call)
+        found = [
+            call.strategy(S(place), self=S(dim))
+            for dim in shardable_dims(call.shape("self"))
+            if (place := places[dim]) is not None
+        ]
+        return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+
+    return strategies
+
+
+def _same(call: Call) -> Sequence[int | None]:
+    return range(len(call.shape("self")))
+
+
+def _conj(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Of blocks the numbers themselves, not a mark: what is sent has no marks."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return (build.op("aten.conj_physical.default", operands[0]),)
+
+    return [strategy.by(local_lowering(lower)) for strategy in _mapped(_same)(node, metas, parts)]
+
+
+def _but_last(call: Call) -> Sequence[int | None]:
+    return [*range(len(call.shape("self")) - 1), None]
+
+
+def _t(call: Call) -> Sequence[int | None]:
+    return range(len(call.shape("self")))[::-1]
+
+
+def _transpose(call: Call) -> Sequence[int | None]:
+    places = list(range(len(call.shape("self"))))
+    if places:
+        a, b = call.dim("dim0", len(places)), call.dim("dim1", len(places))
+        places[a], places[b] = places[b], places[a]
+    return places
+
+
+def _permute(call: Call) -> Sequence[int | None]:
+    rank = len(call.shape("self"))
+    order = [dim % rank for dim in call["dims"]]
+    return [order.index(dim) for dim in range(rank)]
+
+
+def _unsqueeze(call: Call) -> Sequence[int | None]:
+    rank = len(call.shape("self"))
+    at = call.dim("dim", rank + 1)
+    return [dim + (dim >= at) for dim in range(rank)]
+
+
+def _squeezed(call: Call) -> set[int]:
+    """Only dims of global size 1 go; a block of size 1 stays."""
+    shape, dims = call.shape("self"), call.args.get("dim")
+    rank = len(shape)
+    given = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    return {dim % rank for dim in given if rank and shape[dim % rank] == 1}
+
+
+def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """With the dims that go by name, since blocks of size 1 must not."""
+    call = Call(node, metas, parts)
+    gone = _squeezed(call)
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(gone))),)
+
+    found = [
+        call.strategy(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(
+            local_lowering(lower)
+        )
+        for dim in shardable_dims(call.shape("self"))
+    ]
+    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+
+
+def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
+    """The same op with the block's sizes of a result of ``shape`` for its argument ``name``."""
+
+    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, **{name: build.local(shape, strategy.outputs[0])})
+
+    return LocalLowering(program)
+
+
+def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    have, made = call.shape("self"), call.result().shape
+    new = len(made) - len(have)
+    found = [call.strategy(placement, self=placement) for placement in PARTIALS]
+    for dim in shardable_dims(made):
+        own = dim - new
+        placement = S(own) if own >= 0 and have[own] == made[dim] else R
+        found.append(call.strategy(S(dim), self=placement).by(sized(made)))
+    return found
+
+
+def _view(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    cuts = (view_row(call, S(dim)) for dim in shardable_dims(call.shape("self")))
+    anyhow = [
+        call.strategy(placement, self=placement).by(_reshaped) for placement in (R, *PARTIALS)
+    ]
+    return [*(strategy for strategy in cuts if strategy is not None), *anyhow]
+
+
+def view_row(call: Call, placement: Cut) -> Strategy | None:
+    """The strategy of a reshape whose operand is cut so; None: a block is none of the result."""
+    made = viewed(placement, call.shape("self"), call.result().shape, call.parts)
+    return None if made is None else call.strategy(made, self=placement).by(_reshaped)
+
+
+def _reshape(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+    (made,) = node.results
+    assert made is not None
+    return (build.reshape(operands[0], build.local(made.shape, strategy.outputs[0])),)
+
+
+_reshaped = LocalLowering(_reshape)
+
+
+def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """In memory laid out as recorded: strides say what is seen. Items of a batch, each seen in
+    itself alone, may be split.
+    """
+    call = Call(node, metas, parts)
+    wanted = [metas[number] for number in node.refs()]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        kept = [
+            build.restrided(value, meta.stride)
+            if meta is not None
+            and build.meta(value).stride != meta.stride
+            and meta.extent == meta.numel
+            else value
+            for value, meta in zip(operands, wanted, strict=True)
+        ]
+        return build.rerun(node, kept)
+
+    found = [call.strategy(R).by(lower)]
+    if node.op == "aten.as_strided.default" and _sees_items(call):
+        found.append(call.strategy(S(0), self=S(0)).by(_seen_items(call.result().shape)))
+    return found
+
+
+def _sees_items(call: Call) -> bool:
+    """Whether the first dim is that of a row-major operand, and no item reaches into the next."""
+    meta, made = call.meta("self"), call.result()
+    if not meta.plain or not made.numel or call["storage_offset"] is not None:
+        return False
+    (count, *inner), (step, *strides) = (made.shape or (1,)), (made.stride or (0,))
+    reach = sum((size - 1) * stride for size, stride in zip(inner, strides, strict=True))
+    return 1 < count == meta.shape[0] and step == meta.stride[0] > reach
+
+
+def _seen_items(shape: tuple[int, ...]) -> LocalLowering:
+    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+        size = build.local(shape, strategy.outputs[0])
+        return build.rerun(node, [build.contiguous(operands[0])], size=size)
+
+    return LocalLowering(program)
+
+
+def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: int) -> Cut | None:
+    """The placement under which ranks have the same elements after a reshape; None: there is none.
+
+    A placement cuts ``[before, size, inside]`` elements along ``size``. So does another one with
+    the same three, and with other ones where the blocks hold the same.
+    """
+    outer, inner = around(placement)
+    before, inside = prod(have[: placement.dim]) * outer, inner * prod(have[placement.dim + 1 :])
+    size = have[placement.dim] // (outer * inner)
+    dims = [
+        (dim, _times(before, prod(made[:dim])), prod(made[dim + 1 :]))
+        for dim in shardable_dims(made)
+    ]
+    for dim, outer, behind in dims:
+        rest = made[dim] // outer if outer and made[dim] % outer == 0 else 0
+        if rest > 1 and _same_blocks(size, inside, rest, behind, parts):
+            return S(dim) if outer == 1 else StridedShard(dim, outer)
+    for dim, outer, behind in dims:
+        inner = _times(inside, behind)
+        if outer * size * inner == made[dim]:
+            return StridedShard(dim, outer, inner)
+    return None
+
+
+def _times(large: int, small: int) -> int:
+    """How many times the one is the other; 0: not a whole number."""
+    if large == small:
+        return 1
+    return large // small if small and large % small == 0 else 0
+
+
+def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, parts: int) -> bool:
+    return all(
+        x * inside_a == y * inside_b
+        for rank in range(parts)
+        for x, y in zip(shard_bounds(a, parts, rank), shard_bounds(b, parts, rank), strict=True)
+    )
+
+
+RESHAPES: dict[str, Rule] = {
+    **table("view.default _unsafe_view.default reshape.default", _view),
+}
+RULES: dict[str, Rule] = {
+    **table(
+        "detach.default alias.default lift_fresh.default lift.default detach_copy.default "
+        "alias_copy.default",
+        _mapped(_same),
+    ),
+    **table("t.default", _mapped(_t)),
+    **table("transpose.int", _mapped(_transpose)),
+    **table("permute.default", _mapped(_permute)),
+    **table("unsqueeze.default", _mapped(_unsqueeze)),
+    **table("_conj.default", _conj),
+    **table("view_as_real.default", _mapped(_same)),
+    **table("view_as_complex.default", _mapped(_but_last)),
+    **table("squeeze.default squeeze.dim squeeze.dims", _squeeze),
+    **table("expand.default", _expand),
+    **table("as_strided.default as_strided_copy.default view.dtype", _as_strided),
+    **RESHAPES,
+}

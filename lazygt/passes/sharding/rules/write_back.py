@@ -1,0 +1,294 @@
+"""Writes into a part: ``lazygt.write_back`` of a view, ``select_scatter``, ``slice_scatter``.
+
+A dim passes when every view of the chain keeps it and names none of its sizes. Along a dim that
+is cut, each rank writes what lies in its block of a value that all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lazygt.graph.alias import WRITE_BACK, ViewStepKey, view_step
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.ops import facts, overload
+from lazygt.graph.placement import Placement, Shard
+from lazygt.graph.shapes.meta_run import run_on_metas
+from lazygt.passes.sharding.rules import slicing, views
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Lowering,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    own_part,
+    shardable_dims,
+    table,
+)
+from lazygt.passes.sharding.rules.slicing import partials
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+_VIEWS = {**slicing.RULES, **views.RULES}
+
+
+def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    base, chain = metas[node.args[0].index], node.args[2]
+    if base is None:
+        return ()
+    found = [Strategy((R, R), (R,), _laid_out(base)), Strategy((P, P), (P,), _laid_out(base))]
+    steps = _steps(base, chain)
+    covered = _covers(steps)
+    if covered:
+        found.append(Strategy((P, R), (R,), _laid_out(base)))
+    for dim in shardable_dims(base.shape):
+        placement = _through(steps, S(dim), parts)
+        if placement is not None:
+            found += _by_blocks(dim, placement, _written, covered)
+        elif (reshaped := _reshaped(steps, dim, parts)) is not None:
+            found += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
+        elif (cut := _cut(steps, dim, parts)) is not None:
+            found.append(Strategy((S(dim), R), (S(dim),), _part_written(chain, cut)))
+    return found
+
+
+def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> list[Strategy]:
+    """A base in blocks along ``dim``, and a value whose blocks lie in them."""
+    strategies = [Strategy((S(dim), value), (S(dim),), lower)]
+    if covered:
+        strategies.append(Strategy((P, value), (S(dim),), _written_over(dim, lower)))
+    return strategies
+
+
+def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
+    """Each view as a node on value 0, the meta of that value, and the result that is used."""
+    found = []
+    for op, position, args, kwargs, which in chain:
+        operands = (*args[:position], Ref(0), *args[position + 1 :])
+        results = run_on_metas(facts(overload(op)), operands, kwargs, {0: base}, (), "cpu")
+        assert results is not None, f"{op}: a view whose shape depends on values"
+        found.append((Node(op, operands, kwargs, results[0]), base, which))
+        made = results[0][which]
+        assert made is not None
+        base = made
+    return found
+
+
+def _through(
+    steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, parts: int
+) -> Placement | None:
+    """The placement behind the views of what has ``placement`` before them; None when they cut it."""
+    for node, meta, which in steps:
+        rule = _VIEWS.get(node.op)
+        strategies = rule(node, (meta,), parts) if rule else ()
+        same = [
+            strategy
+            for strategy in strategies
+            if strategy.inputs == (placement,) and strategy.lower is None
+        ]
+        if not same:
+            return None
+        placement = same[0].outputs[which]
+    return placement
+
+
+class _Reshaped(NamedTuple):
+    """A chain that begins with a reshape: its result has ``shape`` and the placement ``first``,
+    what the chain ends with the placement ``last``."""
+
+    shape: tuple[int, ...]
+    first: Placement
+    last: Placement
+
+
+def _reshaped(
+    steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int
+) -> _Reshaped | None:
+    """A chain whose reshape moves blocks as they are, as of a bias' gradient; else None."""
+    if not steps or steps[0][0].op != "aten.view.default":
+        return None
+    node, meta, _ = steps[0]
+    for strategy in _VIEWS[node.op](node, (meta,), parts):
+        if strategy.inputs == (S(dim),):
+            last = _through(steps[1:], strategy.outputs[0], parts)
+            made = node.results[0]
+            assert made is not None
+            return None if last is None else _Reshaped(made.shape, strategy.outputs[0], last)
+    return None
+
+
+#: Views that show every element of what they view once.
+_ALL = frozenset(
+    f"aten.{name}"
+    for name in ("t.default", "transpose.int", "permute.default", "view.default", "detach.default",
+                 "alias.default", "unsqueeze.default", "squeeze.default", "squeeze.dim",
+                 "squeeze.dims")
+)  # fmt: skip
+
+
+def _covers(steps: Sequence[tuple[Node, TensorMeta, int]]) -> bool:
+    """Whether the whole base is overwritten, so that no rank needs to know what it was.
+
+    A gradient that is added to through its transpose is: its parts are then summed once.
+    """
+    return all(node.op in _ALL for node, _, _ in steps)
+
+
+class _Cut(NamedTuple):
+    """Where a chain of views cuts a split dim: its step number ``at`` keeps some of ``dim``."""
+
+    at: int
+    dim: int
+    size: int
+    first: int
+    last: int
+    gone: bool
+
+
+def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
+    """A select of the split dim, or, at the end of the chain, a slice of it."""
+    placement: Placement | None = S(dim)
+    for at, step in enumerate(steps):
+        assert isinstance(placement, Shard)
+        passed = _through([step], placement, parts)
+        if passed is None:
+            return _cut_by(step, at, placement.dim, last=at + 1 == len(steps))
+        placement = passed
+    return None
+
+
+def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -> _Cut | None:
+    node, meta, _ = step
+    call, size = Call(node, (meta,), 1), meta.shape[dim]
+    if node.op not in ("aten.select.int", "aten.slice.Tensor"):
+        return None
+    if call.dim("dim", len(meta.shape)) != dim:
+        return None
+    if node.op == "aten.select.int":
+        index = call["index"] % size
+        return _Cut(at, dim, size, index, index + 1, gone=True)
+    start, stop, stride = slice(call["start"], call["end"], call["step"]).indices(size)
+    return _Cut(at, dim, size, start, stop, gone=False) if last and stride == 1 else None
+
+
+def _part_written(chain: Sequence[ViewStepKey], cut: _Cut) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        a, b = own_part(build, cut.size, cut.first, cut.last)
+        start = build.rank_offset(cut.size)
+        if cut.gone and a < b:
+            step = view_step("aten.select.int", 0, (None, cut.dim, a - start), (), 0)
+            return _write(build, base, value, (*chain[: cut.at], step, *chain[cut.at + 1 :]))
+        if cut.gone:  # nothing is written, into the memory of the base
+            value = build.full((*_selected_shape(build, base, chain[: cut.at], cut.dim),), 0, base)
+        else:
+            value = build.op("aten.slice.Tensor", value, cut.dim, a - cut.first, b - cut.first)
+        ends = (0, 0) if a == b else (a - start, b - start)
+        step = view_step("aten.slice.Tensor", 0, (None, cut.dim, *ends), (), 0)
+        return _write(build, base, value, (*chain[: cut.at], step))
+
+    return lower
+
+
+def _selected_shape(
+    build: Builder, base: Ref, chain: Sequence[ViewStepKey], dim: int
+) -> tuple[int, ...]:
+    """The shape of no element along ``dim`` of the view of a local base."""
+    shape = build.shape(base)
+    for node, _, which in _steps(build.meta(base), chain):
+        made = node.results[which]
+        assert made is not None
+        shape = made.shape
+    return (*shape[:dim], 0, *shape[dim + 1 :])
+
+
+def _write(build: Builder, base: Ref, value: Ref, chain: Sequence[ViewStepKey]) -> Values:
+    return build.add(Node(WRITE_BACK, (base, value, tuple(chain)), (), (build.meta(base),)))
+
+
+def _written(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    base, value = operands
+    return _write(build, base, value, node.args[2])
+
+
+def _written_reshaped(reshaped: _Reshaped) -> Lowering:
+    """With the sizes of the block for those of the reshape, which asks for a row-major base."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        size = build.local(reshaped.shape, reshaped.first)
+        step = view_step("aten.view.default", 0, (None, size), (), 0)
+        return _write(build, build.contiguous(base), value, (step, *node.args[2][1:]))
+
+    return lower
+
+
+def _written_over(dim: int, written: Lowering) -> Lowering:
+    """A block of a base that all ranks have in its whole shape."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        return written(build, node, (build.shard(base, dim), value))
+
+    return lower
+
+
+def _laid_out(meta: TensorMeta) -> Lowering:
+    """On a whole base in memory laid out as recorded, which the views may ask for."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        base, value = operands
+        if build.meta(base).stride != meta.stride and meta.extent == meta.numel:
+            base = build.restrided(base, meta.stride)
+        return _written(build, node, (base, value))
+
+    return lower
+
+
+def _into(gone: bool) -> Rule:
+    """Of select_scatter and slice_scatter: ``src`` in the place of a cut along ``dim``."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        shape = call.shape("self")
+        dim = call.dim("dim", len(shape))
+        split = [d for d in shardable_dims(shape) if d != dim]
+        found = [call.strategy(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
+        if shape[dim] > 1 and call.args.get("step", 1) == 1:
+            found.append(call.strategy(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
+        return found + [
+            call.strategy(placement, self=placement, src=placement) for placement in partials(call)
+        ]
+
+    return strategies
+
+
+def _part_put(call: Call, dim: int, gone: bool) -> Lowering:
+    size = call.shape("self")[dim]
+    index = call["index"] % size if gone else 0
+    ends = (index, index + 1) if gone else slice(call["start"], call["end"]).indices(size)[:2]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        value, source = operands
+        (a, b), start = own_part(build, size, *ends), build.rank_offset(size)
+        if a == b:
+            return (build.op("aten.clone.default", value),)
+        if gone:
+            return build.rerun(node, operands, index=a - start)
+        source = build.op("aten.slice.Tensor", source, dim, a - ends[0], b - ends[0])
+        return build.rerun(node, [value, source], start=a - start, end=b - start)
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    WRITE_BACK: _rows,
+    **table("select_scatter.default", _into(gone=True)),
+    **table("slice_scatter.default", _into(gone=False)),
+}

@@ -1,0 +1,192 @@
+"""The strategies of every node with their costs, looked up once for each kind of node in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lazygt.graph.cost import family, graph_costs
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref
+from lazygt.graph.placement import Replicate, StridedShard
+from lazygt.passes.base import renumbered
+from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
+from lazygt.passes.sharding.marks import MARKS, PLACE
+from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.rules.strided import strided_strategies
+
+#: The strategies of a node, with or without the one that is R everywhere.
+StrategiesOf = Callable[[Node], Sequence[Strategy]]
+#: For each operand of a node the interleaved placements that it may have.
+Reached = tuple[tuple[StridedShard, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategySet:
+    """The strategies that one kind of node may be run as.
+
+    Attributes:
+        strategies: all R first, then in the order of the rule; of a placement those that keep it.
+        costs: the time of each, in ticks.
+        shares: the part of the node's arithmetic that a rank does, of each.
+        heavy: whether the node is a matmul, a convolution or an attention.
+    """
+
+    strategies: tuple[Strategy, ...]
+    costs: npt.NDArray[np.float64]
+    shares: tuple[float, ...]
+    heavy: bool
+
+    def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
+        """The entry with the strategies that are wanted; itself where no strategy is, or every one
+        is.
+        """
+        kept = [
+            number for number, strategy in enumerate(self.strategies) if wanted(number, strategy)
+        ]
+        if not kept or len(kept) == len(self.strategies):
+            return self
+        return replace(
+            self,
+            strategies=tuple([self.strategies[number] for number in kept]),
+            costs=self.costs[kept],
+            shares=tuple([self.shares[number] for number in kept]),
+        )
+
+
+class StrategyCatalogue:
+    """The entries of a graph.
+
+    Nodes of one op with equal metas and arguments have one entry; ``strategies_of`` is asked about
+    the first of them.
+
+    Args:
+        metas: ``graph.values``.
+
+    Attributes:
+        entries: one a kind of node, then those that were asked for later.
+        numbers: of each node, which entry is its own.
+    """
+
+    def __init__(
+        self, graph: Graph, metas: Metas, strategies_of: StrategiesOf, parts: int, machine: Machine
+    ) -> None:
+        self._metas, self._parts, self._machine = metas, parts, machine
+        kinds: dict[tuple[Any, ...], int] = {}
+        self.numbers: list[int] = []
+        self._firsts: list[Node] = []
+        for node in graph.nodes:
+            kind = _signature(node, metas)
+            number = kinds.setdefault(kind, len(kinds))
+            if number == len(self._firsts):
+                self._firsts.append(node)
+            self.numbers.append(number)
+        self._costs = graph_costs(_apart(self._firsts, metas, graph.params))
+        self.entries = [
+            self._entry(number, _every(node, strategies_of(node)))
+            for number, node in enumerate(self._firsts)
+        ]
+        self._wider: dict[tuple[int, Reached], int] = {}
+
+    def interleaved(self, number: int, reached: Reached) -> int:
+        """The entry of a kind of node with the strategies that take operands interleaved besides.
+
+        Args:
+            number: of the entry without such strategies.
+            reached: for each operand the placements that it may have.
+        """
+        key = number, reached
+        found = self._wider.get(key)
+        if found is None:
+            node, strategies = self._firsts[number], self.entries[number].strategies
+            more = {
+                (strategy.inputs, strategy.outputs): strategy
+                for place, placements in enumerate(reached)
+                for placement in placements
+                for strategy in strided_strategies(
+                    node, self._metas, self._parts, strategies, place, placement
+                )
+            }
+            found = self._wider[key] = len(self.entries) if more else number
+            if more:
+                self.entries.append(self._entry(number, (*strategies, *more.values())))
+        return found
+
+    def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
+        node, cost, parts = self._firsts[number], self._costs[number], self._parts
+        operands = [self._metas[value] for value in node.refs()]
+        seconds = [
+            0.0 if node.op in MARKS
+            else strategy_seconds(self._machine, cost, strategy, operands, node.results, parts)
+            for strategy in strategies
+        ]  # fmt: skip
+        shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
+        return StrategySet(
+            strategies, np.array(list(map(ticks, seconds))), tuple(shares), _is_heavy(node)
+        )
+
+
+def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """All strategies; the one that is R everywhere as its rule has it, if it says how to do that."""
+    if node.op == PLACE:
+        return tuple(strategies)
+    whole = next((strategy for strategy in strategies if not _is_cut(strategy)), replicated(node))
+    return (whole, *filter(_is_cut, strategies))
+
+
+def _signature(node: Node, metas: Metas) -> tuple[Any, ...]:
+    """Equal for nodes with the same op, metas and arguments, whatever values they read."""
+    refs = node.refs()
+    repeats = () if len(set(refs)) == len(refs) else tuple(map(refs.index, refs))
+    return (
+        node.op,
+        _structure(node.args),
+        tuple([(name, _structure((arg,))) for name, arg in node.kwargs]),
+        tuple([id(metas[value]) for value in refs]),  # equal metas are one object
+        tuple(map(id, node.results)),
+        repeats,
+        tuple(map(refs.index, node.writes)),
+        id(node.body),
+    )
+
+
+def _structure(args: tuple[Arg, ...]) -> tuple[Any, ...]:
+    return tuple([
+        type(arg) if type(arg) is Ref or type(arg) is Param
+        else _structure(arg) if type(arg) is tuple
+        else arg
+        for arg in args
+    ])  # fmt: skip
+
+
+def _apart(nodes: Sequence[Node], metas: Metas, params: tuple[str, ...]) -> Graph:
+    """A graph of these nodes alone, each with inputs of its own."""
+    inputs: list[TensorMeta] = []
+    moved: list[Mapping[int, int]] = []
+    for node in nodes:
+        places: dict[int, int] = {}
+        for value in node.refs():
+            meta = metas[value]
+            if value not in places and meta is not None:
+                places[value] = len(inputs)
+                inputs.append(meta)
+        moved.append(places)
+    alone = tuple([renumbered(node, places) for node, places in zip(nodes, moved, strict=True)])
+    return Graph(tuple(inputs), params, alone, ())
+
+
+def replicated(node: Node) -> Strategy:
+    """The strategy that is R everywhere."""
+    return Strategy((Replicate(),) * len(node.refs()), (Replicate(),) * len(node.results))
+
+
+def _is_cut(strategy: Strategy) -> bool:
+    return any(placement != Replicate() for placement in (*strategy.inputs, *strategy.outputs))
+
+
+def _is_heavy(node: Node) -> bool:
+    return family(node) == "matmul"

@@ -1,0 +1,354 @@
+"""Why there is a collective: what led to it, and what the best program without it would cost.
+
+On demand only, since each answer solves the placements of one axis again, with infinite cost for
+some choices: where parts were reduced, that those parts are made; where blocks were moved, that the
+value is moved; where an op meets others inside, that it is run so. All other choices stay open, and
+the op that made the parts may be done whole on every rank, which annotations rule out else.
+
+    x in S(0), w in S(0) ── mm ── P(sum) ══ all_reduce ══ R ── add
+                             without it: x and w gathered, and mm runs on whole values
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lazygt.graph.collectives import Communication, communications
+from lazygt.graph.cost import family
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import (
+    COLLECTIVES,
+    Partial,
+    Placement,
+    Replicate,
+    StridedShard,
+    Unspecified,
+)
+from lazygt.graph.text import amount
+from lazygt.passes.sharding.axis import AxisStep
+from lazygt.passes.sharding.cost import Labels, Options, collective_seconds, reshard_kind, seconds
+from lazygt.passes.sharding.cost_tables import Factor
+from lazygt.passes.sharding.marks import PLACE, stored_by
+from lazygt.passes.sharding.problem import Question
+from lazygt.passes.sharding.rules.views import RESHAPES
+from lazygt.passes.sharding.solver import Infeasible, Problem, solve
+
+# -- the best program without some collectives -----------------------------------------------------
+
+_NAMED = 3
+R = Replicate()
+
+
+class Alternative(NamedTuple):
+    """Another program.
+
+    Attributes:
+        exchanges: what it exchanges that this one does not, in words.
+        extra: how many seconds longer it takes; None: there is none.
+    """
+
+    exchanges: str
+    extra: float | None
+
+
+def without(
+    step: AxisStep, values: Collection[int], inside: Collection[int], cost: float
+) -> Alternative:
+    """The best program that does not move some values, and whose ops do not meet inside.
+
+    Args:
+        values: by number, of the program before it is cut.
+        inside: nodes, by number.
+        cost: of the program as it is, in ticks.
+    """
+    parts = {at for value in values for at in _origins(step, value)}
+    moved = {each for value in values for each in _same_data(step, value)}
+    question = step.question({number for number, _ in parts} | set(inside))
+    strategies = [entry.strategies for entry in question.entries]
+    factors = list(question.problem.factors)
+    for number, place in sorted(parts):
+        made = [isinstance(strategy.outputs[place], Partial) for strategy in strategies[number]]
+        factors.append(Factor((number,), _forbidding(made)))
+    for number in sorted(inside):
+        factors.append(
+            Factor((number,), _forbidding([bool(strategy.comm) for strategy in strategies[number]]))
+        )
+    for value in sorted(moved):
+        factors += _stays(step, question, value)
+    try:
+        solution = solve(Problem(question.problem.sizes, factors))
+    except Infeasible:
+        return Alternative("", None)
+    other = step.other(question, solution).graph
+    return Alternative(_difference(step, other), seconds(solution.cost - cost))
+
+
+def label_of(step: AxisStep, value: int) -> Placement:
+    """What a value is made with."""
+    return next(iter(step.local.values[value]))
+
+
+def _forbidding(flags: Sequence[object]) -> np.ndarray:
+    return np.where(np.array(flags, dtype=bool), math.inf, 0.0)
+
+
+def _origins(step: AxisStep, value: int) -> list[tuple[int, int]]:
+    """The (node, result) pairs that made the parts of which a value is the sum (or maximum...);
+    none where it has no parts.
+
+    Ops that pass parts on are none of them: there the collective would only move.
+    """
+    graph = step.graph
+    makers = {v: (n, at) for n, (_, rs) in enumerate(graph.numbered()) for at, v in enumerate(rs)}
+    ahead = [value] if _is_partial(step, value) else []
+    found = []
+    for made in ahead:  # grows meanwhile
+        number, place = makers[made]
+        parts = [v for v in graph.nodes[number].refs() if v in makers and _is_partial(step, v)]
+        ahead += [v for v in parts if v not in ahead]
+        if not parts:
+            found.append((number, place))
+    return found
+
+
+def _is_partial(step: AxisStep, value: int) -> bool:
+    return isinstance(label_of(step, value), Partial)
+
+
+def _same_data(step: AxisStep, value: int) -> set[int]:
+    """A value that is not in parts, with its views and what it is a view of, where they are cut:
+    to move one of them is to move all. Nothing for a value in parts."""
+    if _is_partial(step, value):
+        return set()
+    found = {value}
+    views = [
+        (node.refs()[0], results)
+        for node, results in step.graph.numbered()
+        if node.refs() and (node.op == PLACE or family(node) == "view")
+    ]
+    for source, results in [*reversed(views), *views]:
+        group = {v for v in (source, *results) if step.local.values[v]}
+        if found & group:
+            found |= {v for v in group if label_of(step, v) != R}
+    return found
+
+
+def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
+    """Infinite cost for every joint choice that moves a value between ranks."""
+    variable, have = _made(step, question, value)
+    if value in question.kept:
+        kept, options = question.kept[value]
+        yield from _couple(variable, have, kept, tuple([option[:1] for option in options]))
+        yield Factor((kept,), _forbidding([_moves(o[:1], o[1:]) for o in options]))
+        variable, have = kept, options
+    for number, node in enumerate(step.graph.nodes):
+        places = [place for place, ref in enumerate(node.refs()) if ref == value]
+        if places:
+            strategies = question.entries[number].strategies
+            want = tuple(
+                [tuple([strategy.inputs[place] for place in places]) for strategy in strategies]
+            )
+            yield from _couple(variable, have, number, want)
+    for output, placement in zip(step.graph.outputs, step.wanted, strict=True):
+        if output == value and variable is not None:
+            ends = [(placement,)] if placement is not None else [(R,), *_blocks(have)]
+            flags = [all(_moves(placements, end) for end in ends) for placements in have]
+            yield Factor((variable,), _forbidding(flags))
+
+
+def _made(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
+    """The variable that decides what a value is made with, and its placement by each choice."""
+    graph = step.graph
+    if value < len(graph.inputs):
+        return None, ((step.axis.inputs[value].placements[step.axis.at],),)
+    for number, (_, results) in enumerate(graph.numbered()):
+        if value in results:
+            place = results.index(value)
+            strategies = question.entries[number].strategies
+            return number, tuple([(strategy.outputs[place],) for strategy in strategies])
+    raise ValueError(f"%{value} is no value of the graph")
+
+
+def _couple(a: int | None, have: Options, b: int, want: Options) -> Iterator[Factor]:
+    table = _forbidding([[_moves(h, w) for w in want] for h in have])
+    if a is None:
+        yield Factor((b,), table[0])
+    elif a != b:
+        yield Factor((a, b), table)
+
+
+def _moves(have: Labels, want: Labels) -> bool:
+    """Whether any placement that is wanted has to be made by a collective."""
+    return any(all(reshard_kind(h, w) != "" for h in have) for w in want)
+
+
+def _blocks(have: Options) -> list[tuple[Placement, ...]]:
+    """The placements that an output may have without being moved."""
+    return [
+        placements
+        for placements in have
+        if reshard_kind(R, placements[0]) == "" and not isinstance(placements[0], StridedShard)
+    ]
+
+
+def _difference(step: AxisStep, other: Graph) -> str:
+    """The collectives that another program has and this one has not."""
+    mesh = step.axis.mesh
+    there = Counter(map(_named, communications(other, mesh)))
+    there.subtract(map(_named, communications(step.local.graph, mesh)))
+    more = [(name, count) for name, count in there.items() if count > 0]
+    shown = [f"{count}x {name}" if count > 1 else name for name, count in more[:_NAMED]]
+    if len(more) > _NAMED:
+        shown.append(f"{len(more) - _NAMED} more kinds")
+    if not shown and not any(there.values()):
+        return "the same, of a value before or after"
+    return ", ".join(shown) or "no other collective: more is computed on every rank"
+
+
+def _named(each: Communication) -> str:
+    return f"{each.kind} {amount(each.nbytes, 'B')} along {each.mesh_dim}"
+
+
+# -- why there is a collective ---------------------------------------------------------------------
+
+#: Collectives that are looked into, the dearest first.
+MOST = 20
+
+
+class CostReason(NamedTuple):
+    """Collectives of one kind at one of the user's lines.
+
+    Attributes:
+        times, nbytes, seconds: how many, and of all together the payload and the estimated time,
+            as it was when their axis was decided; later axes may cut what they move.
+        cause: the annotation that leads there, or ``""``.
+        instead: what the best program without them exchanges in their place.
+        extra: how many seconds longer that would take (fewer where the annotations ask for more
+            than would be best); None: there is no such program.
+    """
+
+    kind: str
+    reduce_op: str | None
+    axis: str
+    line: str
+    why: str
+    times: int
+    nbytes: int
+    seconds: float
+    cause: str
+    instead: str
+    extra: float | None
+
+
+class _Met(NamedTuple):
+    """A collective of rank 0's program: what it moves, or the node that it is inside of."""
+
+    record: Communication
+    value: int | None
+    node: int | None
+
+
+def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
+    """The dearest collectives of a program, at most ``MOST``, in the order of their time."""
+    found = [(step, group) for step in decided for group in _groups(step)]
+    found.sort(key=lambda each: -_seconds(each[0], [met.record for met in each[1]]))
+    costs: dict[int, float] = {}
+    made = []
+    for step, group in found[:MOST]:
+        if id(step) not in costs:
+            costs[id(step)] = solve(step.question().problem).cost
+        made.append(_reason(step, group, costs[id(step)]))
+    return made
+
+
+def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
+    first = group[0].record
+    values = {met.value for met in group if met.value is not None}
+    inside = {met.node for met in group if met.node is not None}
+    instead, extra = without(step, values, inside, cost)
+    records = [met.record for met in group]
+    return CostReason(
+        first.kind, first.reduce_op, step.name, first.source, first.why, len(group),
+        sum(record.nbytes for record in records), _seconds(step, records), _cause(step, group[0]),
+        instead, extra,
+    )  # fmt: skip
+
+
+def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
+    machine, parts = step.axis.machine, step.axis.parts
+    return sum(collective_seconds(machine, each.kind, each.nbytes, parts) for each in records)
+
+
+# -- what there is -------------------------------------------------------------------------------
+
+
+def _groups(step: AxisStep) -> list[list[_Met]]:
+    """The collectives of one axis, alike ones of one line together."""
+    groups: defaultdict[tuple[str, str | None, str], list[_Met]] = defaultdict(list)
+    for met in _met(step):
+        groups[met.record.kind, met.record.reduce_op, met.record.source].append(met)
+    return list(groups.values())
+
+
+def _met(step: AxisStep) -> Iterator[_Met]:
+    values = step.local.values
+    moved = {at: value for value, have in enumerate(values) for at in list(have.values())[1:]}
+    ends = _ends(step)
+    # what is interleaved is moved in another shape
+    shown = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
+             if node.op in RESHAPES}  # fmt: skip
+    meetings = [
+        (node, results[0])
+        for node, results in step.local.graph.numbered()
+        if node.op in COLLECTIVES
+    ]  # fmt: skip
+    for (node, result), record in zip(meetings, _records(step, step.local.graph), strict=True):
+        if node.args[-1] != step.name:
+            continue  # of an earlier axis
+        inside = next((number for end, number in ends if end > result), None)
+        value = moved.get(result, moved.get(shown.get(result, result)))
+        yield _Met(record, value, inside if value is None else None)
+
+
+def _ends(step: AxisStep) -> list[tuple[int, int]]:
+    """For each node the number of its last local result, and its own; in their order."""
+    found = []
+    for number, (_, results) in enumerate(step.graph.numbered()):
+        made = [next(iter(step.local.values[v].values())) for v in results if step.local.values[v]]
+        if made:
+            found.append((max(made), number))
+    return found
+
+
+def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
+    mesh: Mesh = step.axis.mesh
+    return communications(graph, mesh)
+
+
+def _cause(step: AxisStep, met: _Met) -> str:
+    """The nearest annotation that led to a collective, through values that are not whole."""
+    graph, values = step.graph, step.local.values
+    makers = {value: n for n, (_, results) in enumerate(graph.numbered()) for value in results}
+    ahead = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
+    seen = set(ahead)
+    for value in ahead:  # grows meanwhile: nearest first
+        if value is None or all(placement == R for placement in values[value]):
+            continue
+        if value not in makers:
+            if (placement := label_of(step, value)) != R:
+                return f"input {graph.values[value]} stored {placement}"
+            continue
+        node = graph.nodes[makers[value]]
+        placement = stored_by(node).placements[step.axis.at] if node.op == PLACE else R
+        if placement not in (R, Unspecified()):
+            return f"placed {placement} at {graph.line(makers[value])}"
+        fresh = [ref for ref in node.refs() if ref not in seen]
+        seen.update(fresh)
+        ahead += fresh
+    return ""

@@ -1,0 +1,200 @@
+"""Collectives among virtual ranks: what the blocks of one worker become, and what it exchanges.
+
+Sums of the virtual ranks' values are added pairwise in their order, ((0 + 1) + (2 + 3)), whoever
+adds them: each worker adds what lies within its own ranks, the rest travels unreduced and is added
+in that order again. So the bits do not depend on the number of workers. Everything else only
+moves. All results are row-major, in memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazygt.graph.node import Ref
+from lazygt.graph.placement import block_size
+from lazygt.passes.sharding.builder import Builder
+
+#: Payloads up to which unreduced values are gathered by all: one launch instead of two.
+_SMALL = 64 << 10
+
+_ADD = {
+    "sum": "aten.add.Tensor",
+    "prod": "aten.mul.Tensor",
+    "max": "aten.maximum.default",
+    "min": "aten.minimum.default",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """One worker's part of a line of virtual ranks along one axis.
+
+    Attributes:
+        workers: on the line.
+        index: of this worker.
+        each: virtual ranks that a worker stands for.
+    """
+
+    axis: str
+    workers: int
+    index: int
+    each: int
+
+    @property
+    def ranks(self) -> int:
+        """Virtual ranks on the line."""
+        return self.workers * self.each
+
+    def block(self, size: int, which: int) -> int:
+        """Elements that the worker's virtual rank ``which`` has of a dim of ``size``."""
+        return block_size(size, self.ranks, self.index * self.each + which)
+
+    def meet(self, build: Builder) -> Builder:
+        """The builder, for collectives among the workers of the line."""
+        build.axis, build.parts, build.index = self.axis, self.workers, self.index
+        return build
+
+
+def all_reduce(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> Ref:
+    """The values of all virtual ranks, reduced."""
+    mine = _subtrees(build, line, values, op)
+    if line.workers == 1:
+        return build.contiguous(_tree(build, mine, op))
+    meta = build.meta(mine[0])
+    count = len(mine) * line.workers
+    stacked = _stacked(build, mine)
+    if meta.nbytes <= _SMALL or (line.workers == 2 and len(mine) == 1):
+        everyone = line.meet(build).all_gather(stacked, 0, count)
+        return _tree(build, _unstacked(build, everyone), op)
+    flat = build.reshape(stacked, (len(mine), meta.numel))
+    part = line.meet(build).all_to_all(flat, 1, 0, count)
+    reduced = _tree(build, _unstacked(build, part), op)
+    whole = line.meet(build).all_gather(reduced, 0, meta.numel)
+    return build.reshape(whole, meta.shape)
+
+
+def reduce_scatter(
+    build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, op: str
+) -> list[Ref]:
+    """Each of the worker's virtual ranks' block along ``dim`` of the reduced values."""
+    mine = _subtrees(build, line, values, op)
+    size = build.shape(mine[0])[dim]
+    if line.workers > 1:
+        stacked = _padded(build, _stacked(build, mine), dim + 1, _even(line, size))
+        count = len(mine) * line.workers
+        part = line.meet(build).all_to_all(stacked, dim + 1, 0, count)
+        mine = _unstacked(build, part)
+    return _cut(build, line, _tree(build, mine, op), dim, size)
+
+
+def all_gather(build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, size: int) -> Ref:
+    """The blocks of all virtual ranks side by side."""
+    mine = _side_by_side(build, values, dim)
+    if line.workers == 1:
+        return mine
+    even = _even(line, size)
+    padded = _padded(build, mine, dim, even // line.workers)
+    return _narrow(build, line.meet(build).all_gather(padded, dim, even), dim, 0, size)
+
+
+def all_to_all(
+    build: Builder, line: AxisGroup, values: Sequence[Ref], split: int, concat: int, size: int
+) -> list[Ref]:
+    """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
+    whole = _side_by_side(build, values, concat)
+    length = build.shape(whole)[split]
+    if line.workers > 1:
+        even = _even(line, size)
+        mine = _padded(build, whole, concat, even // line.workers)
+        mine = _padded(build, mine, split, _even(line, length))
+        part = line.meet(build).all_to_all(mine, split, concat, even)
+        whole = _narrow(build, part, concat, 0, size)
+    return _cut(build, line, whole, split, length)
+
+
+def shard(build: Builder, value: Ref, dim: int, start: int, stop: int) -> Ref:
+    """A block of a value, in memory of its own."""
+    part = build.op("aten.slice.Tensor", value, dim, start, stop)
+    return _copied(build, part)
+
+
+def first(build: Builder, value: Ref, here: bool) -> Ref:
+    """A value, or zeros, in memory of its own."""
+    if here:
+        return _copied(build, value)
+    made: Ref = build.op("aten.zeros_like.default", value)
+    return build.contiguous(made)
+
+
+def _subtrees(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> list[Ref]:
+    """The worker's values, added as far as the tree over all ranks stays within them."""
+    size = line.each & -line.each  # the largest power of two in it: such subtrees are whole
+    strategies = [build.contiguous(value) for value in values]
+    return [_tree(build, strategies[at : at + size], op) for at in range(0, len(strategies), size)]
+
+
+def _tree(build: Builder, values: Sequence[Ref], op: str) -> Ref:
+    """Neighbours pairwise, again and again; the last of an odd number waits."""
+    level = list(values)
+    while len(level) > 1:
+        pairs = [build.op(_ADD[op], *level[at : at + 2]) for at in range(0, len(level) - 1, 2)]
+        level = pairs + level[2 * len(pairs) :]
+    return level[0]
+
+
+def _stacked(build: Builder, values: Sequence[Ref]) -> Ref:
+    if len(values) == 1:
+        return build.reshape(values[0], (1, *build.shape(values[0])))
+    made: Ref = build.op("aten.stack.default", tuple(values))
+    return build.contiguous(made)
+
+
+def _unstacked(build: Builder, value: Ref) -> list[Ref]:
+    count = build.shape(value)[0]
+    return [build.op("aten.select.int", value, 0, index) for index in range(count)]
+
+
+def _side_by_side(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
+    if len(values) == 1:
+        return build.contiguous(values[0])
+    made: Ref = build.op("aten.cat.default", tuple(values), dim)
+    return build.contiguous(made)
+
+
+def _even(line: AxisGroup, size: int) -> int:
+    """``size`` with the blocks of all virtual ranks filled up to the size of the first."""
+    return line.ranks * block_size(size, line.ranks, 0)
+
+
+def _padded(build: Builder, value: Ref, dim: int, size: int) -> Ref:
+    shape = build.shape(value)
+    if shape[dim] == size:
+        return value
+    pads = (0, 0) * (len(shape) - dim - 1) + (0, size - shape[dim])
+    made: Ref = build.op("aten.constant_pad_nd.default", value, pads, 0)
+    return build.contiguous(made)
+
+
+def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
+    if build.shape(value)[dim] == size:
+        return value
+    return shard(build, value, dim, start, start + size)
+
+
+def _cut(build: Builder, line: AxisGroup, value: Ref, dim: int, size: int) -> list[Ref]:
+    """The worker's logical blocks of a dim of global ``size``; ``value`` has those of the worker,
+    or of all."""
+    have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)
+    if line.each == 1 and have == line.block(size, 0):
+        return [build.contiguous(value)]
+    starts = [min(which * step, have) for which in range(line.each)]
+    return [
+        shard(build, value, dim, start, start + line.block(size, which))
+        for which, start in enumerate(starts)
+    ]
+
+
+def _copied(build: Builder, value: Ref) -> Ref:
+    made: Ref = build.op("aten.clone.default", value)
+    return build.contiguous(made)

@@ -1,0 +1,251 @@
+"""Planning: from a recorded trace to the plans that the ranks run, once for each new trace."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lazygt.config import Config
+from lazygt.errors import GatherWarning, PipelineWarning
+from lazygt.graph.mesh import Sharding, VirtualMesh
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import Replicate
+from lazygt.history import History, Miss, newly_alive
+from lazygt.passes import PIPELINE
+from lazygt.passes.base import uncollected
+from lazygt.passes.sharding.marks import MARKS, without_places
+from lazygt.passes.template import Templates
+from lazygt.record.provenance import line_of, lines_of
+from lazygt.record.recorder import Recorder
+from lazygt.record.trace import Trace
+from lazygt.record.trie import TrieNode, build_graph, makers
+from lazygt.runtime.client import Client
+from lazygt.runtime.compiling.tiers import Tiers
+from lazygt.runtime.plan import Plan, PlanEntry
+from lazygt.runtime.values import RemoteValue
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.axis import AxisStep
+    from lazygt.passes.sharding.decisions import ReplicateFallback
+
+Stages = tuple[tuple[str, Graph], ...]
+
+
+class Kept(NamedTuple):
+    """A plan as the trie keeps it.
+
+    Attributes:
+        positions: number of a value of the trace -> which output it is.
+        origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
+        makers: output -> recorded op.
+        stored: how each output lies on the mesh; None: whole on every rank.
+        slots: of each output the places of its blocks among those of the plans.
+        stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
+    """
+
+    entry: PlanEntry
+    positions: dict[int, int]
+    origins: tuple[tuple[int, ...], ...]
+    makers: tuple[int, ...]
+    sharding: tuple[Sharding | None, ...]
+    slots: tuple[range, ...]
+    stages: Stages
+    decided: tuple[AxisStep, ...]
+
+    def grouped(self, blocks: list[RemoteValue]) -> list[RemoteValue]:
+        """The first block of each output, which keeps the others."""
+        for slot in self.slots:
+            blocks[slot.start].rest = blocks[slot.start + 1 : slot.stop]
+        return [blocks[slot.start] for slot in self.slots]
+
+
+class Planner:
+    """Finds the plan of a trace in the trie, or has the passes make one.
+
+    Args:
+        mesh: the ranks that plans are made for, on the workers there are.
+        history: gets hits, misses and gathers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: VirtualMesh,
+        device_type: str,
+        recorder: Recorder,
+        client: Client,
+        tiers: Tiers,
+        history: History,
+    ) -> None:
+        self.templates = Templates(PIPELINE, config.max_plans, config.max_plan_bytes)
+        self._config, self._mesh, self._device_type = config, mesh, device_type
+        self._recorder, self._client, self._tiers = recorder, client, tiers
+        self._history = history
+        self._told_of_turns = False
+
+    def plan_of(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
+        """The plan of a trace that needs ``outputs``, built if it is a new one."""
+        trie = self._recorder.trie
+        found: Kept | None = trie.find(trace.step, outputs)
+        if found is not None:
+            self._history.plan_hits += 1
+        else:
+            found = self._build(trace, outputs, reason)
+            dropped = trie.keep(trace.step, outputs, found, found.entry.nbytes)
+            self._client.entries.forget([old.entry for old in dropped])
+        self._history.last_plan = found.entry.plan
+        return found
+
+    def kept(self) -> list[Kept]:
+        """The plans there are, least recently used first."""
+        return self._recorder.trie.kept()
+
+    def is_sharded(self, trace: Trace) -> bool:
+        """Whether anything in a trace is placed on the mesh."""
+        if self._mesh.ranks.world_size == 1:
+            return False
+        if any(remote.sharding is not None for _, remote in trace.inputs):
+            return True
+        return any(step.node is not None and step.node.op in MARKS for step in trace.step.path())
+
+    # -- a new plan ----------------------------------------------------------------------
+
+    @uncollected()
+    def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
+        begin = time.monotonic_ns()
+        steps = trace.step.path()
+        lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
+        kinds = tuple(type(value).__name__ for value in trace.params)
+        recorded = build_graph(steps, outputs, lines, kinds)
+        keep = self._config.keep_stages
+        stages = [("recorded", recorded)] if keep else None
+        decided: list[AxisStep] = []
+        plans, sharding = self._plans(recorded, steps, stages, decided)
+        entry = self._client.entries.of(plans)
+        miss = self._why_missed(trace.step, recorded, outputs, reason)
+        self._history.missed(miss, plans[0], begin)
+        if not entry.sent:
+            self._history.plans_built += 1
+        self._tiers.built(entry)
+        made = makers(steps)
+        return Kept(
+            entry,
+            positions={index: position for position, index in enumerate(outputs)},
+            origins=tuple([plan.origins for plan in plans]),
+            makers=tuple([made[index] for index in outputs]),
+            sharding=sharding,
+            slots=self._mesh.slots(sharding),
+            stages=tuple(stages or ()),
+            decided=tuple(decided) if keep else (),
+        )
+
+    def _why_missed(
+        self, step: TrieNode, recorded: Graph, outputs: tuple[int, ...], reason: str
+    ) -> Miss:
+        first = self._recorder.first_miss
+        if first is not None:
+            return Miss.at(reason, first, line_of)
+        alive = newly_alive(recorded, outputs, step.plans)
+        return Miss(reason, None, ended=bool(step.plans), alive=alive)
+
+    def _plans(
+        self,
+        recorded: Graph,
+        steps: list[TrieNode],
+        stages: list[tuple[str, Graph]] | None,
+        decided: list[AxisStep],
+    ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
+        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh.
+
+        Args:
+            steps: that the graph was recorded in.
+            stages: gets the graph after each pass, if it is a list.
+            decided: gets how each axis of the mesh was decided.
+        """
+        given = [_stored(step) for step in steps if step.input is not None]
+        marked = any(node.op in MARKS for node in recorded.nodes)
+        if self._mesh.ranks.world_size > 1 and (marked or any(given)):
+            return self._sharded(recorded, steps, given, stages, decided)
+        if marked:
+            recorded = without_places(recorded, MARKS)
+        made = self.templates.optimised(recorded, self._config.check_passes, stages)
+        plan = Plan(made, backward=_backward(steps))
+        return (plan,), (None,) * len(recorded.outputs)
+
+    def _sharded(
+        self,
+        recorded: Graph,
+        steps: list[TrieNode],
+        given: list[Sharding | None],
+        stages: list[tuple[str, Graph]] | None,
+        decided: list[AxisStep],
+    ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
+        """The same, of a graph of which something is placed on the mesh.
+
+        Args:
+            given: how its inputs lie there.
+        """
+        # why: the rules of every op take a while to load, and few sessions shard
+        from lazygt.passes.sharding.decisions import gathers
+        from lazygt.passes.sharding.programs import programs
+
+        config, ranks = self._config, self._mesh.ranks
+        backward = _backward(steps)
+        made = programs(
+            recorded,
+            ranks,
+            given,
+            self._device_type,
+            config.check_passes,
+            stages,
+            decided,
+            self._mesh if config.invariant else None,
+            bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
+            backward=backward,
+        )
+        self._gathered(gathers(decided))
+        self._in_turn(made.why_in_turn)
+        workers = self._mesh.workers
+        graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
+        plans = tuple([graphs[id(graph)] for graph in made.graphs])
+        whole = Sharding((Replicate(),) * len(workers.names))
+        sharding = tuple([None if each == whole else each for each in made.outputs])
+        return plans[:1] if len(graphs) == 1 else plans, sharding
+
+    def _gathered(self, found: Sequence[ReplicateFallback]) -> None:
+        """Say once for each op that it had to run on whole values."""
+        for each in found:
+            if each.op not in self._history.gathers:
+                self._history.gathers[each.op] = each
+                warnings.warn(
+                    f"{each}. The numbers are right. Where that costs too much, give the op what "
+                    f"is whole or cut otherwise (lazygt.redistribute), or write it with ops that "
+                    f"have a rule.",
+                    GatherWarning,
+                    stacklevel=2,
+                )
+
+    def _in_turn(self, why: str) -> None:
+        """Say once that the stages of a pipeline wait for each other."""
+        if why and not self._told_of_turns:
+            self._told_of_turns = True
+            warnings.warn(
+                f"the stages of this pipeline take one microbatch after the other, and each waits "
+                f"while the others work, since {why}. The numbers are right.",
+                PipelineWarning,
+                stacklevel=2,
+            )
+
+
+def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
+    """The ops that autograd ran, by number."""
+    ops = [step for step in steps if step.node is not None]
+    return frozenset(number for number, step in enumerate(ops) if step.backward)
+
+
+def _stored(step: TrieNode) -> Sharding | None:
+    """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
+    sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
+    return sharding

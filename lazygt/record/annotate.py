@@ -1,0 +1,88 @@
+"""Where a tensor is to lie: an annotation of what is recorded, remembered by the tensor's storage.
+
+So what gets other values later, from the client or by ``.data = ...``, lies where it lay.
+"""
+
+from __future__ import annotations
+
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Replicate, SingleRank
+from lazygt.passes.sharding.marks import ENTER, PLACE, place_node
+from lazygt.record.tensor import LazyTensor, meta_of
+
+
+def mesh_of(t: LazyTensor) -> Mesh:
+    """The mesh of the session that a tensor belongs to."""
+    return t._storage.recorder.sink.mesh
+
+
+def is_placed(t: LazyTensor) -> bool:
+    """Whether a tensor is stored in another way than whole on every worker, or is to be."""
+    storage = t._storage
+    return storage.placed is not None or (
+        storage.remote is not None and storage.remote.sharding is not None
+    )
+
+
+def is_everywhere(t: LazyTensor) -> bool:
+    """Whether every worker has the whole tensor and nobody asked for that, as after a loading.
+
+    A view of a larger tensor lies as that does.
+    """
+    return t._view is None and t._storage.remote is not None and not is_placed(t)
+
+
+def stored_now(t: LazyTensor) -> Sharding:
+    """How a tensor is to be kept, as far as it has been said; else how it lies."""
+    storage = t._storage
+    lies = None if storage.remote is None else storage.remote.sharding
+    return storage.placed or lies or Sharding((Replicate(),) * len(mesh_of(t).names))
+
+
+def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
+    """Keep a tensor's values as ``sharding`` says from here on; it stays the object that it is."""
+    recorder = t._storage.recorder
+    with recorder.lock:
+        recorder.own(t._storage, record_place(t, meta_of(t), sharding))
+        t._storage.placed = sharding
+
+
+def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
+    """From here on the stage has the tensor, and nobody else."""
+    recorder, before = t._storage.recorder, stored_now(t)
+    placements = list(before.placements)
+    placements[mesh_of(t).names.index(axis)] = SingleRank(index)
+    with recorder.lock:
+        recorder.own(t._storage, record_mark(ENTER, (t,), (index, axis), meta_of(t)))
+        t._storage.placed = before._replace(placements=tuple(placements))
+
+
+def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
+    """Store a tensor's values as another of its shape is, or was, stored."""
+    for axis, placement in zip(mesh_of(t).names, sharding.placements, strict=True):
+        if isinstance(placement, SingleRank):
+            assign_stage(t, placement.rank, axis)
+    if sharding.pinned or any(
+        not isinstance(placement, SingleRank | Replicate) for placement in sharding.placements
+    ):
+        set_sharding(t, sharding)
+    t._storage.placed = sharding
+
+
+def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
+    """Record where a tensor's value is; returns the number of the new value, of this meta."""
+    recorder = t._storage.recorder
+    index = recorder.index_of(t)
+    return recorder.internal((PLACE, index, sharding), place_node(index, meta, sharding))
+
+
+def record_mark(
+    op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...], meta: TensorMeta
+) -> int:
+    """Record the mark of a stage on the first operand; returns the number of the new value."""
+    recorder = operands[0]._storage.recorder
+    numbers = [recorder.index_of(t) for t in operands]
+    node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))
+    return recorder.internal((op, *numbers, *rest), node)

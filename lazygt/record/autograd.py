@@ -1,0 +1,146 @@
+"""Backward passes, and how what is raised in one reaches the user.
+
+torch's device guard for a Python device calls Python in a noexcept destructor. When a Python
+exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
+unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
+and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raised there at all: see
+``runtime.interrupts``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lazygt.graph.source import PACKAGE
+from lazygt.record.context import recorder, session_stack
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import LazyTensor
+from lazygt.runtime.launch.interrupts import HOLD
+
+_autograd: Any = torch.autograd
+_autograd_node = torch._C._current_autograd_node
+#: torch's own way into the autograd engine
+_engine_run_backward = _autograd._engine_run_backward
+
+
+def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every backward pass comes here: ``Tensor.backward``, ``autograd.backward`` and ``grad``.
+
+    It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
+    """
+    if not (session_stack and any(isinstance(t, LazyTensor) for t in outputs)):
+        return _engine_run_backward(outputs, *args, **kwargs)
+    active = session_stack[-1].recorder
+    nested = _autograd_node() is not None
+    HOLD.adopt()
+    if not nested:
+        active.before_backward()
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            result = _engine_run_backward(outputs, *args, **kwargs)
+    except RuntimeError:
+        active.raise_backward_error()
+        raise
+    active.raise_backward_error()
+    if not nested:
+        if kwargs.get("accumulate_grad"):
+            active.after_backward()
+        HOLD.let_through()
+    return result
+
+
+def called_by_engine() -> bool:
+    """Whether the autograd engine itself runs this op, with no Python of the user's between."""
+    if _autograd_node() is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _engine_run_backward.__code__
+
+
+def deferred_error(active: Recorder, error: BaseException) -> Any:
+    """How an error leaves a backward op: aside.
+
+    What is returned can't be made a tensor of, so that C++ raises an error of its own, whose text
+    is this class's name, and the pass ends.
+    """
+    active.backward_error = error
+    return type(f"{type(error).__name__}: {error}", (), {})()
+
+
+def _deferring(hook: Callable[..., Any], instead: Callable[[], Any]) -> Callable[..., Any]:
+    """A hook whose exceptions go aside while autograd runs; it returns ``instead()`` then."""
+
+    if getattr(hook, "is_deferring", False):
+        return hook
+
+    @functools.wraps(hook, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        active = session_stack[-1].recorder if session_stack else None
+        if active is None or _autograd_node() is None:
+            return hook(*args, **kwargs)
+        if active.backward_error is not None:
+            return instead()
+        try:
+            return hook(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - raised again by run_backward
+            _defer(active, error)
+            return instead()
+
+    call.is_deferring = True  # type: ignore[attr-defined]
+    return call
+
+
+def _defer(active: Recorder, error: BaseException) -> None:
+    if active.backward_error is None:  # else this one only follows from that
+        active.backward_error = error
+
+
+def _nothing() -> None:
+    return None
+
+
+def install() -> None:
+    """Take over the way into the engine, and every way to register a hook."""
+    _autograd._engine_run_backward = run_backward
+    mixin: Any = torch.autograd.function._HookMixin
+    register_on_node = mixin._register_hook
+    saved: Any = torch.autograd.graph.saved_tensors_hooks
+    set_up = saved.__init__
+
+    def register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
+        return register_on_node(backward_hooks, _deferring(hook, _nothing))
+
+    @functools.wraps(set_up)
+    def init(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+        set_up(self, pack_hook, _deferring(unpack_hook, lambda: recorder().blank((0,), None, None)))
+
+    mixin._register_hook = staticmethod(register_hook)
+    saved.__init__ = init
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(LazyTensor, name, _registering(getattr(torch.Tensor, name)))
+
+
+def defer_hooks(t: torch.Tensor) -> None:
+    """Give a tensor that changed its TensorImpl the hooks registered on it before, deferring."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(t, name)
+        if hooks is not None:
+            for number, hook in hooks.items():
+                hooks[number] = _deferring(hook, _nothing)
+            setattr(t, name, hooks)  # torch hands them to the TensorImpl
+
+
+def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def registering(self: LazyTensor, hook: Callable[..., Any]) -> Any:
+        return register(self, _deferring(hook, _nothing))
+
+    return registering

@@ -1,0 +1,45 @@
+"""The open sessions: which recorder an op goes to."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lazygt.config import Config
+from lazygt.errors import NoSession
+from lazygt.record.recorder import Recorder
+
+#: The name of the device.
+NAME = "lazygt"
+
+
+class OpenSession(Protocol):
+    """What the device needs of a session."""
+
+    config: Config
+    recorder: Recorder
+    device_type: str
+
+    def synchronize(self) -> None:
+        """Ship what is recorded and wait for it."""
+
+
+#: Innermost last.
+session_stack: list[OpenSession] = []
+
+
+def current_session() -> OpenSession | None:
+    """The innermost open session, or None."""
+    return session_stack[-1] if session_stack else None
+
+
+def recorder() -> Recorder:
+    """The recorder of the open session.
+
+    Raises:
+        NoSession: with what to do about it.
+    """
+    if not session_stack:
+        raise NoSession(
+            "device 'lazygt' needs an open session: do this inside `with lazygt.session():`"
+        )
+    return session_stack[-1].recorder

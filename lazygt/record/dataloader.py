@@ -1,0 +1,69 @@
+"""DataLoaders with worker processes over a dataset that lies in the session.
+
+Such a process has no session. While a loader starts its processes, the lazy tensors that it holds
+are CPU tensors, and the processes inherit those; what they send back goes to the session, where
+the dataset is, as it does of a loader without processes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, dataloader
+
+from lazygt.record.context import session_stack
+from lazygt.record.swap import on_host
+from lazygt.record.tensor import DEVICE_0, LazyTensor
+
+_iterator: Any = dataloader._MultiProcessingDataLoaderIter
+_start: Any = _iterator.__init__
+_process_data: Any = _iterator._process_data
+#: Lazy tensors are sought among so many objects; a dataset holds them near its top.
+_MOST_OBJECTS = 100_000
+_ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
+
+
+def install() -> None:
+    """Have loaders come here when they start processes, and for what these send."""
+    _iterator.__init__, _iterator._process_data = _starting, _processing
+
+
+def _starting(self: Any, loader: DataLoader[Any]) -> None:
+    roots = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    held = lazy_tensors(roots) if session_stack else []
+    self._is_of_session = bool(held)
+    with on_host(held):
+        _start(self, loader)
+
+
+def _processing(self: Any, data: Any, worker_id: int) -> Any:
+    batch = _process_data(self, data, worker_id)
+    if self._is_of_session and session_stack:
+        return tree_map_only(torch.Tensor, lambda t: t.to(DEVICE_0), batch)
+    return batch
+
+
+def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
+    """Those that objects hold, by whatever attributes, lists and closures."""
+    found, seen, waiting = [], {id(root) for root in roots}, deque(roots)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        for held in _held_by(waiting.popleft()):
+            if id(held) in seen:
+                continue
+            seen.add(id(held))
+            if isinstance(held, LazyTensor):
+                found.append(held)
+            elif not isinstance(held, _ENDS):
+                waiting.append(held)
+    return found
+
+
+def _held_by(something: Any) -> list[Any]:
+    if isinstance(something, FunctionType):  # not its globals
+        return [something.__closure__, something.__defaults__, something.__kwdefaults__]
+    return gc.get_referents(something)

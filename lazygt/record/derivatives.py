@@ -1,0 +1,171 @@
+"""Gradients of ops for which torch has two formulas: one for plain tensors, one for all others.
+
+torch's autograd asks whether a tensor is plain where the quicker formula needs its values, and
+takes another for a device written in Python. That one rounds differently, so the plain one is
+written here once more. It needs no values: where torch would look, the workers choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lazygt.record.tensor import LazyTensor
+
+aten: Any = torch.ops.aten
+_Kernel = Callable[..., torch.Tensor]
+
+
+def register_formulas(computes: Callable[[], bool]) -> torch.library.Library:
+    """Register the formulas.
+
+    Args:
+        computes: tells whether the open session computes values, so that one can be asked for.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for op in (aten.max, aten.min, aten.median, aten.nanmedian):
+        _register(library, op.default, _extreme(op.default))
+    _register(library, aten.prod.default, _product)
+    _register(library, aten.prod.dim_int, _product_along)
+
+    def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+        plain = value.requires_grad and computes()
+        return _Filled.apply(x, mask, value) if plain else NotImplemented  # type: ignore[no-untyped-call]
+
+    def filled_(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+        plain = value.requires_grad and computes()
+        return x.copy_(x.masked_fill(mask, value)) if plain else NotImplemented
+
+    _register(library, aten.masked_fill.Tensor, filled)
+    _register(library, aten.masked_fill_.Tensor, filled_)
+    return library
+
+
+def _register(library: torch.library.Library, op: Any, formula: Callable[..., Any]) -> None:
+    """Take the formula where a gradient is asked for, and torch's own kernel else."""
+    keys = torch._C.DispatchKey
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = all(isinstance(a, LazyTensor) for a in args if isinstance(a, torch.Tensor))
+        wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
+            found = formula(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        others = keyset.remove(keys.AutogradPrivateUse1)
+        others = others | torch._C.DispatchKeySet(keys.AutogradOther)
+        return op.redispatch(others, *args, **kwargs)
+
+    library.impl(op, kernel, "AutogradPrivateUse1", with_keyset=True)
+
+
+# -- the largest, the smallest and the middle element ---------------------------------------------
+
+
+def _extreme(op: Any) -> _Kernel:
+    class Extreme(torch.autograd.Function):
+        """All elements that equal the result share its gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = op(x)
+            ctx.save_for_backward(x, result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            x, result = ctx.saved_tensors
+            mask = (x == result).logical_or_(x.isnan().logical_and_(result.isnan()))
+            return grad.new_zeros(x.shape).masked_fill_(mask, grad / mask.sum())
+
+    return Extreme.apply
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _product(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call]
+
+
+def _product_along(
+    x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    return _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """The product divided by each element; without a division where an element is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        where = () if dim is None else (dim, keepdim)
+        result: torch.Tensor = torch.prod(x, *where, dtype=dtype)
+        ctx.save_for_backward(x, result)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        x = x.to(grad.dtype)
+        if x.dim() == 0:
+            return grad, None, None, None
+        dim = ctx.dim
+        if dim is not None and not ctx.keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        return _product_gradient(grad, x, result, dim), None, None, None
+
+
+def _product_gradient(
+    grad: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int | None
+) -> torch.Tensor:
+    zeros = x == 0
+    # the divisor is x itself unless the other formula is taken, whose second gradient must not
+    # meet a division by zero
+    quotient = grad * (result / torch.where(zeros, 1, x)).conj()
+    if x.numel() == 0:
+        return quotient
+    if dim is not None:
+        others = _products_of_others(grad, x, dim)
+    else:
+        others = _products_of_others(grad, x.contiguous().view(-1), 0).view_as(x)
+        if not torch.is_grad_enabled():
+            others = torch.where(zeros.sum() > 1, 0, others)
+    return torch.where(zeros.any().logical_not(), quotient, others)
+
+
+def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each element the product of those before it, times that of those behind it."""
+    size = x.shape[dim]
+    if size == 1:
+        return grad
+    shape = list(x.shape)
+    shape[dim] = 1
+    one = torch.ones(shape, dtype=grad.dtype, device=grad.device)
+    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    behind = torch.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return grad * (before * behind).conj()
+
+
+# -- filling with a number that is learned ---------------------------------------------------------
+
+
+class _Filled(torch.autograd.Function):
+    """The gradient of the number is the sum over what it filled: a sync point, as on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        return x.masked_fill(mask, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        rest = grad.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
+        return rest, None, grad.masked_select(mask).sum() if ctx.needs_input_grad[2] else None

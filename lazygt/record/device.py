@@ -1,0 +1,350 @@
+"""Device ``lazygt`` for torch: the only file that touches torch's private-backend API.
+
+Registered once, at import. What an op does then depends on the open session; without one, any
+use raises NoSession.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch.utils.backend_registration import (
+    _DummyDeviceGuard,
+    _DummyPrivateUse1Hook,
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
+
+from lazygt.record import (
+    autograd,
+    dataloader,
+    factories,
+    host_rng,
+    rng,
+    storage,
+    subclasses,
+    swap,
+    tensor,
+)
+from lazygt.record.autocast import fall_through, register_autocast
+from lazygt.record.context import NAME, OpenSession, recorder, session_stack
+from lazygt.record.decompositions import register_decompositions
+from lazygt.record.derivatives import register_formulas
+from lazygt.record.optimizers import register_optimizers
+from lazygt.record.recorder import closed_error
+from lazygt.record.recurrent import register_packed
+from lazygt.record.tensor import LazyTensor
+from lazygt.runtime.launch.interrupts import HOLD
+
+_libraries: list[torch.library.Library] = []
+#: torch keeps bare pointers to them, so they must not be collected
+_hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
+
+
+# -- sessions ------------------------------------------------------------------------------
+
+
+def open_session(session: OpenSession) -> None:
+    """Make a session the one that ops go to."""
+    HOLD.adopt()
+    session_stack.append(session)
+    swap.patch()
+    if session.config.default_device:
+        factories.patch()
+    if session.device_type == "cpu":
+        host_rng.install()
+
+
+def close_session(session: OpenSession) -> None:
+    """Undo ``open_session``."""
+    if session in session_stack:
+        session_stack.remove(session)
+    if not session_stack:
+        swap.unpatch()
+    if not any(s.config.default_device for s in session_stack):
+        factories.unpatch()
+    if not any(s.device_type == "cpu" for s in session_stack):
+        host_rng.uninstall()
+
+
+def _workers_device() -> str:
+    """What the open session's workers compute on."""
+    return session_stack[-1].device_type if session_stack else "cpu"
+
+
+def _computes() -> bool:
+    """Whether values can be asked for."""
+    return bool(session_stack) and session_stack[-1].config.launcher != "dry"
+
+
+def _after_fork() -> None:
+    """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
+    session_stack.clear()
+    swap.unpatch()
+    factories.unpatch()
+    rng.drop()
+    host_rng.uninstall()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- ops -----------------------------------------------------------------------------------
+
+
+def _torch_dispatch(
+    cls: type, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Every op on a LazyTensor comes here, on whatever thread."""
+    if not session_stack:
+        if func in _NEEDS_NO_SESSION:
+            return args[0]
+        raise closed_error()
+    active = session_stack[-1].recorder
+    try:
+        if active.backward_error is not None and autograd.called_by_engine():
+            return autograd.deferred_error(active, active.backward_error)
+        with active.lock:
+            result = active.record(func, args, kwargs)
+            if active.anchor is not None or active.trace.step.full:
+                active.overflow()
+            return result
+    except BaseException as error:
+        if not autograd.called_by_engine():
+            raise
+        return autograd.deferred_error(active, error)
+
+
+def _dispatch(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """The same for an op that reaches lazygt in another way."""
+    return _torch_dispatch(LazyTensor, func, (), args, kwargs)
+
+
+_NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
+
+
+def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Ops that reach the backend without a LazyTensor among their arguments: factories."""
+    recorder()
+    return _dispatch(func, args, kwargs)
+
+
+def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+           pin_memory: Any = None, memory_format: Any = None) -> torch.Tensor:  # fmt: skip
+    if layout not in (None, torch.strided):
+        raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
+    stride = None
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        meta = torch.empty(size, device="meta", memory_format=memory_format)
+        stride = meta.stride()
+    return recorder().blank(size, stride, dtype)
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None,
+                   device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    return recorder().blank(size, stride, dtype)
+
+
+def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
+                 pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    """Zeros with memory: the ones without work only where all of torch's dispatcher is on."""
+    return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
+
+
+def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """``pin_memory()`` of a CPU tensor: itself.
+
+    Uploads go through shared memory, so pinning would gain nothing; torch itself would ask this
+    device for an allocator of pinned memory, which Python can't give it.
+    """
+    return source
+
+
+def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{func}: device 'lazygt' has dense strided tensors only, no sparse, quantized or nested "
+        f"ones. Make such a tensor on the CPU (device='cpu') and .to_dense() it before "
+        f".to('lazygt')."
+    )
+
+
+def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
+    return _copy_from(source, target)
+
+
+# -- the device module: torch.lazygt ---------------------------------------------------------
+
+
+class DeviceModule(ModuleType):
+    """``torch.lazygt``: what torch asks of a device's module."""
+
+    #: torch.utils.checkpoint asks for it before it keeps the generator's state
+    _initialized = True
+
+    def is_initialized(self) -> bool:
+        """True: there is nothing to initialise."""
+        return True
+
+    def is_available(self) -> bool:
+        """True: a session can always be opened."""
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        """1 inside a session, which shows its workers as one device; else 0."""
+        return 1 if session_stack else 0
+
+    def current_device(self) -> int:
+        """0."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """There is only device 0."""
+        index = torch.device(device).index if not isinstance(device, int) else device
+        if index not in (None, 0):
+            raise RuntimeError(f"lazygt has one device, lazygt:0; got {device!r}")
+
+    def synchronize(self, device: Any = None) -> None:
+        """Ship what is recorded and wait for it."""
+        if session_stack:
+            session_stack[-1].synchronize()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """The dtypes that ``torch.autocast("lazygt")`` may use."""
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the session's generator (no sync point)."""
+        if session_stack:
+            session_stack[-1].recorder.generator.manual_seed(int(seed))
+
+    def manual_seed_all(self, seed: int) -> None:
+        """What ``torch.manual_seed`` calls."""
+        self.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
+        """The generator's state as a lazy tensor of bytes (no sync point).
+
+        Without a session there is none: an empty state, for code that keeps and restores the
+        state of every device around something on the CPU.
+        """
+        if not session_stack:
+            return torch.empty(0, dtype=torch.uint8)
+        return recorder().generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
+        """Set the generator's state (a recorded op)."""
+        if not session_stack and not state.numel():
+            return
+        recorder().generator.set_state(state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """One state: there is one device."""
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        """Set the state of the one device."""
+        self.set_rng_state(states[0])
+
+    class device:  # noqa: N801 - torch's own name
+        """A context manager that selects a device; there is only one."""
+
+        def __init__(self, device: Any) -> None:
+            self.idx = 0
+
+        def __enter__(self) -> None:
+            return None
+
+        def __exit__(self, *_: Any) -> None:
+            return None
+
+
+# -- torch.load(map_location="lazygt") ----------------------------------------------------------
+
+
+class _LoadedStorage(torch.UntypedStorage):
+    """A CPU storage on its way to the workers.
+
+    torch.load makes an empty tensor on its device and calls ``set_`` with it; there the bytes are
+    uploaded, once a storage, so that tensors which share one in the file share a storage.
+    """
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the tensors made of it are to be."""
+        return tensor.DEVICE_0
+
+
+def _deserialize(storage: Any, location: str) -> Any:
+    """What torch.load asks each device: whether it takes a storage with such a location."""
+    if location != NAME and not location.startswith(f"{NAME}:"):
+        return None
+    recorder()
+    torch.lazygt.set_device(location)  # type: ignore[attr-defined]
+    storage.__class__ = _LoadedStorage
+    return storage
+
+
+def _no_tag(storage: Any) -> str | None:
+    """Nothing is ever saved as lying on lazygt: checkpoints are made of CPU tensors."""
+    return None
+
+
+# -- registration ----------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Tell torch of the device; done once, at import."""
+    module = DeviceModule(f"torch.{NAME}")
+    rename_privateuse1_backend(NAME)
+    generate_methods_for_privateuse1_backend()
+    torch._register_device_module(NAME, module)
+    torch._C._acc.register_python_privateuseone_hook(_hook)
+    torch._C._acc.register_python_privateuseone_device_guard(_guard)
+    autograd.install()
+    swap.install()
+    subclasses.install()
+    storage.install()
+    dataloader.install()
+    sys.modules[f"torch.{NAME}"] = module
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_fallback, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    kernels: dict[str, Callable[..., Any]] = {
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "_copy_from": _copy_from,
+        "_efficientzerotensor": _zero_tensor,
+        "_copy_from_and_resize": _copy_from_and_resize,
+    }
+    for name, kernel in kernels.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    aten.impl("_pin_memory", _pin_memory, "CPU")
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
+        everything.fallback(_refuse_layout, key)
+    fall_through(everything)
+    _libraries.extend((everything, aten))
+    _libraries.append(register_decompositions(_workers_device, _fallback))
+    _libraries.append(register_formulas(_computes))
+    _libraries.append(register_packed())
+    _libraries.append(register_autocast())
+    register_optimizers(_workers_device)
+    # before torch's own (priority 23), which asks for a storage in this process and crashes
+    torch.serialization.register_package(9, _no_tag, _deserialize)
+    # set here, not defined there: it saves a Python call an op
+    LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]

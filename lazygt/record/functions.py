@@ -1,0 +1,229 @@
+"""Functions: a plain Python function run on the workers' tensors, as one op of the graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.ops import Foreign, undispatched
+from lazygt.record.bundles import bundle
+from lazygt.record.context import recorder
+from lazygt.record.definitions import known_op
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.witness import Witness
+from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction
+from lazygt.runtime.foreign.schema import Definition, code_name
+
+_SCHEMA = "(Tensor[] operands, bool tell) -> Tensor[]"
+#: Functions, and signatures of one function, that are remembered.
+_FUNCTIONS = _SIGNATURES = 1_000
+
+Metas = tuple[TensorMeta, ...]
+
+
+def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What ``fn(*args, **kwargs)`` returns, computed by the workers as one op.
+
+    ``fn`` gets the workers' own tensors in the place of lazygt's, and may do with them whatever
+    Python can: NumPy, SciPy, loops over values. Its code travels pickled, with all that it refers
+    to; what workers can import, they import. It returns new values and does not write into its
+    arguments; what it changes elsewhere stays on the worker.
+
+    ``fn`` is first run here on tensors without values, to learn the shapes of what it returns.
+    Where that fails, the workers run it at each call while the client waits for the shapes.
+
+    Gradients flow through it: the backward pass runs ``fn`` again, with the same random numbers.
+
+    Args:
+        fn: takes tensors, and anything that can be pickled.
+        args, kwargs: its arguments; tensors may stand in lists, tuples and dicts. A number is part
+            of the program: give one that changes with every step as a tensor.
+
+    Raises:
+        CodeError: its code can't be pickled, or ``ship_code=False`` forbids that.
+        NoSession: no session is open.
+    """
+    active = recorder()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    count = iter(range(len(tensors)))
+    given = [Operand(next(count)) if isinstance(x, torch.Tensor) else x for x in leaves]
+    plain = PlainFunction(fn, pytree.tree_unflatten(given, spec))
+    places = [type(x) is Operand for x in given]  # None may stand where a tensor stood before
+    shape = sys.intern(f"{spec} {places}")
+    parts = (fn, shape, *(None if type(x) is Operand else x for x in given))
+    call = _Call(active, plain, parts)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        made, structure = call.run(tensors)
+        return structure.put_together(made)
+    with active.lock:
+        state = active.generator.get_state()
+    found: list[Structure] = []
+    record: Any = _Differentiable.apply
+    flat = record(call, state, found, *tensors)
+    return found[0].put_together(flat)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How what a function returned is put together.
+
+    Attributes:
+        leaves: the metas of tensors, and the other values, in order.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    def put_together(self, tensors: Sequence[Any]) -> Any:
+        """The value, with these tensors in it."""
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(x, TensorMeta) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function that is to be recorded.
+
+    Attributes:
+        parts: all that ``plain`` is made of besides tensors.
+    """
+
+    active: Recorder
+    plain: PlainFunction | Gradient
+    parts: tuple[Any, ...]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
+        """Record it; the tensors that it returns, and what they are part of."""
+        active = self.active
+        with active.lock:
+            op = self._op()
+            lazy = [
+                t if isinstance(t, LazyTensor) else active.foreign(t, op.facts) for t in tensors
+            ]
+            assert isinstance(op.infer, _Results)
+            structure = op.infer.structure(tuple(map(meta_of, lazy)))
+            made = active.record_foreign(op.facts, (lazy, structure is None))
+        if structure is not None:
+            return made, structure
+        *leaves, text = made
+        shown = tuple(meta_of(x) if isinstance(x, LazyTensor) else x for x in leaves)
+        spec = pytree.treespec_loads(text)
+        return [x for x in leaves if isinstance(x, LazyTensor)], Structure(shown, spec)
+
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> _Call:
+        """Its backward pass."""
+        assert isinstance(self.plain, PlainFunction)
+        plain = Gradient(self.plain, wanted, given)
+        return _Call(self.active, plain, (*self.parts, wanted, given))
+
+    def _op(self) -> Foreign:
+        """What stands for it in graphs: one op for one content."""
+        definitions, plain = self.active.definitions, self.plain
+        definitions.check_shipping(plain.name, plain.module)
+        key = type(plain), getattr(self.parts[0], "__code__", None)
+        witness = Witness.of(self.parts)
+        known = definitions.functions.get(key)
+        if known is not None and witness is not None and known[0] == witness:
+            return known[1]
+        code, modules, libraries = bundle(plain, plain.name, plain.module)
+        name = f"function.{plain.name}.default@{code_name(code)}"
+        made = Definition(name, f"function::{plain.name}{_SCHEMA}", (), modules, libraries, code)
+        op = known_op(made, _Results(name, plain, torch.device(definitions.device_type)))
+        if witness is not None:
+            if len(definitions.functions) >= _FUNCTIONS:
+                definitions.functions.clear()
+            definitions.functions[key] = witness, op
+        return op
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a function returns for tensors without values; remembered by signature.
+
+    Attributes:
+        name: by which one is told from another.
+    """
+
+    name: str
+    plain: PlainFunction | Gradient = field(compare=False)
+    device: torch.device
+    _known: dict[Metas, Structure | None] = field(default_factory=dict, compare=False)
+
+    def structure(self, metas: Metas) -> Structure | None:
+        """How what it returns is put together; None: only values can tell."""
+        if metas not in self._known:
+            if len(self._known) >= _SIGNATURES:
+                self._known.clear()
+            self._known[metas] = self._found(metas)
+        return self._known[metas]
+
+    def _found(self, metas: Metas) -> Structure | None:
+        plain = self.plain
+        if isinstance(plain, Gradient):
+            pairs = zip(metas[1:], plain.wanted, strict=False)
+            grads = tuple(_rows(meta) for meta, wanted in pairs if wanted)
+            return Structure(grads, pytree.tree_structure(list(grads)))
+        try:
+            with undispatched(), FakeTensorMode(allow_fallback_kernels=False):
+                returned = plain(self.device, [meta.empty(self.device) for meta in metas])
+                leaves, spec = pytree.tree_flatten(returned)
+                shown = tuple(_meta(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+        except Exception:  # noqa: BLE001 - it is run for real, where its own errors are raised
+            return None
+        return Structure(shown, spec)
+
+    def __call__(self, operands: list[torch.Tensor], tell: bool) -> list[torch.Tensor]:
+        """Its results as fake tensors."""
+        structure = self.structure(tuple(map(TensorMeta.of, operands)))
+        if tell or structure is None:
+            raise NotImplementedError(f"only values can tell what {self.plain.name} returns")
+        return [x.empty(self.device) for x in structure.leaves if isinstance(x, TensorMeta)]
+
+
+def _meta(value: torch.Tensor) -> TensorMeta:
+    """The meta of a result: it has memory of its own."""
+    found = TensorMeta.of(value)
+    return TensorMeta(found.shape, found.stride, found.dtype)
+
+
+def _rows(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A function whose backward pass runs it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, state: torch.Tensor, found: list[Structure], *tensors: Any
+    ) -> Any:
+        made, structure = call.run(tensors)
+        found.append(structure)
+        ctx.call = call
+        ctx.save_for_backward(state, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *[t for t in made if not (t.is_floating_point() or t.is_complex())]
+        )
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        state, *tensors = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[3:])
+        call = ctx.call.gradient(wanted, tuple(grad is not None for grad in grads))
+        made, _ = call.run([state, *tensors, *(grad for grad in grads if grad is not None)])
+        left = iter(made)
+        return None, None, None, *[next(left) if each else None for each in wanted]

@@ -1,0 +1,318 @@
+"""Ops that are more than a step of the graph: they move values, or change what a handle shows.
+
+A handler gets (recorder, op, args, kwargs) and returns what the user sees, or NotImplemented to
+have the op recorded in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.ops import OpFacts, facts
+from lazygt.record.annotate import is_placed
+from lazygt.record.sources import is_foreign
+from lazygt.record.storage import LazyStorage
+from lazygt.record.tensor import LazyTensor, Storage, rebind, wrapper
+
+if TYPE_CHECKING:
+    from lazygt.record.recorder import Recorder
+
+Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+aten = torch.ops.aten
+
+
+def handler_of(f: OpFacts) -> Handler | None:
+    """The handler of an op, or None for an ordinary one."""
+    found = _HANDLERS.get(f.func)
+    if found is not None:
+        return found
+    if is_foreign(f.func):
+        return _foreign
+    if f.inplace_view:
+        return _inplace_view
+    if "device" in f.hoist_named:
+        return _to_other_device
+    return None
+
+
+def is_whole(t: Any) -> bool:
+    """Whether a handle shows all of its cell, in the cell's own layout."""
+    return isinstance(t, LazyTensor) and t._view is None
+
+
+def _foreign(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op of the user's or of a library: which one it is may change from call to call."""
+    return recorder.foreign_op(recorder.definitions.facts(func), args, kwargs)
+
+
+# -- values that come and go ---------------------------------------------------------------
+
+
+def _item(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = recorder.fetch(args[0], "item")
+    return func(value)
+
+
+def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if device is None or device.type == "lazygt":
+        return NotImplemented
+    if device.type == "meta":
+        return TensorMeta.of(args[0]).empty("meta").to(kwargs.get("dtype"))
+    value = recorder.fetch(args[0], f"to {device.type}")
+    rest = {name: v for name, v in kwargs.items() if name not in ("device", "non_blocking")}
+    if device.type == "cpu" and rest.get("dtype") in (None, value.dtype):
+        return value
+    return torch.ops.aten._to_copy.default(value, device=device, **rest)
+
+
+def _to_other_device(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
+    device = kwargs.get("device")
+    if device is None or device.type == "lazygt":
+        return NotImplemented
+    name = func._schema.name.split("::")[1]
+    if name.endswith("_like") or name.startswith("new_"):  # only the shape matters
+        there = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
+    else:
+        there = [recorder.fetch(a, "to cpu") if isinstance(a, LazyTensor) else a for a in args]
+    if facts(func).random:
+        recorder.generator.restore_host_state()
+    return func(*there, **kwargs)
+
+
+def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, LazyTensor):
+        target.copy_(recorder.fetch(source, "copy to CPU"))
+        return target
+    if isinstance(source, LazyTensor):
+        return NotImplemented
+    if source.device.type == "meta":
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    torch.broadcast_shapes(source.size(), target.shape)
+    own = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
+    if own and not is_placed(target):
+        recorder.fill(target, source.cpu())
+        return target
+    lazy = recorder.to_lazy(source.cpu().to(target.dtype))
+    return recorder.record(aten.copy_.default, (target, lazy), {})
+
+
+def _pack_padded(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``pack_padded_sequence``: the runs of steps with as many samples in each, one after another.
+
+    The lengths are numbers of the client, as with CUDA; lazy ones are fetched.
+    """
+    source, lengths, batch_first = args
+    if isinstance(lengths, LazyTensor):
+        lengths = recorder.fetch(lengths, "pack_padded_sequence")
+    metas = TensorMeta.of(source).empty("cpu"), lengths, batch_first
+    # torch's own kernel says what is wrong with the lengths, and how many samples a step has
+    batch_sizes = aten._pack_padded_sequence.default(*metas)[1]
+    steps = aten.transpose.int(source, 0, 1) if batch_first else source
+    runs, start = [], 0
+    for samples, length in itertools.groupby(batch_sizes.tolist()):
+        end = start + len(list(length))
+        run = aten.slice.Tensor(aten.slice.Tensor(steps, 0, start, end), 1, 0, samples)
+        runs.append(aten.reshape.default(run, (-1, *steps.shape[2:])))
+        start = end
+    return aten.cat.default(runs), batch_sizes
+
+
+# -- handles -------------------------------------------------------------------------------
+
+
+def _same(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _alias(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recorder.alias(args[0])
+
+
+def _inplace_view(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
+    target = args[0]
+    view = recorder.record(_out_of_place(func), args, kwargs)
+    rebind(target, TensorMeta.of(view), view._storage, view._view)
+    return target
+
+
+def _out_of_place(func: Any) -> Any:
+    """The view op that an in-place view op is named after, with the same arguments."""
+    packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
+    wanted = [str(argument.type) for argument in func._schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if [str(argument.type) for argument in found._schema.arguments] == wanted:
+            return found
+    raise NotImplementedError(f"{func} has no out-of-place form")
+
+
+def _as_strided(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Strides are over the storage, so the view is taken of the cell, not of a view of it."""
+    t, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if offset is not None and t._view is None:
+        return NotImplemented
+    where = t.storage_offset() if offset is None else offset
+    base = t
+    if t._view is not None and t._storage.meta.dtype == t.dtype:
+        base = wrapper(t._storage.meta, t._storage, None)
+    return recorder.record_plain(func, (base, size, stride, where), {})
+
+
+def _resize(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t, size = args[0], tuple(args[1])
+    if tuple(t.shape) == size:
+        return t
+    raise NotImplementedError(
+        f"resize_ of a lazygt tensor from {list(t.shape)} to {list(size)}: it would expose memory "
+        f"that no op has written, and the other views of it would dangle. Use reshape, a slice, "
+        f"or torch.nn.functional.pad."
+    )
+
+
+def _set_source(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(source, LazyTensor):
+        source = recorder.to_lazy(source)
+    rebind(target, TensorMeta.of(source), source._storage, source._view)
+    return target
+
+
+def _set_storage(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
+    target, storage = args[0], args[1]
+    if isinstance(storage, LazyStorage):
+        raise NotImplementedError(
+            "set_ of a tensor to a lazygt storage: take a view of the tensor itself, with "
+            "as_strided"
+        )
+    flat = torch.empty(0, dtype=target.dtype).set_(storage)
+    offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
+    stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))
+    cell = _storage_cell(recorder, storage, flat, flat.as_strided(size, stride, offset))
+    whole = wrapper(cell.meta, cell, None)
+    plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride
+    shown = whole if plain else recorder.record(
+        aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
+    rebind(target, TensorMeta.of(shown), shown._storage, shown._view)
+    return target
+
+
+def _storage_cell(
+    recorder: Recorder, storage: Any, flat: torch.Tensor, shown: torch.Tensor
+) -> Storage:
+    """The cell of a CPU storage: tensors that share the storage share the cell.
+
+    It has the shape of the first of them if that shows the storage from end to end in order:
+    nearly all do, and are no views then.
+    """
+    known = getattr(storage, "_lazygt_cells", None)
+    if known is None:
+        known = {}
+        storage._lazygt_cells = known
+    key = (id(recorder), flat.dtype)
+    if key not in known:
+        whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
+        known[key] = recorder.to_lazy(whole)._storage
+    cell: Storage = known[key]
+    return cell
+
+
+def _same_shape_view(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``x.view(same shape)`` is an alias, and needs no step."""
+    t = args[0]
+    if tuple(t.shape) == tuple(args[1]):
+        return recorder.alias(t)
+    return NotImplemented
+
+
+# -- what depends on the kind of device ------------------------------------------------------
+
+
+def _histc(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whole numbers: torch counts them on GPUs only, and libraries do so on all but the CPU."""
+    dtype = args[0].dtype
+    if recorder.worker_device != "cpu" or dtype not in _INTEGERS:
+        return NotImplemented
+    wide = recorder.record(aten._to_copy.default, (args[0],), {"dtype": torch.float64})
+    counts = recorder.record(func, (wide, *args[1:]), kwargs)
+    return recorder.record(aten._to_copy.default, (counts,), {"dtype": dtype})
+
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def _group_norm(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Note by its statistics what the layout was: the backward formula makes all row-major."""
+    made = recorder.record_plain(func, args, kwargs)
+    form = suggest_memory_format(args[0])
+    if recorder.worker_device == "cpu" and form != torch.contiguous_format:
+        _CHANNELS_LAST[made[1]._storage] = form
+    return made
+
+
+def _group_norm_backward(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """On a CPU torch's formula keeps the layout of what was normalised."""
+    grad, source, mean, *rest = args
+    form = _CHANNELS_LAST.get(mean._storage)
+    if form is None:
+        return NotImplemented
+    laid = [
+        recorder.record(aten.clone.default, (t,), {"memory_format": form}) for t in (grad, source)
+    ]
+    return recorder.record_plain(func, (*laid, mean, *rest), kwargs)
+
+
+#: Cell of a group norm's means -> the layout of what was normalised.
+_CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDictionary()
+
+
+_HANDLERS: dict[Any, Handler] = {
+    aten._local_scalar_dense.default: _item,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten._pack_padded_sequence.default: _pack_padded,
+    aten.lift_fresh.default: _same,
+    aten._pin_memory.default: _same,
+    aten.detach_.default: _same,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.view.default: _same_shape_view,
+    aten.histc.default: _histc,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.as_strided.default: _as_strided,
+    aten.resize_.default: _resize,
+    aten.set_.source_Tensor: _set_source,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
+}

@@ -1,0 +1,75 @@
+"""Which formula an optimizer takes: the one that eager torch takes on the workers' device.
+
+torch has two of each optimizer: a loop over the parameters, and one of horizontal (foreach) ops. It
+takes the loop on CPUs and foreach on accelerators, device ``lazygt`` among them, where it records
+few ops. Nearly all give the same bits either way. Those named here round differently, so on CPU
+workers they loop, unless the user asks for foreach.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import swa_utils
+from torch.optim.optimizer import _foreach_supported_types
+
+from lazygt.record.context import NAME
+from lazygt.record.tensor import LazyTensor
+
+#: Optimizer (its module and its function have one name) -> whether foreach rounds differently.
+_ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "asgd": lambda arguments: True,
+    "nadam": lambda arguments: True,
+    "radam": lambda arguments: True,
+    "adamax": lambda arguments: isinstance(arguments["lr"], torch.Tensor),
+}
+
+
+def register_optimizers(device_type: Callable[[], str]) -> None:
+    """Let optimizers take foreach formulas where they give the bits of eager torch.
+
+    Args:
+        device_type: tells what the open session's workers compute on.
+    """
+    _foreach_supported_types.append(LazyTensor)
+    for name, differs in _ROUNDS_DIFFERENTLY.items():
+        module = importlib.import_module(f"torch.optim.{name}")
+        setattr(module, name, _choosing(getattr(module, name), differs, device_type))
+    _let_averages_loop(device_type)
+
+
+def _choosing(
+    update: Callable[..., None],
+    differs: Callable[[dict[str, Any]], bool],
+    device_type: Callable[[], str],
+) -> Callable[..., None]:
+    """torch's function of an optimizer, which loops where foreach would round differently."""
+    signature = inspect.signature(update)
+
+    @functools.wraps(update)
+    def chosen(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        arguments = given.arguments
+        lazy = any(type(p) is LazyTensor for p in arguments["params"])
+        if lazy and arguments.get("foreach") is None and device_type() == "cpu":
+            arguments["foreach"] = False if differs(arguments) else None
+        update(*given.args, **given.kwargs)
+
+    return chosen
+
+
+def _let_averages_loop(device_type: Callable[[], str]) -> None:
+    """``AveragedModel`` (SWA) asks for the devices on which a horizontal lerp is to be used."""
+    averages: Any = swa_utils
+    everywhere = averages._get_foreach_kernels_supported_devices
+
+    @functools.wraps(everywhere)
+    def devices() -> list[str]:
+        return [d for d in everywhere() if d != NAME or device_type() != "cpu"]
+
+    averages._get_foreach_kernels_supported_devices = devices

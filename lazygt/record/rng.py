@@ -1,0 +1,180 @@
+"""The random stream: what a CPU draws and what a session draws are one stream, as in eager torch.
+
+Its state is in one place at a time: the client's CPU generator has it, or the workers of a session
+have. The first lazy draw takes it to the workers, which costs no sync point. A draw on a CPU tensor
+(see ``host_rng``), whoever reads the state, and a session that ends well bring it back, which does.
+
+Workers on GPUs have a stream of their own, as GPUs do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.errors import WorkerDied, WorkerFrozen
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.node import DEVICE, Node, Param, Ref
+
+if TYPE_CHECKING:
+    from lazygt.record.recorder import Recorder
+    from lazygt.record.tensor import LazyTensor
+
+_SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
+_GPU_STATE_BYTES = 16
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+#: The session whose CPU workers have the state of the stream; none: the client's generator has it.
+_holders: list[SessionGenerator] = []
+
+
+def is_state(meta: TensorMeta | None) -> bool:
+    """Whether a tensor looks as the state of a CPU generator does."""
+    return meta is not None and meta.dtype is torch.uint8 and meta.shape == _state_shape()
+
+
+@cache
+def _state_shape() -> tuple[int, ...]:
+    return tuple(torch.Generator().get_state().shape)
+
+
+class SessionGenerator:
+    """A session's part in the stream: seeding, reading and setting the state.
+
+    Attributes:
+        holds: whether the workers have the state that the next draw starts from.
+    """
+
+    def __init__(self, recorder: Recorder, device_type: str) -> None:
+        self._recorder = recorder
+        self._on_cpu = device_type == "cpu"
+        self.holds = False
+
+    def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
+        """A draw is about to be recorded: the workers need the state.
+
+        Returns:
+            Its arguments, without a generator that the client's draws would use anyway.
+        """
+        if not self.holds:
+            self.take()
+        if torch.Generator in map(type, args):
+            args = tuple([None if type(a) is torch.Generator and self.is_own(a) else a
+                          for a in args])  # fmt: skip
+        if kwargs and (given := kwargs.get("generator")) is not None and self.is_own(given):
+            kwargs = {name: a for name, a in kwargs.items() if name != "generator"}
+        return args, kwargs
+
+    def take(self) -> None:
+        """Hand the state to the workers, before a lazy draw."""
+        if self._on_cpu:
+            to_client()
+            self._record_state(torch.default_generator.get_state())
+        else:
+            self.manual_seed(torch.initial_seed())
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin a stream; no sync point. The seed is data, not part of a plan.
+
+        Raises:
+            RuntimeError: torch's own, when it does not fit into 64 bits.
+        """
+        if self._on_cpu:
+            torch.default_generator.manual_seed(seed)
+            drop()
+            return
+        checked = torch.Generator().manual_seed(seed).initial_seed()
+        with self._recorder.lock:
+            self.holds = True
+            trace = self._recorder.trace
+            trace.params.append(checked)
+            node = Node(_SEED, (DEVICE, Param(len(trace.params) - 1)))
+            self._recorder.internal((_SEED,), node)
+
+    def get_state(self) -> LazyTensor:
+        """The state as a lazy tensor of bytes; no sync point."""
+        recorder = self._recorder
+        with recorder.lock:
+            if not self.holds:
+                self.take()
+            size = torch.default_generator.get_state().numel() if self._on_cpu else _GPU_STATE_BYTES
+            meta: TensorMeta = intern((size,), (1,), torch.uint8)
+            index = recorder.internal((_GET,), Node(_GET, (DEVICE,), (), (meta,)))
+            return recorder.show(index, meta)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Set the state; no sync point, wherever the new one is."""
+        if self._on_cpu and state.device.type == "cpu":
+            torch.default_generator.set_state(state)
+            drop()
+        else:
+            with self._recorder.lock:
+                self._record_state(state)
+
+    def _record_state(self, state: torch.Tensor) -> None:
+        recorder = self._recorder
+        lazy = state if state.device.type == "lazygt" else recorder.to_lazy(state)
+        index = recorder.index_of(lazy)  # type: ignore[arg-type]
+        recorder.internal((_SET, index), Node(_SET, (DEVICE, Ref(index))))
+        if self._on_cpu:
+            drop()
+            _holders.append(self)
+        self.holds = True
+
+    def restore_host_state(self) -> None:
+        """Bring the state to the client's CPU generator; a sync point if the workers have it."""
+        with self._recorder.lock:
+            if not (self.holds and self._on_cpu):
+                return
+            try:
+                state = self._recorder.fetch(self.get_state(), "generator")
+            except (WorkerDied, WorkerFrozen):
+                drop()  # it is lost, and this says so; later draws need not say it again
+                raise
+            torch.default_generator.set_state(state)
+            drop()
+
+    def close(self) -> None:
+        """The workers end, and what they have with them."""
+        if self in _holders:
+            drop()
+
+    def is_own(self, given: torch.Generator) -> bool:
+        """Whether an argument ``generator=`` says no more than would leaving it out."""
+        return self._on_cpu and is_default(given)
+
+    def is_recording(self) -> bool:
+        """Whether this thread is at work for the session, not for the user."""
+        owned: bool = self._recorder.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
+
+
+def is_default(given: torch.Generator) -> bool:
+    """Whether it is the client's CPU generator; torch makes new Python objects for it."""
+    same: bool = given._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
+    return same
+
+
+def holder() -> SessionGenerator | None:
+    """Whose workers have the state of the stream, where the user may ask for it."""
+    for found in _holders:
+        return None if found.is_recording() else found
+    return None
+
+
+def to_client() -> None:
+    """Let the client's CPU generator go on where the workers stopped."""
+    found = holder()
+    if found is not None:
+        found.restore_host_state()
+
+
+def drop() -> None:
+    """What the workers have is no longer the state of the stream."""
+    for found in _holders:
+        found.holds = False
+    _holders.clear()

@@ -1,0 +1,136 @@
+"""Lazy tensors of the user's tensor classes: ``as_subclass``, and subclasses of ``nn.Parameter``.
+
+A tensor's Python class decides what its methods and ``__torch_function__`` do. A lazy one of class
+``Image`` is of a class made here, which is both an ``Image`` and a ``LazyTensor``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from lazygt.record.tensor import LazyTensor
+
+_tensor: Any = torch.Tensor
+_make_subclass = _tensor._make_subclass
+_as_subclass = _tensor.as_subclass
+_new_parameter = Parameter.__new__
+#: What nn.Parameter defines too, and a lazy one does in another way.
+_OURS = ("__deepcopy__", "__repr__", "__reduce_ex__")
+
+
+class Subclassed(LazyTensor):
+    """Joined with users' classes: ``super().__torch_function__`` in them is torch's own."""
+
+
+# here, because torch turns off that of a class with __torch_dispatch__ when it is made
+_subclassed: Any = Subclassed
+_subclassed.__torch_function__ = inspect.getattr_static(torch.Tensor, "__torch_function__")
+
+
+def is_convertible(cls: type) -> bool:
+    """Whether a tensor of a class can become lazy and stay of that class: it leaves its ops to
+    torch, and keeps what it knows besides in the tensor's ``__dict__``."""
+    ops: Any = cls
+    layout = cls.__basicsize__ == torch.Tensor.__basicsize__
+    return layout and ops.__torch_dispatch__ is _tensor.__torch_dispatch__
+
+
+def _host_class(cls: Any) -> type:
+    host: type = cls._host_class if issubclass(cls, LazyTensor) else cls
+    return host
+
+
+def lazy_class(cls: type) -> type[LazyTensor]:
+    """The class of lazy tensors that are of class ``cls`` too.
+
+    Raises:
+        TypeError: when ``cls`` takes its ops in its own hands, or has slots.
+    """
+    if issubclass(cls, LazyTensor):
+        return cls
+    if cls is torch.Tensor or cls is Parameter:
+        return LazyTensor
+    if not (issubclass(cls, torch.Tensor) and is_convertible(cls)):
+        raise TypeError(
+            f"a lazygt tensor can't be of class {cls.__name__}: a class for it derives from "
+            f"torch.Tensor and defines neither __torch_dispatch__ nor __slots__"
+        )
+    return _joined(cls)
+
+
+@functools.cache
+def _joined(cls: type) -> type[LazyTensor]:
+    theirs = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
+    own = {name for base in theirs if base is not Parameter for name in vars(base)}
+    members: dict[str, Any] = {name: vars(LazyTensor)[name] for name in _OURS if name not in own}
+    members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
+    members["_host_class"] = cls
+    if "__setattr__" not in own:
+        members["__setattr__"] = _set_attribute
+    if not issubclass(cls, Parameter):
+        members["__new__"] = _new
+    joined: Any = type(cls)(cls.__name__, (cls, Subclassed), members)
+    joined.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
+    lazy: type[LazyTensor] = joined
+    return lazy
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``type(t)(values)`` makes what the user's own class makes."""
+    return cls._host_class(*args, **kwargs)
+
+
+def become(t: torch.Tensor, cls: type) -> None:
+    """``t.__class__ = cls`` of a tensor whose values are lazy."""
+    object.__setattr__(t, "__class__", lazy_class(cls))
+    if issubclass(cls, Parameter):
+        t._is_param = True
+
+
+def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
+    if name == "__class__":
+        become(self, value)
+    else:
+        object.__setattr__(self, name, value)
+
+
+def as_subclass(self: torch.Tensor, cls: type) -> Any:
+    """``Tensor.as_subclass``: the same values, of class ``cls``; autograd goes through it."""
+    if not isinstance(self, LazyTensor):
+        return _as_subclass(self, _host_class(cls))
+    twin = torch.ops.aten.alias.default(self)
+    become(twin, cls)
+    return twin
+
+
+def make_subclass(*args: Any, **kwargs: Any) -> Any:
+    """``Tensor._make_subclass``, with which subclasses make themselves, of lazy data too.
+
+    Without names for its arguments, because torch._dynamo compares them with its own.
+    """
+    cls, data = args[:2]
+    if not isinstance(data, LazyTensor):
+        return _make_subclass(_host_class(cls), *args[1:], **kwargs)
+    needs_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
+    twin = data.detach().requires_grad_(needs_grad)
+    become(twin, cls)
+    return twin
+
+
+def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+    """``nn.Parameter.__new__``: parameters of lazy values are of the user's class too."""
+    if isinstance(data, LazyTensor) and cls is not Parameter:
+        return make_subclass(cls, data, requires_grad)
+    made: Any = _new_parameter(_host_class(cls), data, requires_grad)
+    return made
+
+
+def install() -> None:
+    """Torch's ways to make a tensor of another class take lazy ones."""
+    _tensor._make_subclass = staticmethod(make_subclass)
+    _tensor.as_subclass = as_subclass

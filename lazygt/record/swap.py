@@ -1,0 +1,202 @@
+"""A tensor that moves to the workers or back stays the object that it is, as with CUDA.
+
+``module.to("lazygt")``, ``.cpu()`` and ``p.data = value`` put another TensorImpl under the same
+Python object: weights that are shared stay shared, and optimizers, hooks and weak references made
+before go on. While a session is open, what torch asks and does here is asked and done of lazygt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.jit import ScriptModule
+from torch.nn import Module, Parameter
+
+from lazygt.record.autograd import defer_hooks
+from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
+from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class
+from lazygt.runtime.launch.interrupts import HOLD
+
+_tensor: Any = torch.Tensor
+_host_data: Any = _tensor.data
+_lazy_data: Any = LazyTensor.data
+_compatible: Any = torch._has_compatible_shallow_copy_type
+#: (owner, name) -> what stands there while no session is open
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+class _Moving(threading.local):
+    #: inside ``_apply`` of a TorchScript module
+    scripted = False
+
+
+_moving = _Moving()
+
+
+def patch() -> None:
+    """Have torch ask here what can be moved in place, and move it."""
+    if _originals:
+        return
+    for owner, name, ours in (
+        (_tensor, "data", property(_host_data.__get__, _set_host_data)),
+        (Parameter, "__new__", new_parameter),
+        (ScriptModule, "_apply", _apply_scripted),
+    ):
+        _originals[owner, name] = vars(owner).get(name)
+        setattr(owner, name, ours)
+
+
+def unpatch() -> None:
+    """Undo ``patch``."""
+    for (owner, name), original in _originals.items():
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    _originals.clear()
+
+
+def has_compatible_type(*args: Any) -> bool:
+    """``torch._has_compatible_shallow_copy_type``: whether ``t.data = value`` can be done.
+
+    ``nn.Module._apply`` asks it, and makes a new Parameter where it can't. Without names for its
+    arguments, because torch._dynamo compares them with its own.
+    """
+    t, value = args
+    if isinstance(t, LazyTensor) == isinstance(value, LazyTensor) or _moving.scripted:
+        return bool(_compatible(t, value))
+    return _is_movable(t) and _is_movable(value)
+
+
+def _is_movable(t: torch.Tensor) -> bool:
+    """Whether CUDA's ``.data = ...`` would take such a tensor to another device."""
+    if isinstance(t, LazyTensor):
+        return True
+    dense = t.layout is torch.strided and t.device.type in ("cpu", "cuda")
+    return dense and is_convertible(type(t))
+
+
+def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
+    """``_apply`` of a TorchScript module: it holds TensorImpls, no objects, so it gets new ones."""
+    before, _moving.scripted = _moving.scripted, True
+    try:
+        return Module._apply(self, fn, recurse)
+    finally:
+        _moving.scripted = before
+
+
+def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """``t.data = value`` of a tensor that is not lazy."""
+    if isinstance(value, LazyTensor) and t.is_leaf and _is_movable(t):
+        _to_workers(t, value)
+    else:
+        _host_data.__set__(t, value)
+
+
+def _set_lazy_data(t: LazyTensor, value: torch.Tensor) -> None:
+    """``t.data = value`` of a lazy tensor."""
+    if isinstance(value, LazyTensor) or not (t.is_leaf and _is_movable(value)):
+        _lazy_data.__set__(t, value)
+    else:
+        _to_host(t, value)
+
+
+def _check(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what can't be done before anything is moved."""
+    if t.grad is not None and not _is_movable(t.grad):
+        raise NotImplementedError(
+            f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
+            f"of layout {t.grad.layout}: expected a dense one; set .grad = None before it is moved"
+        )
+    # torch's own error, for a dtype that has no gradients
+    trial = torch.empty(0, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    _host_data.__set__(trial, torch.empty(0, dtype=value.dtype, device="cpu"))
+
+
+def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
+    _check(t, value)
+    grad = None if t.grad is None else t.grad.to(DEVICE_0)
+    twin = value._storage.recorder.blank(t.size(), None, t.dtype)
+    is_parameter = isinstance(t, Parameter)
+    with HOLD, torch._C.DisableTorchFunctionSubclass():
+        _exchange(t, twin, lazy_class(type(t)), grad)
+        for name in OF_LAZY:
+            t.__dict__[name] = twin.__dict__.pop(name)
+        if is_parameter:
+            t._is_param = True
+        _lazy_data.__set__(t, value)
+
+
+def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
+    _check(t, value)
+    grad = None if t.grad is None else t.grad.to(value.device)
+    # shape and dtype of the gradient, for a moment
+    twin = torch.empty((), dtype=t.dtype, device=value.device).expand(t.size())
+    with HOLD, torch._C.DisableTorchFunctionSubclass():
+        _exchange(t, twin, host_class(t), grad)
+        for name in OF_LAZY:
+            twin.__dict__[name] = t.__dict__.pop(name)
+        t.__dict__.pop("_is_param", None)
+        _host_data.__set__(t, value)
+
+
+@contextmanager
+def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
+    """Have lazy tensors be CPU tensors with the same values for the length of a block."""
+    pairs = [(t, t._storage.recorder.host_copy(t)) for t in tensors]
+    lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
+    swapped = 0
+    try:
+        for t, twin in pairs:
+            _swap(t, twin, host_class(t))
+            for name in OF_LAZY:
+                del t.__dict__[name]
+            swapped += 1
+        yield
+    finally:
+        for (t, twin), (cls, shown) in list(zip(pairs, lazy, strict=True))[:swapped]:
+            _swap(t, twin, cls)
+            t.__dict__.update(shown)
+
+
+def _swap(t: torch.Tensor, twin: torch.Tensor, cls: type) -> None:
+    """Exchange the TensorImpls and classes of two tensors; ``t`` gets class ``cls``."""
+    torch._C._swap_tensor_impl(t, twin)
+    object.__setattr__(twin, "__class__", type(t))
+    object.__setattr__(t, "__class__", cls)
+
+
+def _exchange(
+    t: torch.Tensor, twin: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
+) -> None:
+    """Put ``twin``'s TensorImpl under ``t``, with all that autograd is to know of ``t``."""
+    grad, needs_grad = t.grad, t.requires_grad
+    _swap(t, twin, cls)
+    t.requires_grad, twin.grad = needs_grad, None
+    defer_hooks(t)
+    if needs_grad:
+        twin.register_hook(_left_behind)
+    if grad is not None and moved_grad is not None:
+        if not grad.is_leaf:  # made with create_graph=True: its graph is of what is left behind
+            grad.detach_()
+        grad.data = moved_grad
+        t.grad = grad
+
+
+def _left_behind(grad: torch.Tensor) -> None:
+    raise RuntimeError(
+        "a parameter was moved between lazygt and the host after the forward pass that this "
+        "backward() belongs to; call backward() before module.to(...)"
+    )
+
+
+def install() -> None:
+    """``nn.Module`` asks here; ``.data = ...`` of lazy tensors takes values of the host."""
+    asked: Any = torch
+    asked._has_compatible_shallow_copy_type = has_compatible_type
+    lazy: Any = LazyTensor
+    lazy.data = _lazy_data.setter(_set_lazy_data)

@@ -1,0 +1,329 @@
+"""LazyTensor: the user's handle. Shape, dtype and a place in a Storage; no logic of its own."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg
+from lazygt.graph.ops import OpFacts, undispatched
+from lazygt.graph.placement import Replicate, placement_to_torch
+
+if TYPE_CHECKING:
+    from lazygt.graph.mesh import Sharding
+    from lazygt.record.recorder import Recorder
+    from lazygt.runtime.values import RemoteValue
+
+
+class Storage:
+    """What torch calls a storage: the value that one or more handles look at.
+
+    A storage is *recorded* (``serial`` is the current trace's and ``index`` its value number),
+    *remote* (its value lives on the workers), *host* (a single number that has met no worker
+    data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
+    written). A storage that is none of these lost its value when a flush was interrupted.
+
+    Attributes:
+        placed: how the user has said that it is stored, or None; other values that it is given
+            lie so too.
+    """
+
+    __slots__ = ("__weakref__", "address", "blank", "host", "index", "meta", "placed", "recorder",
+                 "remote", "saved", "serial")  # fmt: skip
+    #: set by ``copies.host_copy`` only
+    saved: tuple[weakref.ref[torch.UntypedStorage], Any]
+    #: set by ``storage`` only
+    address: int
+
+    def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
+        self.recorder = recorder
+        self.serial = serial
+        self.index = index
+        self.meta = meta
+        self.remote: RemoteValue | None = None
+        self.host: torch.Tensor | None = None
+        self.placed: Sharding | None = None
+        self.blank = False
+
+
+class ViewOp:
+    """One view op between a storage and a handle: everything but the tensor it is applied to."""
+
+    __slots__ = ("args", "facts", "key", "kwargs", "meta", "position", "which")
+
+    def __init__(
+        self,
+        facts: OpFacts,
+        key: tuple[Any, ...],
+        position: int,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        which: int,
+        meta: TensorMeta,
+    ) -> None:
+        self.facts, self.key, self.position = facts, key, position
+        self.args, self.kwargs, self.which = args, kwargs, which
+        #: of its result number ``which``
+        self.meta = meta
+
+
+class ViewChain:
+    """How a handle looks at its storage, and where its value stands in the current trace."""
+
+    __slots__ = ("base", "index", "serial", "steps")
+
+    def __init__(self, steps: tuple[ViewOp, ...], serial: int, base: int, index: int) -> None:
+        self.steps = steps
+        self.serial, self.base, self.index = serial, base, index
+
+
+class Viewer(Protocol):
+    """Shows tensors and sessions in a notebook."""
+
+    def tensor_html(self, t: LazyTensor, /) -> str:
+        """A tensor's card."""
+
+    def tensor_bundle(self, t: LazyTensor, /) -> dict[str, str]:
+        """The card, and a text that computes nothing."""
+
+    def session_html(self, session: Any, /) -> str:
+        """A session's counts."""
+
+
+def viewer() -> Viewer:
+    """What shows tensors and sessions; it stands above both, and is loaded when a notebook asks."""
+    return _load_viewer()
+
+
+def show_with(load: Callable[[], Viewer]) -> None:
+    """Say what ``viewer`` loads."""
+    global _load_viewer
+    _load_viewer = load
+
+
+_load_viewer: Callable[[], Viewer]
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
+
+    It has no slots, so that a CPU tensor's object can become one (``swap``).
+    """
+
+    _storage: Storage
+    _view: ViewChain | None
+    #: of the same tensor on the host; subclasses set it
+    _host_class: ClassVar[type] = torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Set by device.py, where it is implemented."""
+        raise RuntimeError("device 'lazygt' has not been registered")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A parameter: ``type(p)(values, requires_grad=...)`` is how libraries make one like p.
+
+        Of sizes or a list ``type(t)(...)`` makes a tensor.
+        """
+        made = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
+        return made(*args, **kwargs)
+
+    def _repr_html_(self) -> str:
+        return viewer().tensor_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return viewer().tensor_bundle(self)
+
+    # -- sync points that torch would refuse to a wrapper ---------------------------------
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """How the value lies on the mesh: one ``torch.distributed.tensor`` placement an axis.
+
+        A value that is only recorded is shipped: where it lies is decided then. For a view, where
+        a copy of it would lie.
+        """
+        if self._view is not None:
+            copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
+            return copy.placements
+        recorder = self._storage.recorder
+        recorder.ship_pending(self, "placements")
+        remote, mesh = self._storage.remote, recorder.sink.mesh
+        if remote is None or remote.sharding is None:
+            return tuple(placement_to_torch(Replicate()) for _ in mesh.names)
+        return tuple(map(placement_to_torch, remote.sharding.placements))
+
+    def tolist(self) -> Any:
+        """The values as nested Python lists; a sync point."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a NumPy array of its own; a sync point.
+
+        Raises:
+            RuntimeError: when the tensor requires grad, unless ``force`` is set (as in torch).
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. "
+                "Use tensor.detach().numpy() instead."
+            )
+        return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._storage.recorder.closed:  # a debugger shows such ones too
+            text = f"tensor(..., size={tuple(self.size())}, dtype={self.dtype}, session closed)"
+        else:
+            text = repr(self.detach().cpu())
+        suffix = f", device='{self.device}'"
+        if self.grad_fn is not None:
+            suffix += f", grad_fn=<{self.grad_fn.name()}>"
+        elif self.requires_grad:
+            suffix += ", requires_grad=True"
+        body = f"{text[:-1]}{suffix})"
+        return f"Parameter containing:\n{body}" if getattr(self, "_is_param", False) else body
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        readable = self.dim() == 0 and not self._storage.recorder.closed
+        return format(self.item() if readable else str(self), spec)
+
+    # -- identity and aliasing -----------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values without autograd history; what is pending of them is shipped.
+
+        Values that it is set to lie where those before lay, if they have its shape and no place
+        of their own.
+        """
+        self._storage.recorder.ship_pending(self, "data")
+        return self._storage.recorder.alias(self)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, LazyTensor):
+            raise RuntimeError(
+                f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
+                f"{new.device}; use .data = value.to('lazygt')"
+            )
+        before = self._storage
+        _set_data(self, new)
+        self._storage, self._view = new._storage, new._view
+        if before.placed is not None:
+            self._storage.recorder.keep_sharding(self, before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        twin = self._storage.recorder.deep_copy(self, memo)
+        twin.requires_grad_(self.requires_grad)
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in attributes(self).items():
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+        if type(self) is not LazyTensor:
+            object.__setattr__(twin, "__class__", type(self))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
+        host = self._storage.recorder.host_copy(self)
+        twin: torch.Tensor = _make_subclass(host_class(self), host, self.requires_grad)
+        twin.__dict__.update(attributes(self))
+        twin.__dict__.pop("_is_param", None)
+        return twin.__reduce_ex__(protocol)
+
+    def is_shared(self) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def share_memory_(self) -> LazyTensor:
+        """A no-op, as for CUDA tensors."""
+        return self
+
+
+def _is_values(given: Any) -> bool:
+    """Whether it is what a parameter is made of."""
+    return given is None or isinstance(given, torch.Tensor)
+
+
+#: What a lazy tensor has in its ``__dict__`` and one of the host has not.
+OF_LAZY = frozenset({"_storage", "_view"})
+_make_subclass = torch.Tensor._make_subclass
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+make_wrapper = torch.Tensor._make_wrapper_subclass
+STRIDED = torch.strided
+#: The device by the name it has before device.py renames it.
+DEVICE_0 = torch.device("privateuseone", 0)
+
+
+def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
+    """A new handle."""
+    # by position: torch takes twice as long to read keywords
+    if meta.plain:
+        t = make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, STRIDED, DEVICE_0)
+    else:
+        t = make_wrapper(LazyTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype,
+                          STRIDED, DEVICE_0)  # fmt: skip
+        if meta.conj:
+            torch._C._set_conj(t, True)
+        if meta.neg:
+            torch._C._set_neg(t, True)
+    # a dictionary made so, and not by two assignments, is read in a third of the time
+    t.__dict__ = {"_storage": storage, "_view": view}
+    return t
+
+
+def host_class(t: LazyTensor) -> type:
+    """The class of the same tensor on the host."""
+    if type(t) is LazyTensor and getattr(t, "_is_param", False):
+        return torch.nn.Parameter
+    return type(t)._host_class
+
+
+def attributes(t: LazyTensor) -> dict[str, Any]:
+    """What the user has set on a tensor."""
+    return {name: a for name, a in t.__dict__.items() if name not in OF_LAZY}
+
+
+def meta_of(t: LazyTensor) -> TensorMeta:
+    """What a handle shows: ``TensorMeta.of`` without asking torch."""
+    view = t._view
+    return t._storage.meta if view is None else view.steps[-1].meta
+
+
+def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | None) -> None:
+    """Make the handle ``t`` show another shape, storage or view (``t_``, ``set_``, ``out=``)."""
+    # set_data is implemented at the autograd keys, which are off while an op is dispatched
+    with undispatched():
+        _set_data(t, wrapper(meta, storage, view))
+    t._storage, t._view = storage, view

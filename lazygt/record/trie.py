@@ -1,0 +1,271 @@
+"""The trie of recorded steps: shape cache, plan cache and proof that nothing changed, in one.
+
+Each node is one step of a trace: an input that enters, or an op. Its key says all that is
+structural: the op, which earlier results feed it, the ints and flags it was called with, the
+*types* of its Python numbers. Since Python really runs every step, reaching a node proves that
+the program up to there is the one that was seen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Graph, Node, Param
+from lazygt.graph.ops import OpFacts
+from lazygt.graph.recent import Recent
+from lazygt.passes.base import renumbered
+from lazygt.passes.sharding.marks import MARKS
+from lazygt.record.tensor import ViewOp
+
+
+class TrieNode:
+    """One remembered step.
+
+    Attributes:
+        make: the meta of the result, for the common op that returns one new tensor.
+        itself: it writes its first argument, keeps its shape, and returns it.
+        links: for an op that returns views: what its handles keep of it, once some were made.
+        full: the trace is so long here that it has to be flushed.
+        node: the op with Ref numbers as in the trace (inputs negative); None for an input.
+        numbers: ints that the op returns besides tensors.
+        input: the meta of the input that enters here; None for an op.
+        forward: for a backward op, the number of the forward op in the same trace, or -1.
+        backward: autograd ran it.
+        nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
+            gone since they were last counted included.
+        placed: something up to here is laid out on the mesh.
+        first: number of the op's first result.
+        ops, values, params, inputs: how many of each there are up to here, this step included.
+    """
+
+    __slots__ = (
+        "backward",
+        "children",
+        "depth",
+        "facts",
+        "first",
+        "forward",
+        "full",
+        "input",
+        "inputs",
+        "itself",
+        "key",
+        "links",
+        "make",
+        "nbytes",
+        "node",
+        "numbers",
+        "ops",
+        "params",
+        "parent",
+        "placed",
+        "plans",
+        "values",
+    )
+
+    def __init__(
+        self,
+        parent: TrieNode | None,
+        key: Any,
+        node: Node | None = None,
+        input: TensorMeta | None = None,
+        facts: OpFacts | None = None,
+    ) -> None:
+        self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
+        self.children: dict[Any, TrieNode] = {}
+        self.plans: dict[tuple[int, ...], Any] = {}
+        self.depth = self.nbytes = self.ops = self.values = self.params = self.inputs = 0
+        if parent is not None:
+            self.depth, self.nbytes = parent.depth + 1, parent.nbytes
+            self.ops, self.values = parent.ops, parent.values
+            self.params, self.inputs = parent.params, parent.inputs + (input is not None)
+        self.first = self.values
+        self.full = False
+        self.itself = False
+        self.links: tuple[ViewOp, ...] | None = None
+        self.make: TensorMeta | None = None
+        self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
+        self.numbers: tuple[int, ...] = ()
+        self.forward = -1
+        self.backward = False
+        if node is not None:
+            self.ops += 1
+            self.values += len(node.fresh) + len(node.written)
+            self.params += _numbers((node.args, node.kwargs))
+            single = facts is not None and facts.outputs == ("f",)
+            if single and not node.writes and not node.dynamic:
+                self.make = node.fresh[0]
+
+    def path(self) -> list[TrieNode]:
+        """The steps from the root (excluded) to here."""
+        steps: list[TrieNode] = []
+        step: TrieNode = self
+        while step.parent is not None:
+            steps.append(step)
+            step = step.parent
+        steps.reverse()
+        return steps
+
+
+class TraceTrie:
+    """The steps, with the plans at the places where traces ended; bounded, oldest plan out.
+
+    Args:
+        max_plans, max_plan_bytes: of all plans together.
+        max_steps: of all traces together.
+        max_depth, max_bytes: steps of one trace, and bytes that their results hold on a rank.
+        ranks: among which what is laid out on the mesh is shared.
+    """
+
+    def __init__(
+        self,
+        max_plans: int,
+        max_plan_bytes: int,
+        max_steps: int,
+        max_depth: int,
+        max_bytes: int,
+        ranks: int = 1,
+    ) -> None:
+        self.root = TrieNode(None, None)
+        self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
+        self.steps = 0
+        self._max_steps = max_steps
+        self._recent: Recent[tuple[int, tuple[int, ...]], TrieNode] = Recent(
+            max_plans, max_plan_bytes
+        )
+
+    def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
+        """Remember a step below its parent.
+
+        Args:
+            alive: counts the bytes of what the trace has made before it and handles still show.
+        """
+        assert step.parent is not None
+        fresh = () if step.node is None else step.node.fresh
+        made = sum(meta.nbytes for meta in fresh if meta is not None)
+        step.nbytes += self._on_a_rank(step, made)
+        if alive is not None and step.nbytes >= self.max_bytes:
+            step.nbytes = self._on_a_rank(step, alive() + made)
+        step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
+        step.parent.children[step.key] = step
+        self.steps += 1
+        return step
+
+    def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
+        """Whether a trace that ends here is at least half as long as one may be."""
+        if 2 * step.depth >= self.max_depth:
+            return True
+        perhaps = 2 * step.nbytes >= self.max_bytes
+        return perhaps and 2 * self._on_a_rank(step, alive()) >= self.max_bytes
+
+    def _on_a_rank(self, step: TrieNode, nbytes: int) -> int:
+        """What of so many bytes is on one rank.
+
+        In a trace that is laid out on the mesh they count as cut among all ranks: how each value
+        lies is decided only when the trace is planned.
+        """
+        return nbytes // self._ranks if step.placed else nbytes
+
+    def kept(self) -> list[Any]:
+        """All plans, least recently used first."""
+        return [step.plans[outputs] for (_, outputs), step in self._recent.items()]
+
+    def find(self, step: TrieNode, outputs: tuple[int, ...]) -> Any | None:
+        """The plan of a trace that ended at ``step`` and needs ``outputs``.
+
+        A plan with more outputs will do: what is not needed is freed with the next message. When
+        a value dies is up to Python's garbage collector, and must not cost a miss.
+        """
+        found = step.plans.get(outputs)
+        if found is None:
+            needed = set(outputs)
+            for have, plan in step.plans.items():
+                if needed.issubset(have):
+                    outputs, found = have, plan
+                    break
+        if found is not None:
+            self._recent.get((id(step), outputs))
+        return found
+
+    def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
+        """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
+        step.plans[outputs] = plan
+        forgotten = self._recent.keep((id(step), outputs), step, nbytes)
+        dropped = [self._drop(old, place, step) for (_, old), place in forgotten]
+        while len(self._recent) > 1 and self.steps > self._max_steps:
+            (_, old), place = self._recent.oldest()
+            dropped.append(self._drop(old, place, step))
+        return dropped
+
+    def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
+        """Forget the steps for which ``stale`` holds, and all below; the plans that stood there."""
+        todo, dropped = [self.root], []
+        while todo:
+            step = todo.pop()
+            for key, child in list(step.children.items()):
+                if stale(child):
+                    del step.children[key]
+                    dropped += self._forget(child)
+                else:
+                    todo.append(child)
+        return dropped
+
+    def _forget(self, top: TrieNode) -> list[Any]:
+        """Take a step that nothing leads to any more, and all below it, out of the counts."""
+        todo, dropped = [top], []
+        while todo:
+            step = todo.pop()
+            self.steps -= 1
+            for outputs, plan in step.plans.items():
+                self._recent.drop((id(step), outputs))
+                dropped.append(plan)
+            step.plans.clear()
+            todo += step.children.values()
+        return dropped
+
+    def _drop(self, outputs: tuple[int, ...], place: TrieNode, keep: TrieNode) -> Any:
+        """Take a plan from where it stands, and the steps that led there alone."""
+        plan = place.plans.pop(outputs)
+        self._prune(place, keep)
+        return plan
+
+    def _prune(self, step: TrieNode, keep: TrieNode) -> None:
+        while step.parent is not None and step is not keep:
+            if step.children or step.plans:
+                return
+            del step.parent.children[step.key]
+            self.steps -= 1
+            step = step.parent
+
+
+def _is_placed(node: Node | None, key: Any) -> bool:
+    """Whether a step is a mark, or an input that enters with how it is stored."""
+    return type(key) is tuple if node is None else node.op in MARKS
+
+
+def build_graph(
+    steps: list[TrieNode], outputs: tuple[int, ...], lines: tuple[str, ...], kinds: tuple[str, ...]
+) -> Graph:
+    """The graph of a path through the trie: inputs first, then the results of the ops in order."""
+    inputs = tuple([step.input for step in steps if step.input is not None])
+    recorded = [step.node for step in steps if step.node is not None]
+    shift, made = len(inputs), sum([len(node.results) for node in recorded])
+    numbers = {value: value + shift for value in range(made)}
+    numbers.update({~value: value for value in range(shift)})
+    nodes = tuple([renumbered(node, numbers) for node in recorded])
+    return Graph(inputs, kinds, nodes, tuple([numbers[value] for value in outputs]), lines)
+
+
+def _numbers(arg: Arg) -> int:
+    """How many run-time numbers there are in an argument."""
+    if type(arg) is tuple:
+        return sum(map(_numbers, arg))
+    return int(type(arg) is Param)
+
+
+def makers(steps: list[TrieNode]) -> list[int]:
+    """For each value that a trace's ops make, the number of the op."""
+    nodes = [step.node for step in steps if step.node is not None]
+    return [number for number, node in enumerate(nodes) for _ in node.results]

@@ -1,0 +1,145 @@
+"""Before a plan's first run: whether all ranks are about to meet in the same collectives.
+
+They are, by construction; a mistake there would leave ranks waiting for each other for ever. So
+each rank tells the ranks of every axis what it is about to run there, and reads what those tell
+that it will meet. Once a plan and process group, and never in the way of a collective.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import NamedTuple
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_
+from lazygt.runtime.collectives.backends import Told
+from lazygt.runtime.collectives.group import Group
+from lazygt.runtime.messages import MISMATCH, Failure
+
+_NOTHING = "nothing more"
+
+
+class Met(NamedTuple):
+    """One collective as all ranks of its axis must describe it.
+
+    Attributes:
+        node: its number in the graph.
+        text: kind, reduce op, dtype and sizes; none that differs from rank to rank.
+    """
+
+    axis: str
+    text: str
+    node: int
+
+
+def signature(graph: Graph) -> list[Met]:
+    """The collectives of a rank's steps, in their order."""
+    values = graph.values
+    found = []
+    for number, node in enumerate(graph.nodes):
+        if node.op in COLLECTIVES:
+            operand = (node.args[1] if node.op in (LAUNCH, LAUNCH_) else node.args)[0].index
+            meta = values[operand]
+            dtype = "" if meta is None else str(meta.dtype).removeprefix("torch.")
+            found.append(Met(node.args[-1], f"{_what(node)} of {dtype}", number))
+    return found
+
+
+def _what(node: Node) -> str:
+    if node.op not in (LAUNCH, LAUNCH_):
+        return f"{node.op.removeprefix('lazygt.')}{node.args[1:-1]}"
+    kind, values, moves, op, _ = node.args
+    made = node.results[0]
+    assert made is not None
+    # blocks differ in size, what they are padded to does not; of an all-to-all all arguments are
+    # in its moves
+    length = "" if kind == "all_to_all" else f" [{made.numel}]"
+    return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
+
+
+def mismatch(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
+    """Compare a rank's plan with those of all ranks that it meets; None: they agree.
+
+    If they do not, this rank leaves the group: others, who agree with it, are about to wait.
+
+    Args:
+        run: number of the run, equal on all ranks.
+        own: ranks have plans of their own, so that others may meet where this one does not.
+    """
+    if group.abandoned:
+        return None  # its collectives say so
+    mine = signature(graph)
+    try:
+        group.wait()
+    except LazyGTError:
+        return None  # this rank could not join; its collectives say so
+    found = _difference(group, run, mine, own)
+    if found is not None:
+        group.abandon(found.detail)
+    return found
+
+
+def _difference(group: Group, run: int, mine: list[Met], own: bool) -> Failure | None:
+    meets = {met.axis for met in mine}
+    told = [(axis, _tell(group, axis, run, mine)) for axis in group.mesh.names]
+    for axis, theirs in told:
+        if own or axis in meets:
+            found = _compared(group, mine, theirs, run, axis)
+            if found is not None:
+                return found
+    return None
+
+
+def _tell(group: Group, axis: str, run: int, mine: list[Met]) -> Told:
+    rows = [str(run), *(met.text for met in mine if met.axis == axis)]
+    return group.line(axis).sockets.tell("\n".join(rows))
+
+
+def _compared(group: Group, mine: list[Met], theirs: Told, run: int, axis: str) -> Failure | None:
+    """What others have told against what this rank is about to run, on one axis."""
+    node = mine[0].node if mine else 0
+    try:
+        theirs.wait()
+    except ConnectionError:
+        return None  # a rank has left before this run: the collectives of the axis say so
+    except TimeoutError as error:
+        return Failure(node, MISMATCH, f"it is not known what others are about to run: {error}")
+    for rank, text in theirs.texts.items():
+        number, *rows = text.split("\n")
+        if number != str(run):
+            why = f"rank {group.rank} is in run {run}, rank {rank} in run {number}"
+            return Failure(node, MISMATCH, why)
+        found = _first_difference(mine, rows, axis)
+        if found is not None:
+            return _failure(found, group.rank, rank, axis)
+    return None
+
+
+class _Difference(NamedTuple):
+    place: int
+    mine: str
+    theirs: str
+    node: int
+
+
+def _first_difference(mine: list[Met], theirs: list[str], axis: str) -> _Difference | None:
+    """The first place where two ranks do not meet in the same collective of an axis."""
+    ours = [met for met in mine if met.axis == axis]
+    for place, (met, text) in enumerate(zip_longest(ours, theirs)):
+        if met is None or met.text != text:
+            node = ours[min(place, len(ours) - 1)].node if ours else 0
+            have = _NOTHING if met is None else met.text
+            return _Difference(place, have, _NOTHING if text is None else text, node)
+    return None
+
+
+def _failure(found: _Difference, rank: int, other: int, axis: str) -> Failure:
+    first, second = (rank, found.mine), (other, found.theirs)
+    if other < rank:
+        first, second = second, first
+    detail = (
+        f"collective {found.place + 1} on axis {axis!r}: rank {first[0]} is about to run "
+        f"{first[1]}, rank {second[0]} {second[1]}"
+    )
+    return Failure(found.node, MISMATCH, detail)

@@ -1,0 +1,331 @@
+"""The group of the workers: joined in the background of a worker's start.
+
+What is on the host goes through sockets and memory that only their user can reach; torch's own
+process group, which listens on a TCP port, is made for GPUs alone, for NCCL.
+
+Joining waits for every other rank, and most plans need no collective, so a thread does it and
+`wait` is what a collective calls first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
+from torch.distributed.rendezvous import rendezvous
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.mesh import Mesh
+from lazygt.runtime.collectives.backends import HOST, NCCL, SMALL, Carrier, Outbox, Sockets, Torch
+from lazygt.runtime.collectives.shared_backend import Shared
+from lazygt.runtime.collectives.sockets import Door, Ends, Peer
+
+if TYPE_CHECKING:
+    from lazygt.runtime.launch.base import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroup:
+    """This rank's place on one axis of the mesh.
+
+    Attributes:
+        size, index: how many ranks there are along it, and which this one is.
+        sockets, shared: what carries small and large values between them.
+        singles: what carries values to one of them alone; None for this one.
+        group: torch's own, of the same ranks; None without NCCL.
+    """
+
+    size: int
+    index: int
+    sockets: Sockets
+    shared: Shared
+    singles: tuple[Peer | None, ...]
+    group: Any = None
+
+    def carrier(self, buffer: torch.Tensor, nbytes: int) -> Carrier:
+        """Who carries ``nbytes`` to each rank; equal on all ranks, as they must choose alike."""
+        if buffer.device.type != "cpu":
+            return Torch(self.group)
+        return self.sockets if (self.size - 1) * nbytes <= SMALL else self.shared
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors travel from this device; else by way of the host's memory."""
+        return self.group is not None or device.type == "cpu"
+
+    def single(self, index: int) -> Peer:
+        """What carries values to another rank of the axis alone."""
+        peer = self.singles[index]
+        if peer is None:
+            raise LazyGTError("a rank sends nothing to itself")
+        return peer
+
+
+class Group:
+    """This rank's membership in a session's group of workers.
+
+    Args:
+        spec: the backend, where the ranks meet, and how many seconds they wait.
+        door: where other ranks find this one.
+        number: how many groups the session had before: none of them is of any use any more.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, rank: int, world_size: int, door: Door, number: int = 0
+    ) -> None:
+        self._spec, self._rank, self._world_size, self._door = spec, rank, world_size, door
+        self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
+        #: what NCCL is sending to single ranks, of any axis
+        self.outbox = Outbox()
+        self._left = False
+        self._lines: dict[str, AxisGroup] = {}
+        self._ends: dict[int, Ends] = {}
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._join, name="lazygt-group", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all ranks have joined; each waits at most the group's timeout.
+
+        Raises:
+            LazyGTError: this rank could not join, with the reason.
+        """
+        self._thread.join()
+        if isinstance(self._failure, LazyGTError):
+            raise self._failure
+        if self._failure is not None:
+            raise LazyGTError(
+                f"rank {self._rank} of {self._world_size} could not join the group of workers: "
+                f"{self._failure}"
+            ) from self._failure
+
+    def abandon(self, reason: str) -> bool:
+        """Leave while others may be waiting: their collectives fail at once, as all later ones do.
+
+        Args:
+            reason: why; what later collectives of this rank say.
+
+        Returns:
+            Whether others are told by it; not when it had left, nor before all have joined.
+        """
+        if self._left or self._thread.is_alive():
+            return False
+        self._left, joined = True, self._failure is None
+        if joined:
+            self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
+        # to destroy it would wait for what other ranks never come to
+        self._leave(_abort_process_group)
+        return joined
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether this rank has left, or never came."""
+        return self._failure is not None
+
+    @property
+    def left(self) -> bool:
+        """Whether a collective of this group could not run here: none ever will again."""
+        return self._left
+
+    @property
+    def nccl(self) -> bool:
+        """Whether tensors on a GPU travel from there."""
+        return self._spec.backend == NCCL
+
+    def successor(self, number: int) -> Group:
+        """Leave this group and begin to join the session's next one, as all ranks do."""
+        self._thread.join()  # each wait in it ends with the group's timeout
+        self.abandon("the ranks form a new one")
+        return Group(self._spec, self._rank, self._world_size, self._door, number)
+
+    def close(self) -> None:
+        """Leave the group, if it was joined. Does not wait for ranks that never came."""
+        if not self._thread.is_alive() and self._failure is None:
+            self._leave(dist.destroy_process_group)
+
+    def _leave(self, end: Callable[[], object]) -> None:
+        self.outbox.close()
+        for ends in self._ends.values():
+            for peer in ends:
+                peer.close()
+        for line in self._lines.values():
+            line.shared.close()
+        self._lines.clear()
+        if dist.is_initialized():
+            end()
+
+    def _join(self) -> None:
+        try:
+            self._ends = self._door.meet(self.number, self._others())
+            if self.nccl:
+                self._join_nccl()
+            for axis in self.mesh.names:  # every rank makes every group, in the same order
+                self._lines[axis] = self._line(self.mesh, axis)
+        except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
+            self._failure = error
+
+    def _join_nccl(self) -> None:
+        """Join torch's default group. Its ranks meet in a file that only their user can open."""
+        timeout = timedelta(seconds=self._spec.timeout)
+        meet = rendezvous(self._place(self.number), self._rank, self._world_size)
+        store, _, _ = next(iter(meet))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            NCCL,
+            store=PrefixStore("group", store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timeout,
+        )
+        self._sweep()
+
+    def _place(self, number: int) -> str:
+        """Where the ranks of a group meet: each group has a store of its own."""
+        return f"file://{self._spec.directory}/group.{number}"
+
+    def _sweep(self) -> None:
+        """Remove the files in which earlier groups met. All ranks have left these; torch removes
+        most of them, not all.
+        """
+        if self._rank == 0:
+            for number in range(self.number):
+                Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
+
+    def _others(self) -> list[int]:
+        """The ranks that this one shares an axis with: two share one at most."""
+        mesh = self.mesh
+        return [
+            rank
+            for axis in mesh.names
+            for line in mesh.lines(axis)
+            if self.rank in line
+            for rank in line
+            if rank != self.rank
+        ]
+
+    def _line(self, mesh: Mesh, axis: str) -> AxisGroup:
+        mine = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
+        ends = [self._ends.get(rank) for rank in mine]
+        return AxisGroup(
+            len(mine),
+            mine.index(self.rank),
+            Sockets([end and end.small for end in ends]),
+            Shared([end and end.large for end in ends]),
+            tuple(end and end.single for end in ends),
+            self._torch_group(mesh, axis, mine) if self.nccl else None,
+        )
+
+    def _torch_group(self, mesh: Mesh, axis: str, mine: tuple[int, ...]) -> Any:
+        if len(mine) == self._world_size:
+            return dist.group.WORLD
+        seconds = timedelta(seconds=self._spec.timeout)
+        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[mine]
+
+    def line(self, axis: str) -> AxisGroup:
+        """This rank's place on an axis, once all ranks have joined.
+
+        Raises:
+            LazyGTError: this rank could not join, or the mesh has no such axis.
+        """
+        self.wait()
+        if axis not in self._lines:
+            raise LazyGTError(f"the mesh {self._spec.mesh!r} has no axis {axis!r}")
+        return self._lines[axis]
+
+
+def keep_apart(rank: int, world_size: int) -> None:
+    """Keep this thread, and those it starts from now on, to this rank's share of the cores.
+
+    Ranks that wait for each other in turn look like one busy process, so a scheduler with much to
+    do puts them on one core, and there they stay. Nothing happens where a rank has more threads
+    than its share has cores, nor where that is one core, which others may want as well.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
+    if len(mine) > 1 and torch.get_num_threads() <= len(mine):
+        os.sched_setaffinity(0, mine)
+
+
+_current: Group | None = None  # torch, too, has one default group a process
+
+
+def join(spec: GroupSpec, rank: int, world_size: int, listener: int) -> None:
+    """Begin to join this process's group, without waiting.
+
+    Args:
+        listener: a descriptor of the socket at ``spec.door(rank)``.
+    """
+    global _current
+    if spec.backend == HOST:
+        keep_apart(rank, world_size)
+    _current = Group(spec, rank, world_size, Door(rank, listener, spec.door, spec.timeout))
+
+
+def _own() -> Group:
+    if _current is None:
+        raise LazyGTError("this worker is alone: there is no process group")
+    return _current
+
+
+def wait() -> None:
+    """Return when this worker's group is joined; call it before the first collective.
+
+    Raises:
+        LazyGTError: this worker has no group (it is alone), or could not join it.
+    """
+    _own().wait()
+
+
+def line(axis: str) -> AxisGroup:
+    """This worker's place on an axis of the mesh.
+
+    Raises:
+        LazyGTError: this worker has no group, or the mesh no such axis.
+    """
+    return _own().line(axis)
+
+
+def outbox() -> Outbox:
+    """What this worker is sending to single others.
+
+    Raises:
+        LazyGTError: this worker has no group.
+    """
+    return _own().outbox
+
+
+def current() -> Group | None:
+    """This worker's group; None: it is alone."""
+    return _current
+
+
+def abandon(reason: str) -> bool:
+    """Leave the group for good, so that no other rank waits in a collective for this one.
+
+    Returns:
+        Whether others are told by it; see ``Group.abandon``.
+    """
+    return _current is not None and _current.abandon(reason)
+
+
+def renew(number: int) -> None:
+    """Leave this worker's group, and begin to join the one of a later number.
+
+    All workers do, between the same two runs. Does not wait for the others.
+    """
+    global _current
+    if _current is not None:
+        _current = _current.successor(number)
+
+
+def leave() -> None:
+    """Leave the group, if there is one."""
+    if _current is not None:
+        _current.close()

@@ -1,0 +1,350 @@
+"""Collectives as nodes of a plan: started without waiting for other ranks, waited for later.
+
+Several values of one kind travel in one flat buffer (see ``graph.packed``). Shards are as
+torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones what is
+left, which may be nothing. Where torch.distributed wants equal blocks, the last ones are padded on
+their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.collectives import Slots, slots
+from lazygt.graph.placement import block_size, shard_bounds
+from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives.backends import Work, as_bytes
+
+Moves = Sequence[Sequence[int]]
+Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A collective under way; its buffer carries it until the wait.
+
+    Attributes:
+        work: the carrier's.
+        sent: what is being sent, lest it be freed.
+        unpack: the results, from the buffer that has arrived.
+    """
+
+    work: Work
+    sent: torch.Tensor | None
+    unpack: Unpack
+
+
+def launch(
+    kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
+) -> torch.Tensor:
+    """Begin a collective of several values; its buffer, to be waited for."""
+    line = group.line(axis)
+    device = values[0].device
+    staged = not line.carries(device)
+    if staged:
+        values = [value.cpu() for value in values]
+    buffer, flight = _STARTS[kind](values, moves, op, line)
+    if staged:
+        flight = _returning(flight, device)
+    buffer.flight = flight  # type: ignore[attr-defined]
+    return buffer
+
+
+def launch_(
+    kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
+) -> None:
+    """Begin an all-reduce in the memory of its only operand."""
+    (value,) = values
+    line = group.line(axis)
+    if not line.carries(value.device):
+        _launch_staged(value, str(op), line)
+        return
+    flat = value.view(-1)
+    work = line.carrier(flat, flat.nbytes).all_reduce(flat, str(op))
+    value.flight = Flight(work, None, _nothing)  # type: ignore[attr-defined]
+
+
+def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
+    return []
+
+
+def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
+    """The same by way of the host's memory."""
+    host = value.cpu()
+    flat = host.view(-1)
+
+    def unpack(_: torch.Tensor) -> list[torch.Tensor]:
+        value.copy_(host)
+        return []
+
+    work = line.carrier(flat, flat.nbytes).all_reduce(flat, op)
+    value.flight = Flight(work, flat, unpack)  # type: ignore[attr-defined]
+
+
+def _returning(flight: Flight, device: torch.device) -> Flight:
+    """A flight whose results go back to the device that they came from."""
+
+    def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [made.to(device) for made in flight.unpack(buffer)]
+
+    return Flight(flight.work, flight.sent, unpack)
+
+
+def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
+    """Wait for a launch; its result, or the list of them.
+
+    Args:
+        held: what the launch sends from where it lies.
+        kept: results that get memory of their own; others may be parts of the buffer.
+
+    Raises:
+        LazyGTError: the buffer is not under way.
+        OSError, RuntimeError: another rank has left, or did not come in time.
+    """
+    flight: Flight | None = buffer.__dict__.pop("flight", None)
+    if flight is None:
+        raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
+    flight.work.wait()
+    made = flight.unpack(buffer)
+    for position in kept:
+        made[position] = made[position].clone()
+    return made[0] if len(made) == 1 else made
+
+
+def at_once(
+    kind: str, value: torch.Tensor, move: Sequence[int], op: str | None, axis: str
+) -> torch.Tensor:
+    """The result of a collective of one value."""
+    made: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
+    return made
+
+
+# -- the kinds: each gives the buffer that it receives into, and its flight ------------------------
+
+Started = tuple[torch.Tensor, Flight]
+
+
+def _all_reduce(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+) -> Started:
+    shapes = [value.shape for value in values]
+    if len(values) == 1:
+        buffer = values[0].clone(memory_format=torch.contiguous_format).view(-1)
+        where = slots("all_reduce", shapes, moves, line.size, buffer.itemsize)
+    else:
+        where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
+        buffer = values[0].new_empty(where.total)
+        _pack(_parts(buffer, where, shapes), values)
+    work = line.carrier(buffer, buffer.nbytes).all_reduce(buffer, str(op))
+    return buffer, Flight(work, None, lambda made: _parts(made, where, shapes))
+
+
+def _all_gather(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+) -> Started:
+    where = slots("all_gather", [v.shape for v in values], moves, line.size, values[0].itemsize)
+    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(move[1], line.size, 0) for move in moves]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    if len(values) == 1:
+        sent = _padded(turned[0], blocks[0]).view(-1)
+    else:
+        sent = values[0].new_empty(where.total)
+        rooms = _parts(sent, where, shapes)
+        _pack([room[: t.shape[0]] for room, t in zip(rooms, turned, strict=True)], turned)
+    buffer = sent.new_empty(line.size * where.total)
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        ranks = made.view(line.size, where.total)
+        return [
+            ranks[:, start : start + length]
+            .reshape(line.size * shape[0], *shape[1:])[: move[1]]
+            .movedim(0, move[0])
+            .contiguous()
+            for start, length, shape, move in zip(
+                where.starts, where.lengths, shapes, moves, strict=True
+            )
+        ]
+
+    work = line.carrier(sent, sent.nbytes).all_gather(buffer, sent)
+    return buffer, Flight(work, sent, unpack)
+
+
+def _reduce_scatter(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+) -> Started:
+    where = slots("reduce_scatter", [v.shape for v in values], moves, line.size,
+                  values[0].itemsize)  # fmt: skip
+    turned = [value.movedim(move[0], 0) for value, move in zip(values, moves, strict=True)]
+    blocks = [block_size(value.shape[0], line.size, 0) for value in turned]
+    mine = [block_size(value.shape[0], line.size, line.index) for value in turned]
+    shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
+    if len(values) == 1:
+        sent = _padded(turned[0], line.size * blocks[0]).view(-1)
+    else:
+        sent = values[0].new_empty(line.size * where.total)
+        _pack_blocks(sent.view(line.size, where.total), where, shapes, turned)
+    buffer = sent.new_empty(where.total)
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            part[:rows].movedim(0, move[0]).contiguous()
+            for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
+        ]
+
+    work = line.carrier(buffer, buffer.nbytes).reduce_scatter(buffer, sent, str(op))
+    return buffer, Flight(work, sent, unpack)
+
+
+def _all_to_all(
+    values: Sequence[torch.Tensor], moves: Moves, op: str | None, line: group.AxisGroup
+) -> Started:
+    (value,), ((split_dim, concat_dim, size),) = values, moves
+    parts = range(line.size)
+    splits = [block_size(value.shape[split_dim], line.size, index) for index in parts]
+    pieces = value.split(splits, split_dim)
+    shape = list(value.shape)
+    shape[split_dim] = splits[line.index]
+    shapes = []
+    for index in parts:
+        shape[concat_dim] = block_size(size, line.size, index)
+        shapes.append(tuple(shape))
+    counts = [torch.Size(one).numel() for one in shapes]
+    buffer = value.new_empty(sum(counts))
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+        received = [one.view(s) for one, s in zip(made.split(counts), shapes, strict=True)]
+        return [torch.cat(received, concat_dim)]
+
+    shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
+    largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
+    out = [piece.numel() for piece in pieces]
+    work = line.carrier(buffer, largest).all_to_all(buffer, sent, counts, out)
+    return buffer, Flight(work, sent, unpack)
+
+
+_STARTS: dict[str, Callable[..., Started]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+# -- slots -------------------------------------------------------------------------------------
+
+
+def _parts(
+    buffer: torch.Tensor, where: Slots, shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The values in a buffer, where they lie."""
+    return [
+        buffer[start : start + length].view(tuple(shape))
+        for start, length, shape in zip(where.starts, where.lengths, shapes, strict=True)
+    ]
+
+
+def _pack(rooms: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(rooms, list(values))
+
+
+def _pack_blocks(
+    ranks: torch.Tensor,
+    where: Slots,
+    shapes: Sequence[Sequence[int]],
+    values: Sequence[torch.Tensor],
+) -> None:
+    """Every rank's block of every value into that rank's row."""
+    rooms, blocks = [], []
+    for start, length, shape, value in zip(
+        where.starts, where.lengths, shapes, values, strict=True
+    ):
+        for rank, block in enumerate(value.split(max(shape[0], 1))):
+            rooms.append(ranks[rank, start : start + length].view(tuple(shape))[: block.shape[0]])
+            blocks.append(block)
+    _pack(rooms, blocks)
+
+
+def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
+    """``value``, contiguous, with zeros below it."""
+    if value.shape[0] == rows:
+        return value.contiguous()
+    made = value.new_zeros((rows, *value.shape[1:]))
+    made[: value.shape[0]] = value
+    return made
+
+
+def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
+    """The values of all ranks of the axis, reduced elementwise."""
+    return at_once("all_reduce", value, (), op, axis)
+
+
+def all_gather(value: torch.Tensor, dim: int, size: int, axis: str) -> torch.Tensor:
+    """The blocks of all ranks of the axis side by side; ``size`` is that of ``dim`` then."""
+    return at_once("all_gather", value, (dim, size), None, axis)
+
+
+def reduce_scatter(value: torch.Tensor, dim: int, op: str, axis: str) -> torch.Tensor:
+    """This rank's block of the reduced values."""
+    return at_once("reduce_scatter", value, (dim,), op, axis)
+
+
+def all_to_all(
+    value: torch.Tensor, split_dim: int, concat_dim: int, size: int, axis: str
+) -> torch.Tensor:
+    """Sharded along ``split_dim`` instead of along ``concat_dim``, whose whole size is ``size``."""
+    return at_once("all_to_all", value, (split_dim, concat_dim, size), None, axis)
+
+
+def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+    """This rank's block of a value that every rank of the axis has whole."""
+    line = group.line(axis)
+    start, stop = shard_bounds(value.shape[dim], line.size, line.index)
+    return value.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def first(value: torch.Tensor, axis: str) -> torch.Tensor:
+    """The value on the first rank of the axis, zeros on the others: a sum over the ranks."""
+    made = value.clone(memory_format=torch.contiguous_format)
+    return made if group.line(axis).index == 0 else made.zero_()
+
+
+def send(value: torch.Tensor, peer: int, axis: str) -> None:
+    """Send a value to the rank at place ``peer`` of the axis; does not wait for it to arrive.
+
+    What is sent is a copy: the value's memory may be written as soon as this returns.
+    """
+    line = group.line(axis)
+    data = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if not line.carries(data.device):
+        data = data.cpu()
+    if not data.numel():
+        return
+    flat = as_bytes(data.view(-1))
+    if flat.device.type == "cpu":
+        line.single(peer).send(flat.numpy().data, given=True)
+    else:
+        group.outbox().keep(dist.isend(flat, group=line.group, group_dst=peer), data)
+
+
+def recv(
+    peer: int, shape: list[int], dtype: torch.dtype, device: torch.device, axis: str
+) -> torch.Tensor:
+    """The next value that the rank at place ``peer`` of the axis sends; row-major."""
+    line = group.line(axis)
+    through = device if line.carries(device) else torch.device("cpu")
+    made = torch.empty(shape, dtype=dtype, device=through)
+    if made.numel():
+        flat = as_bytes(made.view(-1))
+        if flat.device.type == "cpu":
+            line.single(peer).receive(flat.numpy().data)
+        else:
+            dist.recv(flat, group=line.group, group_src=peer)
+    return made.to(device)

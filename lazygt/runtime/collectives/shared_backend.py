@@ -1,0 +1,261 @@
+"""Collectives of large tensors in the host's memory, which the ranks of one axis share.
+
+Each rank has two slots of memory that the others map. In a *round* every rank writes what others
+are to have of it into one of its slots, tells them by a socket, and reads what they have written.
+The next round is in the other slot. So a slot is written again only when all have read it: they
+tell of round k + 1 after they have read round k, and this rank has heard of that before it begins
+round k + 2.
+
+Tensors go through the slots piece by piece. Of an all-reduce each rank reduces its part of a piece,
+and what it made is gathered in the next round. Ranks' values are reduced in the order of the ranks,
+one after another, wherever they lie: the same bits as of a small tensor, on every rank.
+
+A thread does it, in the order in which the collectives were begun.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
+from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.shared_memory import ALIGNMENT, Arena
+
+SLOT_BYTES = 4 << 20
+"""Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
+
+_CLOSE_SECONDS = 5.0  # what runs ends at once where the sockets are closed
+
+_TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, where the slot lies
+
+Parts = list[torch.Tensor]
+
+
+class Shared:
+    """This rank's end of an axis. For CPU tensors.
+
+    Args:
+        peers: the ranks of the axis in their order; None is this one.
+
+    Raises:
+        OSError: another rank has left, or did not come in time.
+    """
+
+    def __init__(self, peers: Sequence[Peer | None]) -> None:
+        self._peers = tuple(peers)
+        self._me = self._peers.index(None)
+        self._piece = SLOT_BYTES // len(self._peers) // ALIGNMENT * ALIGNMENT
+        self._arenas = [Arena.create(2 * SLOT_BYTES)]
+        self._arenas += _exchanged(self._peers, self._arenas[0].fd)
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}
+        self._offset = 0
+        self._round = 0
+        self._begun: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
+        """See `Carrier`."""
+        return self._begin(lambda: self._all_reduce(buffer, op))
+
+    def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
+        """See `Carrier`."""
+        return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
+
+    def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
+        """See `Carrier`."""
+        return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
+
+    def all_to_all(
+        self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
+    ) -> Work:
+        """See `Carrier`."""
+        parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
+        pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
+        return self._begin(lambda: self._all_to_all(parts, pieces))
+
+    def close(self) -> None:
+        """Give the memory back, when what runs has ended; the sockets are to be closed before.
+
+        Waits for that, as a process that ends meanwhile would stop the thread within torch's C++,
+        which aborts.
+        """
+        self._failure = self._failure or ConnectionError("this rank has left")
+        self._begun.put(None)
+        if self._thread is None:
+            self._close()
+        else:
+            self._thread.join(_CLOSE_SECONDS)
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _begin(self, run: Callable[[], None]) -> Work:
+        task = _Task(run)
+        if self._failure is not None:
+            task.end(self._failure)
+            return task
+        self._begun.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="lazygt-shared", daemon=True)
+            self._thread.start()
+        return task
+
+    def _work(self) -> None:
+        while (task := self._begun.get()) is not None:
+            try:
+                if self._failure is None:
+                    task.run()
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the task
+                self._failure = error
+            task.end(self._failure)
+            del task
+        self._close()
+
+    def _close(self) -> None:
+        self._slots.clear()
+        for arena in self._arenas:
+            arena.close()
+
+    # -- rounds ------------------------------------------------------------------------------
+
+    def _slot(self, rank: int, offset: int) -> torch.Tensor:
+        """A slot, as bytes."""
+        if (rank, offset) not in self._slots:
+            arena = self._arenas[0 if rank == self._me else 1 + rank - (rank > self._me)]
+            self._slots[rank, offset] = arena.view(offset, SLOT_BYTES)
+        return self._slots[rank, offset]
+
+    def _mine(self) -> torch.Tensor:
+        """The slot to write in the round that comes next."""
+        if not self._offset:
+            self._offset = self._arenas[0].allocate(2 * SLOT_BYTES).offset
+        return self._slot(self._me, self._offset + self._round % 2 * SLOT_BYTES)
+
+    def _others(self, more: int = 0) -> tuple[dict[int, torch.Tensor], int]:
+        """Tell that this rank has written its slot; those that the others have written, by rank.
+
+        Args:
+            more: how many rounds of this collective are still needed here.
+
+        Returns:
+            Also how many are needed anywhere.
+        """
+        where = self._offset + self._round % 2 * SLOT_BYTES
+        for peer in self._peers:
+            if peer is not None:
+                peer.send(memoryview(_TOLD.pack(self._round, more, where)))
+        written = {}
+        room = bytearray(_TOLD.size)
+        for rank, peer in enumerate(self._peers):
+            if peer is not None:
+                peer.receive(memoryview(room))
+                number, theirs, where = _TOLD.unpack(room)
+                if number != self._round:
+                    raise ConnectionError(f"rank {rank} is in round {number}, not {self._round}")
+                more = max(more, theirs)
+                written[rank] = self._slot(rank, where)
+        self._round += 1
+        return written, more
+
+    # -- the collectives ---------------------------------------------------------------------
+
+    def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
+        count = len(self._peers)
+        for piece in buffer.split(self._piece // buffer.itemsize * count):
+            parts = _cut(piece, count)
+            mine = parts[self._me]
+            summands = self._swap(parts, mine)
+            made = self._mine()[: mine.nbytes].view(mine.dtype)
+            reduce_in_order(summands, op, made)
+            written, _ = self._others()
+            mine.copy_(made)
+            for rank, slot in written.items():
+                as_bytes(parts[rank]).copy_(slot[: parts[rank].nbytes])
+
+    def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None:
+        step = self._piece // buffer.itemsize
+        rows = [row.split(step) for row in sent.view(len(self._peers), -1).unbind()]
+        for made, *parts in zip(buffer.split(step), *rows, strict=True):
+            reduce_in_order(self._swap(parts, made), op, made)
+
+    def _swap(self, parts: Parts, like: torch.Tensor) -> Parts:
+        """Give each rank its part; what all ranks have for this one, in their order."""
+        slot = self._mine()
+        for rank, part in enumerate(parts):
+            if rank != self._me:
+                self._room(slot, rank, part.nbytes).copy_(as_bytes(part))
+        written, _ = self._others()
+        found = [parts[self._me]] * len(parts)
+        for rank, theirs in written.items():
+            found[rank] = self._room(theirs, self._me, like.nbytes).view(like.dtype)
+        return found
+
+    def _room(self, slot: torch.Tensor, rank: int, nbytes: int) -> torch.Tensor:
+        """Where in a slot there is what a rank is to read."""
+        return slot[rank * self._piece : rank * self._piece + nbytes]
+
+    def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
+        rows = buffer.view(len(self._peers), -1)
+        rows[self._me].copy_(sent)
+        for start in range(0, sent.numel(), SLOT_BYTES):
+            piece = sent[start : start + SLOT_BYTES]
+            self._mine()[: piece.numel()].copy_(piece)
+            written, _ = self._others()
+            for rank, slot in written.items():
+                rows[rank, start : start + piece.numel()].copy_(slot[: piece.numel()])
+
+    def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
+        parts[self._me].copy_(pieces[self._me])
+        largest = max(piece.numel() for piece in pieces)
+        more, start = 1, 0
+        while more:  # as often as the largest piece of any rank needs
+            slot, stop = self._mine(), start + self._piece
+            for rank, piece in enumerate(pieces):
+                if rank != self._me:
+                    there = piece[start:stop]
+                    self._room(slot, rank, there.numel()).copy_(there)
+            written, more = self._others(max(-(-(largest - stop) // self._piece), 0))
+            for rank, theirs in written.items():
+                there = parts[rank][start:stop]
+                there.copy_(self._room(theirs, self._me, there.numel()))
+            start = stop
+
+
+class _Task:
+    """A collective that a `Shared` does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None) -> None:
+        """Let go who waits."""
+        self._failure = failure
+        self._ended.set()
+
+    def wait(self) -> None:
+        """See `Work`. Ends, since each of the thread's own waits does."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _exchanged(peers: Sequence[Peer | None], fd: int) -> Iterator[Arena]:
+    """The memory of the other ranks, in their order; this rank's is sent to them."""
+    there = [peer for peer in peers if peer is not None]
+    for peer in there:
+        peer.send_descriptor(fd)
+    for peer in there:
+        yield Arena.attach(peer.receive_descriptor())
+
+
+def _cut(piece: torch.Tensor, count: int) -> Parts:
+    """A piece in as many parts, the last ones perhaps empty."""
+    size = -(-piece.numel() // count)
+    return [piece[rank * size : (rank + 1) * size] for rank in range(count)]

@@ -1,0 +1,85 @@
+"""A worker that computes nothing: it knows the shapes of values, and answers with zeros.
+
+What a script uploads is kept and fetched back as it was; every other number is 0 and every other
+flag is False. A script that branches on values branches on those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lazygt.graph.alias import op_facts
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node
+from lazygt.graph.ops import title
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.foreign import loader
+from lazygt.runtime.messages import Failure, Fetched
+from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.store import Failed, Value
+from lazygt.runtime.wire import Buffer
+from lazygt.runtime.worker import Worker
+
+#: Bytes of zeros that are made for one fetch, at most.
+MOST_ZEROS = 1 << 30
+
+
+class DryWorker(Worker):
+    """Takes plans and runs as every worker does, and calls no kernel.
+
+    Its values are meta tensors. It fails, with a RuntimeError, what can't be told without values:
+    the shape of a data-dependent result.
+    """
+
+    def _learn(self, definitions: Buffer) -> list[loader.Learnt]:
+        return loader.learn(definitions, None, self._takes_code)
+
+    def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
+        return [self.store.get(key) for key in ids]
+
+    def _isolated(
+        self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
+    ) -> Outcome:
+        plan = executor.plan
+        values = list(inputs)
+        for node in plan.graph.nodes:
+            values.extend(_stand_in(node, meta) for meta in node.results)
+        outputs = [values[number] for number in plan.graph.outputs]
+        returned = _answer(plan) if plan.asks else None
+        return Outcome(outputs, [], returned, [])
+
+    def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            if value.nbytes > MOST_ZEROS:
+                raise MemoryError(
+                    f"the script fetches a tensor of {value.nbytes} bytes; nothing is computed "
+                    f"here, and so many zeros are not made up"
+                )
+            value = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        return super()._send(value, buffers)
+
+
+def _stand_in(node: Node, meta: TensorMeta | None) -> Value:
+    if meta is None:
+        return Failed(Failure(-1, "RuntimeError", f"{node.op}: its result was not computed"))
+    if node.op == "lazygt.get_rng_state":  # nothing was drawn, and zeros are no state
+        state = torch.default_generator.get_state()
+        if state.numel() == meta.numel:
+            return state
+    return meta.empty("meta")
+
+
+def _answer(plan: Plan) -> Any:
+    """What the data-dependent last node of a plan returns: zeros, if they say it all."""
+    node = plan.steps.graph.nodes[-1]
+    known = op_facts(node)
+    if known is not None and not node.writes and set(known.outputs) == {"p"}:
+        kinds = [str(each.type) for each in known.func._schema.returns]
+        return tuple(False if kind == "bool" else 0 for kind in kinds)
+    detail = (
+        f"{title(node.op)}: the shape of its result depends on values, and nothing is computed "
+        f"here, so what comes after this line can't be known before the script really runs"
+    )
+    return Failed(Failure(len(plan.steps.graph.nodes) - 1, "RuntimeError", detail))

@@ -1,0 +1,285 @@
+"""Foreign ops as a worker runs them: learnt from the plans that name them.
+
+A worker takes plans from the owner of its session's channel only, the client that started it, and
+so nobody else's code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from lazygt.errors import CodeError, ProtocolError
+from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
+from lazygt.runtime.foreign.schema import Definition, decode
+from lazygt.runtime.wire import Buffer
+
+
+class Learnt:
+    """A foreign op as a worker runs it. A plan that names the op holds it."""
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        #: held, so that graphs may name it
+        self.op = _held(definition)
+        self._run: Callable[..., Any] | None = None
+        self._error: CodeError | None = None
+        _LEARNT[definition.name] = self
+
+    def load(self, device: torch.device) -> None:
+        """Import or unpickle it; a failure is for whoever runs it, so that no other op fails."""
+        if self._run is not None:
+            return
+        try:
+            _load(self.definition)
+            if self.definition.code:
+                made = cloudpickle.loads(self.definition.code).load()
+                self._run = made.on(device) if isinstance(made, Portable) else made
+            else:
+                self._run = _known(self.definition)
+        except BaseException as error:  # noqa: BLE001 - a module may even call sys.exit
+            self._error = _unavailable(self.definition, error)
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """What computes it.
+
+        Raises:
+            CodeError: naming op and module.
+        """
+        if self._run is None:
+            raise self._error or CodeError(self.definition.title, "", "its code was not loaded")
+        return _Kernel(self.op.facts, self._run)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A pickled callable, with the pickled ops that it may call, by name."""
+
+    main: bytes
+    inner: tuple[tuple[str, bytes], ...]
+
+    def load(self) -> Any:
+        """The callable; torch knows the ops then."""
+        for qualname, text in self.inner:
+            _define(qualname, text)
+        return cloudpickle.loads(self.main)
+
+
+@dataclass(frozen=True, slots=True)
+class InnerOp:
+    """An op that other code calls by its name.
+
+    Attributes:
+        schema: without the name.
+        kernels: type of device (None: any) -> what computes it there.
+        backward, context: as given to ``register_autograd``.
+    """
+
+    schema: str
+    kernels: dict[str | None, Callable[..., Any]]
+    backward: Callable[..., Any] | None
+    context: Callable[..., Any] | None
+
+
+class NamedOp:
+    """A torch op in pickled code: looked up when it is called."""
+
+    def __init__(self, qualname: str, which: str) -> None:
+        self._qualname, self._which = qualname.partition(".")[0], which
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        space, _, name = self._qualname.partition("::")
+        packet = getattr(getattr(torch.ops, space), name)
+        return (getattr(packet, self._which) if self._which else packet)(*args, **kwargs)
+
+
+def namespace(name: str) -> Any:
+    """``torch.ops.NAME`` in pickled code."""
+    return getattr(torch.ops, name)
+
+
+#: Ops that were defined here because other code calls them: what they were made of, and what torch
+#: forgets them without.
+_DEFINED: dict[str, tuple[bytes, Any]] = {}
+
+
+def _define(qualname: str, text: bytes) -> None:
+    """Have torch know an op by its name, as it is now; the client's own process knows it."""
+    made_of, _ = _DEFINED.get(qualname, (None, None))
+    if made_of == text or (made_of is None and _exists(qualname)):
+        return
+    op: InnerOp = cloudpickle.loads(text)
+    kernels = dict(op.kernels)
+    main = kernels.pop(None, None)
+    devices: Any = None if main is not None else list(kernels)
+    main = main or next(iter(kernels.values()))
+    mutated = [a.name for a in torch._C.parse_schema("f" + op.schema).arguments
+               if a.alias_info is not None and a.alias_info.is_write]  # fmt: skip
+    made = torch.library.custom_op(
+        qualname, main, mutates_args=mutated, device_types=devices, schema=op.schema
+    )
+    for device, kernel in kernels.items():
+        made.register_kernel(device, kernel)
+    if op.backward is not None:
+        made.register_autograd(op.backward, setup_context=op.context)
+    _DEFINED[qualname] = text, made
+
+
+def _exists(qualname: str) -> bool:
+    return qualname in torch._C._dispatch_get_all_op_names()
+
+
+class Portable:
+    """A pickled callable that has to be told where it runs."""
+
+    def on(self, device: torch.device) -> Callable[..., Any]:
+        """The callable on a worker's device."""
+        raise NotImplementedError
+
+
+#: The foreign ops of the plans that are kept, by name.
+_LEARNT: weakref.WeakValueDictionary[str, Learnt] = weakref.WeakValueDictionary()
+
+
+def learn(data: Buffer, device: torch.device | None, takes_code: bool) -> list[Learnt]:
+    """Take the definitions of a plan; whoever keeps the plan holds what is returned.
+
+    Args:
+        device: where they are to run; None: nothing is ever computed.
+        takes_code: False: pickled code is refused.
+
+    Raises:
+        ProtocolError: they are not of the schema, or code is not taken.
+    """
+    told = decode(data)
+    if not takes_code and any(each.code for each in told.ops):
+        raise ProtocolError("pickled code, which a session with ship_code=False does not send")
+    sys.path.extend(place for place in told.path if place not in sys.path)
+    found = [_LEARNT.get(each.name) or Learnt(each) for each in told.ops]
+    if device is not None:
+        for each in found:
+            each.load(device)
+    return found
+
+
+def learnt(name: str) -> Learnt:
+    """The foreign op of a plan that is kept; KeyError when there is none."""
+    return _LEARNT[name]
+
+
+def _held(definition: Definition) -> Foreign:
+    try:
+        found: Foreign = overload(definition.name)
+    except KeyError:
+        found = definition.op()
+        add_foreign(found)
+    return found
+
+
+#: Modules that could not be imported, and why: half of what they register is there already.
+_failed: dict[str, str] = {}
+
+
+def _load(definition: Definition) -> None:
+    for module in definition.modules:
+        if module not in _failed and module not in sys.modules:
+            try:
+                importlib.import_module(module)
+            except BaseException as error:  # noqa: BLE001 - a script may even call sys.exit
+                _failed[module] = f"{type(error).__name__}: {error}"
+        if module in _failed:
+            raise ImportError(f"importing {module} failed: {_failed[module]}", name=module)
+    for library in definition.libraries:
+        torch.ops.load_library(library)
+
+
+def _known(definition: Definition) -> Callable[..., Any]:
+    """The overload, now that what defines it is loaded."""
+    try:
+        found: Any = overload(definition.title)
+    except KeyError:
+        raise LookupError("no such op was defined by that") from None
+    return getattr(found, "_op", found)  # type: ignore[no-any-return]
+
+
+def _unavailable(definition: Definition, error: BaseException) -> CodeError:
+    where = ", ".join((*definition.modules, *definition.libraries))
+    return CodeError(definition.title, where, f"{type(error).__name__}: {error}")
+
+
+class _Kernel:
+    """Runs a foreign op, and sees to it that what it returns has memory of its own."""
+
+    def __init__(self, facts: OpFacts, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._fresh = [n for n, kind in enumerate(facts.outputs) if kind[0] == "f"]
+        self._single = len(facts.outputs) == 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self._run(*args, **kwargs)
+        if not self._fresh:
+            return returned
+        taken: set[int] = set()
+        _add_memory(args, taken)
+        _add_memory(tuple(kwargs.values()), taken)
+        if self._single:
+            return _owning(returned, taken)
+        items = list(returned)
+        for position in self._fresh:
+            items[position] = _owning(items[position], taken)
+        return tuple(items)
+
+
+def _add_memory(items: Any, taken: set[int]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            taken.add(_memory(item))
+        elif isinstance(item, (list, tuple)):
+            _add_memory(item, taken)
+
+
+def _owning(value: Any, taken: set[int]) -> Any:
+    """``value``, copied where it shares memory with what is taken already."""
+    if isinstance(value, (list, tuple)):
+        return [_owning(item, taken) for item in value]
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value
+    if value.requires_grad:
+        value = value.detach()
+    where = _memory(value)
+    if where in taken and value.numel():
+        value = value.clone()
+        where = _memory(value)
+    taken.add(where)
+    return value
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
+
+
+#: Options of ``triton.jit`` that kernels keep.
+OPTIONS = ("version", "do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+
+
+def jitted(fn: FunctionType, source: tuple[str, ...], first: int, options: dict[str, Any]) -> Any:
+    """The kernel of a function whose source stands in no file.
+
+    Args:
+        source: its lines, decorators included; ``first`` is the number of the first.
+    """
+    name = f"<triton kernel {fn.__module__}.{fn.__qualname__} {hash(source)}>"
+    lines = ["\n"] * (first - 1) + list(source)
+    linecache.cache[name] = sum(map(len, lines)), None, lines, name
+    fn.__code__ = fn.__code__.replace(co_filename=name)
+    return importlib.import_module("triton").jit(**options)(fn)

@@ -1,0 +1,156 @@
+"""What a launcher is given and what it gives back, and the boot configuration of a worker.
+
+The boot configuration holds the session's secrets, so it travels through an inherited pipe and
+never through the command line or the environment, which other users can read. The same pipe is
+the worker's lifeline: its end is the client's end.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.launch.channel import Address, Keys
+
+WORKER_FACTORY = "lazygt.runtime.worker:Worker"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How the ranks find each other.
+
+    Attributes:
+        backend: what they talk through, see ``runtime.backends``.
+        directory: where they meet; only their user can enter it.
+        timeout: seconds that one waits for others.
+        mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
+    """
+
+    backend: str
+    directory: str
+    timeout: float
+    mesh: str = ""
+
+    def door(self, rank: int) -> str:
+        """Where the socket lies at which other ranks find this one."""
+        return f"{self.directory}/door{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """All that a worker process is told at its start.
+
+    Attributes:
+        factory: ``module:attribute``; called with device, rank, world_size, upload and fetch, it
+            makes the object whose ``handle`` gets every message.
+        device: ``cpu`` or ``cuda:0``, in the worker's own numbering.
+        threads: torch threads of this worker.
+        client_pid: the process whose end is the worker's end.
+        token: the session's secret, as hex.
+        keys: CURVE keys of this worker, or None for a local channel.
+        upload, fetch: descriptors of the arenas' memfds, or None.
+        directory: the session's directory, removed when the client was killed.
+        group: how to join the group of workers, or None.
+        door: where the other ranks find this one, or None.
+        loads_torch: False for handlers that do without (tests), which start much faster.
+    """
+
+    factory: str
+    device: str
+    rank: int
+    world_size: int
+    threads: int
+    client_pid: int
+    token: str
+    data: Address
+    control: Address
+    keys: Keys | None
+    max_message: int
+    upload: int | None
+    fetch: int | None
+    directory: str
+    group: GroupSpec | None
+    door: Address | None
+    loads_torch: bool
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Boot:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ProtocolError: the text was cut short or made by another version.
+        """
+        try:
+            given = json.loads(text)
+            given["data"], given["control"] = Address(**given["data"]), Address(**given["control"])
+            given["keys"] = Keys(**given["keys"]) if given["keys"] else None
+            given["group"] = GroupSpec(**given["group"]) if given["group"] else None
+            given["door"] = Address(**given["door"]) if given["door"] else None
+            return cls(**given)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"the boot configuration cannot be read: {error}") from error
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the process must inherit."""
+        door = None if self.door is None else self.door.fd
+        others = tuple(fd for fd in (self.upload, self.fetch, door) if fd is not None)
+        return (self.data.fd, self.control.fd, *others)
+
+
+class Process(ABC):
+    """A started worker process, seen from the client."""
+
+    pid: int
+    pidfd: int
+    """Readable when the process has ended."""
+
+    @abstractmethod
+    def status(self) -> str | None:
+        """How it ended (``signal SIGKILL``, ``exit code 1``), or None while it runs."""
+
+    @abstractmethod
+    def processor_time(self) -> float:
+        """Seconds of processor time that it has used; always the same where nobody can tell."""
+
+    @abstractmethod
+    def stderr_tail(self) -> str:
+        """The end of what it wrote to standard output and error; a few KiB."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """Close the lifeline: a worker whose interpreter still runs exits at once."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it (SIGKILL), also when it is stopped."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end for at most so long; True if it has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the descriptors. Idempotent; the process must have ended."""
+
+
+class Launcher(ABC):
+    """Starts worker processes. `start` does not wait for them to be ready."""
+
+    @abstractmethod
+    def start(self, boot: Boot, environment: Mapping[str, str]) -> Process:
+        """Start one worker with these variables added to the environment.
+
+        Raises:
+            OSError: the process could not be started.
+        """

@@ -1,0 +1,91 @@
+"""Link: the client's way to its workers, whatever they are."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.ops import undispatched
+from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.wire import Buffer
+
+if TYPE_CHECKING:
+    from lazygt.runtime.shared_memory import Arena
+    from lazygt.runtime.worker import Worker
+
+
+class Link(Protocol):
+    """Messages to and from a set of workers."""
+
+    world_size: int
+    pids: tuple[int, ...]
+    upload: Arena | None
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """The arena in which a worker leaves large fetched values."""
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Send a message; does not wait for the worker."""
+
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        """The next message of any rank.
+
+        Args:
+            timeout: seconds to wait; None: until one comes.
+            beside: a descriptor that ends the wait, too, when it can be read.
+
+        Returns:
+            None when the wait has ended without one.
+
+        Raises:
+            WorkerDied: a worker process ended.
+            WorkerFrozen: a worker does not answer.
+        """
+
+    def close(self) -> None:
+        """End the workers; leaves nothing behind. May be called twice."""
+
+
+class InlineLink:
+    """A worker in the client's own process, behind the same interface."""
+
+    world_size = 1
+    upload: Arena | None = None
+
+    def __init__(self, worker: Worker) -> None:
+        self.pids: tuple[int, ...] = (os.getpid(),)
+        self._worker = worker
+        self._replies: deque[list[Buffer]] = deque()
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """None: values travel as buffers."""
+        return None
+
+    def send(self, rank: int, frames: Sequence[Buffer]) -> None:
+        """Run the message here and now, whatever op of the client's is being dispatched."""
+        with undispatched():
+            self._replies.extend(self._worker.handle(list(frames)))
+
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        """The next reply; None when there is none."""
+        if not self._replies:
+            if timeout is None:
+                raise LazyGTError("the inline worker owes no answer; please report this")
+            if beside is not None:
+                poller = select.poll()
+                poller.register(beside, select.POLLIN)
+                HOLD.wait(poller, timeout * 1000)
+            return None
+        return 0, [memoryview(frame) for frame in self._replies.popleft()]
+
+    def close(self) -> None:
+        """Drop the worker's values."""
+        self._worker.close()

@@ -1,0 +1,173 @@
+"""Worker processes on this machine, started with subprocess (never forked: torch has threads)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from lazygt.runtime.launch import procfs
+from lazygt.runtime.launch.base import Boot, Launcher, Process
+from lazygt.runtime.launch.working_directory import start_folder
+
+TAIL_BYTES = 8 << 10
+_REAP_SECONDS = 1.0
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+_lifelines: weakref.WeakSet[LocalProcess] = weakref.WeakSet()
+
+
+class LocalLauncher(Launcher):
+    """Starts ``python -m lazygt.runtime.launch.process`` on this machine."""
+
+    def start(self, boot: Boot, environment: Mapping[str, str]) -> Process:
+        with ExitStack() as undo:
+            lifeline_read, lifeline = os.pipe()
+            undo.callback(os.close, lifeline_read)
+            on_failure = undo.enter_context(ExitStack())
+            on_failure.callback(os.close, lifeline)
+            output = os.memfd_create("lazygt-stderr", os.MFD_CLOEXEC)
+            on_failure.callback(os.close, output)
+            # Appending: the worker cuts its own log when it gets long, and goes on at the end.
+            fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
+            popen = subprocess.Popen(
+                # -P: a file in the user's directory must not hide a module of the standard library
+                [sys.executable, "-P", "-m", "lazygt.runtime.launch.process", str(lifeline_read)],
+                env={**os.environ, **_environment(boot.threads), **environment},
+                pass_fds=(lifeline_read, *boot.descriptors),
+                cwd=start_folder(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Ctrl-C in the terminal is for the client alone.
+                start_new_session=True,
+            )
+            process = LocalProcess(popen, lifeline, output)
+            on_failure.pop_all()
+        process.send_boot(boot)
+        return process
+
+
+class LocalProcess(Process):
+    """A child of this process."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int, output: int) -> None:
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        self._popen = popen
+        self._lifeline = lifeline
+        self._output = output
+        _lifelines.add(self)
+
+    def send_boot(self, boot: Boot) -> None:
+        """Write the boot configuration; it fits into the pipe, so this does not wait."""
+        text = boot.to_bytes()
+        try:
+            os.write(self._lifeline, len(text).to_bytes(4, "little") + text)
+        except BrokenPipeError:
+            return  # it has died already: whoever waits for it hears so from the pidfd
+
+    def status(self) -> str | None:
+        code = self._popen.poll()
+        if code is None:
+            return None
+        return f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+
+    def processor_time(self) -> float:
+        return procfs.processor_time(self.pid)
+
+    def stderr_tail(self) -> str:
+        size = os.fstat(self._output).st_size
+        start = max(size - TAIL_BYTES, 0)
+        return os.pread(self._output, TAIL_BYTES, start).decode(errors="replace")
+
+    def hang_up(self) -> None:
+        lifeline, self._lifeline = self._lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def wait(self, seconds: float) -> bool:
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(max(seconds, 0) * 1000)) and self._popen.wait() is not None
+
+    def close(self) -> None:
+        self.hang_up()
+        with suppress(subprocess.TimeoutExpired):  # not even SIGKILL has ended it: the disk hangs
+            self._popen.wait(_REAP_SECONDS)
+        output, self._output = self._output, -1
+        if output >= 0:
+            os.close(output)
+            os.close(self.pidfd)
+
+
+def share_of_cores(world_size: int) -> int:
+    """Threads for each of ``world_size`` workers on this machine; at least 1."""
+    return max(len(os.sched_getaffinity(0)) // world_size, 1)
+
+
+def visible_gpu(rank: int, count: int) -> str:
+    """What CUDA_VISIBLE_DEVICES is to be for a rank on a machine of ``count`` visible GPUs.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    if count < 1:
+        raise ValueError("device='cuda', but torch sees no GPU; use device='cpu'")
+    listed = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    names = listed if listed != [""] else [str(index) for index in range(count)]
+    return names[rank % count]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    given = {
+        "LAZYGT_WORKER": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Threads that spin at a barrier collapse as soon as another process wants the core.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        # Results of each step take the memory of the last step's; given back to the kernel in
+        # between, as malloc does from 128 KiB on, every page would have to be faulted in again.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
+    return given | same_package()
+
+
+def same_package() -> dict[str, str]:
+    """The variable with which another Python process finds the same lazygt as this one."""
+    if str(_PACKAGE_ROOT) in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        return {}
+    inherited = os.environ.get("PYTHONPATH")  # run from a checkout
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), inherited)))}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _forget_lifelines() -> None:
+    """In a forked child (a DataLoader's worker): only the client itself holds lifelines."""
+    for process in list(_lifelines):
+        process.hang_up()
+
+
+os.register_at_fork(after_in_child=_forget_lifelines)

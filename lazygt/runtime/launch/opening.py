@@ -1,0 +1,79 @@
+"""Opening: the workers that a config asks for, behind their link."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from lazygt.config import Config
+from lazygt.graph.mesh import Mesh
+from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.launch.link import InlineLink, Link
+from lazygt.runtime.launch.working_directory import some_folder, start_folder
+
+
+def device_type(config: Config) -> str:
+    """The type of device that the workers compute on."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def open_link(config: Config, mesh: Mesh) -> Link:
+    """Start the workers of a mesh.
+
+    Raises:
+        WorkerDied, WorkerFrozen: one did not come up.
+    """
+    if start_folder() is not None:
+        _load_meanwhile()  # where meta kernels would load it later, it can't be
+    if config.launcher == "inline":
+        # why: only here does the client run plans itself
+        from lazygt.runtime.worker import Worker
+
+        worker = Worker(
+            device_type(config),
+            max_plans=config.max_plans,
+            max_plan_bytes=config.max_plan_bytes,
+            inline=True,
+            cache_dir=config.cache_dir,
+        )
+        return InlineLink(worker)
+    if config.launcher == "dry":
+        # why: few sessions are dry
+        from lazygt.runtime.executors.dry import DryWorker
+
+        dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
+        return InlineLink(dry)
+    # why: an inline session needs neither sockets nor processes
+    from lazygt.runtime.launch.process_link import ProcessLink
+    from lazygt.runtime.launch.worker_pool import LinkSpec
+
+    spec = LinkSpec(
+        world_size=config.workers,
+        mesh=str(mesh),
+        device=device_type(config),
+        threads=config.threads,
+        transport=config.transport,
+        frozen_after=config.frozen_after,
+        start_timeout=config.start_timeout,
+        max_message=config.max_message_bytes,
+        environment={
+            "LAZYGT_MAX_PLANS": str(config.max_plans),
+            "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
+            "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+            "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
+            "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
+        },
+    )
+    link = ProcessLink(spec)
+    _load_meanwhile()
+    return link
+
+
+def _load_meanwhile() -> None:
+    """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
+    with some_folder():
+        importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
+        importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python

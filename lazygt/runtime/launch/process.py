@@ -1,0 +1,213 @@
+"""The worker process: ``python -m lazygt.runtime.launch.process LIFELINE_FD``.
+
+Two threads. The main thread receives, lets the handler work, and replies. The control thread
+answers pings, so that a long computation is told apart from a stopped process, and ends the
+process when the client is gone. It needs the interpreter only for an instant, and torch gives that
+free inside its ops, so it works while the main thread is in a long kernel.
+
+How the client's end is noticed: by the end of the lifeline pipe, which only the client holds, and
+by the client's pidfd, in case a child that the client forked still holds the pipe.
+PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the worker ends, and a
+session opened in a thread may outlive that thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.launch import session_directory
+from lazygt.runtime.launch.base import Boot
+from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Frame, Server
+
+_LOG_LIMIT = 1 << 20
+_LOG_KEPT = 64 << 10
+_LOG_CHECK_MS = 500
+
+
+class MessageHandler(Protocol):
+    """What the boot configuration's factory makes."""
+
+    def handle(self, frames: list[Frame]) -> Sequence[Sequence[Frame]]:
+        """Do what a message asks and return the replies.
+
+        Raises:
+            ProtocolError: the message is malformed; its sender is dropped.
+        """
+
+
+def main() -> None:
+    """Run the worker until the client shuts it down or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    lifeline = int(sys.argv[1])
+    boot = read_boot(lifeline)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    token = bytes.fromhex(boot.token)
+    server = Server(context, boot.data, token, boot.keys, boot.max_message)
+    Control(context, boot, token, lifeline).start()
+    handler = build_handler(boot)
+    gc.freeze()  # torch's modules live as long as the process: no collection need walk them
+    serve(server, handler)
+    leave_group(boot)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the control thread holds a socket, and torch's own threads have nothing to save.
+    os._exit(0)
+
+
+def read_boot(fd: int) -> Boot:
+    """Read the boot configuration from the pipe: 4 bytes of length, then the text."""
+    length = int.from_bytes(_read_exactly(fd, 4), "little")
+    return Boot.from_bytes(_read_exactly(fd, length))
+
+
+def serve(server: Server, handler: MessageHandler) -> None:
+    """Receive, handle and reply, until the owner says SHUTDOWN."""
+    while True:
+        received = server.receive()
+        if received is None:
+            continue
+        kind, frames = received
+        if kind == SHUTDOWN:
+            return
+        try:
+            if kind != DATA:
+                raise ProtocolError(f"a message of unknown kind {kind!r}")
+            replies = handler.handle(list(frames))
+        except ProtocolError as error:
+            server.drop_owner(str(error))
+            continue
+        for reply in replies:
+            server.reply(DATA, reply)
+
+
+def build_handler(boot: Boot) -> MessageHandler:
+    """Import torch, begin to join the group, map the arenas, and call the factory."""
+    upload = fetch = None
+    if boot.loads_torch:
+        # why: torch takes a second to load, and the sockets must be there before that
+        import torch
+
+        from lazygt.runtime import shared_memory
+
+        # why: it imports torch
+        from lazygt.runtime.collectives import group
+
+        torch.set_num_threads(boot.threads)
+        if boot.group is not None and boot.door is not None:
+            group.join(boot.group, boot.rank, boot.world_size, boot.door.fd)
+        upload = None if boot.upload is None else shared_memory.Arena.attach(boot.upload)
+        fetch = None if boot.fetch is None else shared_memory.Arena.own(boot.fetch)
+    module, _, attribute = boot.factory.partition(":")
+    factory: Any = getattr(importlib.import_module(module), attribute)
+    handler: MessageHandler = factory(
+        device=boot.device,
+        rank=boot.rank,
+        world_size=boot.world_size,
+        upload=upload,
+        fetch=fetch,
+    )
+    return handler
+
+
+def leave_group(boot: Boot) -> None:
+    if boot.group is not None and boot.loads_torch:
+        # why: it imports torch, see build_handler
+        from lazygt.runtime.collectives import group
+
+        group.leave()
+
+
+class Control(threading.Thread):
+    """Answers pings, watches the client, and keeps the log short."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        boot: Boot,
+        token: bytes,
+        lifeline: int,
+    ) -> None:
+        super().__init__(name="lazygt-control", daemon=True)
+        self._boot = boot
+        self._lifeline = lifeline
+        self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
+
+    def run(self) -> None:
+        client = _watch_client(self._boot.client_pid)
+        if client is None:
+            self._end()
+            return
+        poller = zmq.Poller()
+        poller.register(self._server.socket, zmq.POLLIN)
+        poller.register(self._lifeline, select.POLLIN)
+        poller.register(client, select.POLLIN)
+        while True:
+            ready = dict(poller.poll(_LOG_CHECK_MS))
+            if self._lifeline in ready or client in ready:
+                self._end()
+            if self._server.socket in ready:
+                self._answer()
+            if not ready:
+                _shorten_log(2)
+
+    def _answer(self) -> None:
+        received = self._server.receive()
+        if received is None:
+            return
+        kind, frames = received
+        if kind == PING:
+            self._server.reply(PONG, frames)
+        else:
+            self._server.drop_owner(f"the control channel takes pings, not {kind!r}")
+
+    def _end(self) -> None:
+        # A client that closes removes its directory itself; one that was killed cannot.
+        session_directory.remove(Path(self._boot.directory))
+        os._exit(0)
+
+
+def _watch_client(pid: int) -> int | None:
+    """A pidfd of the client, or None if it has gone already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    # The number may have been given to another process since; a child knows its parent.
+    return fd if os.getppid() == pid else None
+
+
+def _shorten_log(fd: int) -> None:
+    """Keep the end of what was written to the log, once it is long."""
+    size = os.fstat(fd).st_size
+    if size > _LOG_LIMIT:
+        kept = os.pread(fd, _LOG_KEPT, size - _LOG_KEPT)
+        os.ftruncate(fd, 0)
+        os.write(fd, b"[...]\n" + kept)
+
+
+def _read_exactly(fd: int, length: int) -> bytes:
+    parts = b""
+    while len(parts) < length:
+        part = os.read(fd, length - len(parts))
+        if not part:
+            raise ProtocolError("the client went away before the boot configuration was complete")
+        parts += part
+    return parts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The client's link to its worker processes: their channels, deaths and silences together.
+
+Whatever waits, waits in one poll over all sockets and all processes, so a death is seen the moment
+it happens. Every message that has arrived is delivered before any error is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.runtime.launch import channel, supervise
+from lazygt.runtime.launch.base import Launcher
+from lazygt.runtime.launch.channel import Frame
+from lazygt.runtime.launch.local import LocalLauncher
+from lazygt.runtime.launch.worker_pool import Crew, LinkSpec
+from lazygt.runtime.shared_memory import Arena
+
+_WORK_SECONDS = 0.05
+"""Of processor time: more than threads use that only ask for the interpreter again and again."""
+
+
+class ProcessLink:
+    """Worker processes and the way to them; the session's `Link`.
+
+    `send` may be called from any thread. `receive` is for one thread at a time; a second one waits
+    for the first. Start does not wait for the workers: what is sent meanwhile is kept for them.
+
+    Raises:
+        ValueError: ``device="cuda"`` and there is no GPU, or an unknown transport.
+        OSError: there are too few descriptors or processes left, or one could not be started.
+    """
+
+    def __init__(self, spec: LinkSpec | None = None, launcher: Launcher | None = None) -> None:
+        spec = spec or LinkSpec()
+        self._crew = crew = Crew()
+        # Registered before the first process starts: whatever happens, nothing stays behind.
+        self._finalizer = weakref.finalize(self, _abandon, crew, os.getpid())
+        try:
+            crew.start(spec, launcher or LocalLauncher())
+        except BaseException:
+            self._finalizer()
+            raise
+        self.world_size = spec.world_size
+        self.pids = tuple(worker.process.pid for worker in crew.workers)
+        self.upload = crew.upload
+        # Reentrant, for a signal handler that closes the session in the middle of a `receive`.
+        self._receiving = threading.RLock()
+        self._watch = supervise.Watch(
+            spec.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
+        )
+        self._deaths: dict[int, tuple[str, str]] = {}
+        self._errors: deque[LazyGTError] = deque()
+        #: rank -> why it listens to us no more
+        self._refused: dict[int, str] = {}
+        #: rank -> processor time at its ping, or when it was last seen to work
+        self._used: dict[int, float] = {}
+        self._turn = 0
+        self._closed = False
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """The client's mapping of the arena that a worker owns, or None without shared memory."""
+        return self._crew.workers[rank].fetch
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Queue a message for a worker. Does not wait; the frames are copied.
+
+        Raises:
+            WorkerDied: the worker is known to have died.
+            ProtocolError: it has refused what it was sent before.
+            ValueError: the message is longer than the limit.
+            LazyGTError: the link is closed.
+        """
+        self._check_open()
+        if rank in self._deaths:
+            raise self._died(rank)
+        if rank in self._refused:
+            raise self._refusal(rank)
+        if self._crew.workers[rank].data.send(channel.DATA, frames):
+            self._crew.wake()
+
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        """The next message of any rank, as ``(rank, frames)``.
+
+        Args:
+            timeout: seconds to wait; 0 only looks, None waits for ever.
+            beside: a descriptor that ends the wait, too, when it can be read.
+
+        Returns:
+            None when the wait has ended without one. Messages that have arrived come before any
+            error.
+
+        Raises:
+            WorkerDied: at once when a worker dies; again whenever a wait would otherwise end with
+                nothing or last for ever, since that worker's answer will not come.
+            WorkerFrozen: a worker has given no sign of life for the deadline.
+            ProtocolError: a worker refused what it was sent; again as for a worker that has died.
+            LazyGTError: the link is closed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._receiving:
+            while True:
+                self._check_open()
+                message = self._next()
+                if message is not None:
+                    return message
+                if not self._wait(until, beside):
+                    return None
+
+    def close(self) -> None:
+        """End the workers and remove all that belongs to them. Idempotent; takes seconds at most.
+
+        First a shutdown message, then SIGTERM, then SIGKILL, each with a bounded wait.
+        """
+        self._closed = True
+        if not self._finalizer.alive:
+            return
+        self._crew.wake()
+        with self._receiving:
+            ranks = range(self.world_size)
+            stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
+            started = {rank for rank in ranks if self._watch.is_started(rank)}
+            orderly = started - stuck - set(self._refused)  # these do not listen any more
+            self._crew.end(orderly, stuck)
+            self._finalizer()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LazyGTError("the link to the workers is closed")
+
+    def _died(self, rank: int) -> WorkerDied:
+        return WorkerDied(rank, self.pids[rank], *self._deaths[rank])
+
+    def _next(self) -> tuple[int, list[memoryview]] | None:
+        """The next message that has arrived, taking turns between the ranks."""
+        workers = self._crew.workers
+        for step in range(len(workers)):
+            rank = (self._turn + step) % len(workers)
+            worker = workers[rank]
+            while worker.inbox or worker.data.take(worker.inbox):
+                frames = self._open(rank, worker.inbox.popleft())
+                if frames is not None:
+                    self._turn = rank + 1
+                    return rank, frames
+        return None
+
+    def _open(self, rank: int, message: bytes) -> list[memoryview] | None:
+        """The frames of a message for the session; None for one of our own."""
+        kind, frames = channel.unpack(message)
+        now = time.monotonic()
+        if kind == channel.WELCOME:
+            self._watch.handle(supervise.Welcomed(rank), now)
+            return None
+        self._watch.handle(supervise.Heard(rank), now)
+        if kind == channel.DATA:
+            return frames
+        text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
+        self._refused[rank] = text
+        raise self._refusal(rank)
+
+    def _refusal(self, rank: int) -> ProtocolError:
+        return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
+
+    def _wait(self, until: float | None, beside: int | None) -> bool:
+        """Wait until something happens; False when it is not to go on. Nothing has arrived yet."""
+        self._take_pongs()
+        now = time.monotonic()
+        self._look_for_work(now)
+        self._follow(self._watch.handle(supervise.Tick(), now))
+        if self._errors:
+            raise self._errors.popleft()
+        left = None if until is None else until - now
+        if left is None or left <= 0:
+            self._raise_if_lost()
+        seconds = self._watch.seconds_to_next(now)
+        if left is not None:
+            seconds = min(seconds, max(left, 0))
+        ready, ended = self._crew.poll(seconds, beside)
+        for rank in ended:
+            self._bury(rank)
+        if beside in ready:
+            return False
+        return bool(ready) or left is None or left > 0
+
+    def _raise_if_lost(self) -> None:
+        """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
+        if self._deaths:
+            raise self._died(min(self._deaths))
+        if self._refused:
+            raise self._refusal(min(self._refused))
+
+    def _look_for_work(self, now: float) -> None:
+        """A worker that does not answer and works is busy."""
+        for rank in self._watch.asked:
+            used = self._crew.workers[rank].process.processor_time()
+            if used - self._used[rank] >= _WORK_SECONDS:
+                self._used[rank] = used
+                self._watch.handle(supervise.Worked(rank), now)
+
+    def _take_pongs(self) -> None:
+        for rank, worker in enumerate(self._crew.workers):
+            while worker.control.take(worker.pongs):
+                worker.pongs.clear()
+                self._watch.handle(supervise.Heard(rank), time.monotonic())
+
+    def _bury(self, rank: int) -> None:
+        self._deaths[rank] = self._crew.bury(rank)
+        self._follow(self._watch.handle(supervise.Ended(rank), time.monotonic()))
+
+    def _follow(self, instructions: Sequence[supervise.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case supervise.Ping(rank):
+                    worker = self._crew.workers[rank]
+                    self._used[rank] = worker.process.processor_time()
+                    worker.control.send(channel.PING)
+                case supervise.ReportDied(rank):
+                    self._errors.append(self._died(rank))
+                case supervise.ReportFrozen(rank, deadline):
+                    self._errors.append(WorkerFrozen(rank, self.pids[rank], deadline))
+
+
+def _abandon(crew: Crew, owner: int) -> None:
+    """The net under `ProcessLink.close`, for a link that was dropped or forgotten."""
+    if os.getpid() != owner:
+        return  # a child that the client forked: the workers are not its own
+    crew.end(orderly=(), stuck=range(len(crew.workers)))
+    crew.close()

@@ -1,0 +1,290 @@
+"""A session's worker processes: what they are to be, how each is told, and all that must be given
+back when they have ended.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import time
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import zmq
+
+from lazygt.runtime.collectives.backends import backend_for, why_host
+from lazygt.runtime.launch import channel
+from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec, Launcher, Process
+from lazygt.runtime.launch.channel import Address, Client, Keys, new_token
+from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.limits import check_room
+from lazygt.runtime.launch.local import share_of_cores, visible_gpu
+from lazygt.runtime.launch.procfs import Killings
+from lazygt.runtime.launch.session_directory import SessionDirectory
+from lazygt.runtime.shared_memory import Arena, create_memory
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """What a session's workers are to be.
+
+    Attributes:
+        world_size: number of worker processes.
+        device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
+        threads: torch threads a worker; None for a fair share of the cores.
+        transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
+        factory: ``module:attribute`` that makes a worker's message handler.
+        frozen_after: seconds without a sign of life until WorkerFrozen.
+        start_timeout: the same for a worker that is still starting.
+        max_message: bytes of the longest message either way.
+        arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
+        group_timeout: seconds a collective waits for the other ranks.
+        mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
+        environment: variables added to the workers' environment.
+        loads_torch: False for handlers that do without torch.
+    """
+
+    world_size: int = 1
+    device: str = "cpu"
+    threads: int | None = None
+    transport: str = "ipc"
+    factory: str = WORKER_FACTORY
+    frozen_after: float = 5.0
+    start_timeout: float = 120.0
+    max_message: int = channel.MAX_MESSAGE_BYTES
+    arena_bytes: int = 64 << 20
+    group_timeout: float = 300.0
+    mesh: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loads_torch: bool = True
+
+    @property
+    def threads_a_worker(self) -> int:
+        """torch threads of each worker."""
+        return self.threads or share_of_cores(self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """What the workers of one session have in common at their start."""
+
+    spec: LinkSpec
+    directory: Path
+    token: bytes
+
+    def boot(self, rank: int, upload: Arena | None, fetch: Arena | None, ours: ExitStack) -> Boot:
+        """A worker's boot configuration; ``ours`` closes our copies of its listening sockets."""
+        spec = self.spec
+        keys = None if spec.transport == "ipc" else Keys.generate()
+        addresses = []
+        for name in ("data", "control"):
+            address = self._listen(f"{name}{rank}", keys)
+            ours.callback(os.close, address.fd)
+            addresses.append(address)
+        door = None
+        if spec.world_size > 1:
+            door = channel.listen_local(self.directory / f"door{rank}")
+            ours.callback(os.close, door.fd)
+        return Boot(
+            factory=spec.factory,
+            device="cuda:0" if spec.device == "cuda" else spec.device,
+            rank=rank,
+            world_size=spec.world_size,
+            threads=spec.threads_a_worker,
+            client_pid=os.getpid(),
+            token=self.token.hex(),
+            data=addresses[0],
+            control=addresses[1],
+            keys=keys,
+            max_message=spec.max_message,
+            upload=upload.fd if upload else None,
+            fetch=fetch.fd if fetch else None,
+            directory=str(self.directory),
+            group=self._group(),
+            door=door,
+            loads_torch=spec.loads_torch,
+        )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables of one worker, its GPU among them."""
+        given = dict(self.spec.environment)
+        if self.spec.device == "cuda":
+            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, torch.cuda.device_count())
+            # All ranks are on this host: what NCCL listens on for their first meeting is not to be
+            # reached from others. Who connects there must know a number that the ranks share.
+            given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))
+        return given
+
+    def _listen(self, name: str, keys: Keys | None) -> Address:
+        if keys is None:
+            return channel.listen_local(self.directory / name)
+        scheme, _, host = self.spec.transport.partition("://")
+        if scheme != "tcp":
+            raise ValueError(f"transport {self.spec.transport!r}: expected 'ipc' or 'tcp://HOST'")
+        return channel.listen_tcp(host or "127.0.0.1", keys)
+
+    def _group(self) -> GroupSpec | None:
+        if self.spec.world_size == 1:
+            return None
+        gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
+        backend = backend_for(self.spec.device, self.spec.world_size, gpus)
+        if slow := why_host(self.spec.device, self.spec.world_size, gpus):
+            warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
+        return GroupSpec(backend, str(self.directory), self.spec.group_timeout, self.spec.mesh)
+
+
+_ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its group
+_TERMINATE_SECONDS = 1.0
+_KILL_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """One worker as the client sees it."""
+
+    process: Process
+    data: Client
+    control: Client
+    fetch: Arena | None
+    inbox: deque[bytes] = field(default_factory=deque)
+    pongs: deque[bytes] = field(default_factory=deque)
+
+
+class Crew:
+    """All that must be given back: processes, sockets, arenas, the directory. No decisions."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerProcess] = []
+        self.upload: Arena | None = None
+        self._stack = ExitStack()
+        self._poller = select.poll()
+        self._pidfds: dict[int, int] = {}
+        self._wake = -1
+        self._killings = Killings()
+
+    def start(self, spec: LinkSpec, launcher: Launcher) -> None:
+        """Start the workers, without waiting for them.
+
+        Raises:
+            OSError: there are too few descriptors, processes or threads; or one can't be started.
+        """
+        check_room(spec.world_size, spec.threads_a_worker)
+        directory = SessionDirectory()
+        self._stack.callback(directory.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stack.callback(context.destroy, 0)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stack.callback(self._close_wake)
+        self._poller.register(self._wake, select.POLLIN)
+        if spec.arena_bytes:
+            self.upload = Arena.create(spec.arena_bytes)
+            self._stack.callback(self.upload.close)
+        plan = StartPlan(spec, directory.path, new_token())
+        for rank in range(spec.world_size):
+            self._start_worker(plan, rank, context, launcher)
+
+    def _start_worker(
+        self,
+        plan: StartPlan,
+        rank: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        launcher: Launcher,
+    ) -> None:
+        fetch = None
+        if plan.spec.arena_bytes:
+            fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
+            self._stack.callback(fetch.close)
+        with ExitStack() as ours:
+            boot = plan.boot(rank, self.upload, fetch, ours)
+            process = launcher.start(boot, plan.environment(rank))
+            self._stack.callback(process.close)
+            # From here on `end` knows the process, whatever happens below.
+            data = self._connect(context, boot, boot.data)
+            control = self._connect(context, boot, boot.control)
+            self.workers.append(WorkerProcess(process, data, control, fetch))
+        self._pidfds[process.pidfd] = rank
+        self._poller.register(process.pidfd, select.POLLIN)
+
+    def _connect(
+        self, context: zmq.Context[zmq.Socket[bytes]], boot: Boot, address: Address
+    ) -> Client:
+        key = boot.keys.public if boot.keys else None
+        token = bytes.fromhex(boot.token)
+        client = Client(context, address.endpoint, token, key, boot.max_message)
+        self._stack.callback(client.close)
+        self._poller.register(client.fd, select.POLLIN)
+        return client
+
+    def wake(self) -> None:
+        """Make a `poll` in another thread return."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def poll(self, seconds: float, beside: int | None) -> tuple[set[int], list[int]]:
+        """Wait for anything at all, also for another descriptor.
+
+        Returns:
+            The descriptors that can be read, and the ranks whose process has ended.
+        """
+        if beside is not None:
+            self._poller.register(beside, select.POLLIN)
+        try:
+            ready = {fd for fd, _ in HOLD.wait(self._poller, math.ceil(seconds * 1000))}
+        finally:
+            if beside is not None:
+                self._poller.unregister(beside)
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return ready, [self._pidfds[fd] for fd in ready if fd in self._pidfds]
+
+    def bury(self, rank: int) -> tuple[str, str]:
+        """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
+        worker = self.workers[rank]
+        self._poller.unregister(worker.process.pidfd)
+        # Its last messages may still be on their way through ZMQ's own thread.
+        select.select([worker.data.fd], [], [], _LAST_WORDS_SECONDS)
+        while worker.data.take(worker.inbox):
+            continue
+        worker.data.disconnect()
+        worker.control.disconnect()
+        stderr = worker.process.stderr_tail()
+        return self._killings.explained(worker.process.status() or "unknown", stderr), stderr
+
+    def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
+        """End all processes: some in good order, the stuck ones at once, the rest by hanging up."""
+        for rank, worker in enumerate(self.workers):
+            if rank in stuck:
+                worker.process.kill()
+            elif rank in orderly:
+                worker.data.send(channel.SHUTDOWN)
+            else:
+                worker.process.hang_up()
+        living = _wait_for([worker.process for worker in self.workers], _ORDERLY_SECONDS)
+        for process in living:
+            process.hang_up()
+            process.terminate()
+        living = _wait_for(living, _TERMINATE_SECONDS)
+        for process in living:
+            process.kill()
+        _wait_for(living, _KILL_SECONDS)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        self._stack.close()
+
+    def _close_wake(self) -> None:
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+
+def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:
+    """Wait so long in all; those that still run."""
+    until = time.monotonic() + seconds
+    return [process for process in processes if not process.wait(until - time.monotonic())]

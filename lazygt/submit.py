@@ -1,0 +1,229 @@
+"""Shipping: from a recorded trace to a run on the workers, and back to what was asked of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from lazygt.config import Config
+from lazygt.errors import ProtocolError, exception_class
+from lazygt.graph.mesh import VirtualMesh
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.regions import sent
+from lazygt.graph.source import CallSite
+from lazygt.history import Flush, History
+from lazygt.planner import Kept, Planner
+from lazygt.record.provenance import Provenance
+from lazygt.record.recorder import Recorder
+from lazygt.record.relaid import learn
+from lazygt.record.tensor import Storage
+from lazygt.record.trace import Trace
+from lazygt.runtime.client import Client
+from lazygt.runtime.compiling.tiers import Tiers
+from lazygt.runtime.messages import Made, Plain, Several
+from lazygt.runtime.values import Answer, Regions, RemoteValue
+
+#: What torch's own ops raise: a call that waits for its op raises no other class.
+_TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
+                                NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
+
+
+class Reply(NamedTuple):
+    """What a data-dependent op returned and wrote."""
+
+    returned: list[Any]
+    written: list[tuple[TensorMeta, RemoteValue]]
+
+
+class Shipping:
+    """Ships one trace after another.
+
+    Args:
+        mesh: the ranks that plans are made for, on the workers there are.
+        history: gets the flushes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: VirtualMesh,
+        recorder: Recorder,
+        client: Client,
+        planner: Planner,
+        tiers: Tiers,
+        history: History,
+    ) -> None:
+        self._mesh, self._recorder, self._client = mesh, recorder, client
+        self._planner, self._tiers, self._history = planner, tiers, history
+        #: one worker stands for all
+        self._dry = config.launcher == "dry"
+        #: a value may have several blocks on a worker
+        self._in_blocks = bool(config.invariant)
+
+    def ship(
+        self,
+        trace: Trace,
+        reason: str,
+        call_site: CallSite | None,
+        fetch: Storage | None,
+        ask: bool,
+    ) -> Any:
+        """See ``Session.ship``.
+
+        Args:
+            call_site: the user's line that forces it.
+        """
+        storages, outputs = trace.alive()
+        if not trace.call_sites and fetch is None and self._client.idle:
+            return None
+        self._history.flushes[reason.split(":")[0]] += 1
+        hits = self._history.plan_hits
+        kept = self._planner.plan_of(trace, outputs, reason) if trace.call_sites else None
+        hit = self._history.plan_hits > hits
+        seq, values, provenance, regions = self._run(trace, kept, reason, fetch)
+        digest = None if kept is None else kept.entry.plan.digest
+        self._history.recent.append(
+            Flush(reason, call_site, len(trace.call_sites), digest, hit, seq)
+        )
+        if kept is not None:
+            self._tiers.ran(kept.entry)
+            self._rebind(kept, outputs, storages, values, trace.call_sites)
+        del values
+        answer: Any = None
+        if fetch is not None:
+            answer = self._fetched(seq, fetch, regions)
+        elif ask:
+            answer = self._asked(seq, provenance)
+        else:
+            self._client.hold_back()
+        if self._client.relaid:
+            learn(self._recorder, self._client)
+        return answer
+
+    def _run(
+        self, trace: Trace, kept: Kept | None, reason: str, fetch: Storage | None
+    ) -> tuple[int, list[RemoteValue], Provenance, Regions | None]:
+        """Send the run of a trace and begin a new one; does not wait.
+
+        Returns:
+            The number of the run, its outputs, what its steps are, and where the blocks of the
+            fetched value lie.
+        """
+        entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
+        inputs = [remote.id for _, remote in trace.inputs]
+        if self._in_blocks:
+            inputs = [key for _, remote in trace.inputs for key in remote.ids]
+        wanted, regions = self._wanted(fetch, trace, kept)
+        self._recorder.next_trace()
+        _let_go_of_inputs(trace)
+        provenance = Provenance(
+            trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
+        )
+        seq, values = self._client.run(
+            entry, inputs, tuple(trace.params), wanted, provenance, reason, regions or (0,)
+        )
+        return seq, values, provenance, regions
+
+    def _wanted(
+        self, fetch: Storage | None, trace: Trace, kept: Kept | None
+    ) -> tuple[tuple[int, ...], Regions | None]:
+        """The ids that the fetched storage's blocks will have, and which ranks have what of it.
+
+        No regions: rank 0 has all of it.
+        """
+        if fetch is None:
+            return (), None
+        if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
+            keys, sharding = fetch.remote.ids, fetch.remote.sharding
+        else:
+            assert kept is not None
+            position = kept.positions[fetch.index]
+            keys = tuple([self._client.next_output(slot) for slot in kept.slots[position]])
+            sharding = kept.sharding[position]
+        if sharding is None or self._dry:
+            return keys[:1], None
+        return keys, sent(self._mesh, sharding.placements, fetch.meta.shape)
+
+    def _rebind(
+        self,
+        kept: Kept,
+        outputs: tuple[int, ...],
+        storages: list[Storage],
+        values: list[RemoteValue],
+        call_sites: list[CallSite | None],
+    ) -> None:
+        """The handles show the outputs of the run from here on."""
+        if self._in_blocks:
+            values = kept.grouped(values)
+        for storage, index in zip(storages, outputs, strict=True):
+            position = kept.positions[index]
+            storage.remote = value = values[position]
+            value.sharding = kept.sharding[position]
+            value.call_site = call_sites[kept.makers[position]] or self._recorder.backward_call_site
+            storage.serial = 0
+
+    # -- what comes back -----------------------------------------------------------------
+
+    def _wait(self, seq: int) -> dict[int, Answer]:
+        """The answers to a run, of the ranks that were asked."""
+        begin = time.monotonic_ns()
+        answers = self._client.wait(seq)
+        if self._history.probe is not None:
+            self._history.probe.did("wait for the answer", begin, {"run": seq})
+        return answers
+
+    def _fetched(self, seq: int, storage: Storage, regions: Regions | None) -> torch.Tensor:
+        value = self._client.fetched(self._wait(seq), storage.meta, regions)
+        self._client.raise_failure()
+        if self._dry and value.shape != storage.meta.shape:
+            return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
+        return value
+
+    def _asked(self, seq: int, provenance: Provenance) -> Reply:
+        """The reply to a run whose last op is data-dependent.
+
+        Raises:
+            ExecutionError: an earlier op had failed.
+            Exception: torch's own, when this one did.
+        """
+        done, _ = self._wait(seq)[0]
+        reply = done.reply
+        if reply is None:
+            raise ProtocolError("worker 0 did not say what a data-dependent op returned")
+        failure = reply.failure
+        if failure is not None:
+            eager = exception_class(failure.kind)
+            earlier = failure.seq != seq or not provenance.is_last(failure.node)
+            if earlier or eager is None or eager not in _TORCHS_OWN:
+                self._client.raise_for(0, failure)
+            self._client.drop_failure(0, failure)
+            raise eager(failure.detail)
+        self._client.raise_failure()
+        call_site = provenance.call_sites[-1]
+        returned = [self._received(item, call_site) for item in reply.returned]
+        return Reply(returned, [self._adopted(made, call_site) for made in reply.written])
+
+    def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
+        match item:
+            case Several():
+                return [self._received(one, call_site) for one in item.items]
+            case Plain():
+                return item.value
+            case Made():
+                return self._adopted(item, call_site)
+
+    def _adopted(self, made: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
+        value = self._client.adopt(made.id)
+        value.call_site = call_site
+        return made.meta, value
+
+
+def _let_go_of_inputs(trace: Trace) -> None:
+    """The trace is over: an input that nobody else holds is freed with its run."""
+    held, trace.inputs = trace.inputs, []
+    for storage, _ in held:
+        entered = storage()
+        if entered is not None and entered.serial == trace.serial and entered.index < 0:
+            entered.serial = 0

@@ -1,0 +1,96 @@
+"""Which pattern of a plan counts for a parameter, and what a style lays whenever its module is
+called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import lazygt
+from lazygt.parallel.styles import Style
+from tests.sharding.counting import GPT
+
+WORDS, DIM = 20, 32
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+@pytest.fixture
+def session() -> Iterator[lazygt.Session]:
+    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}) as s:
+        yield s
+
+
+def test_what_is_said_of_a_parameter_counts_before_a_style_that_does_not_name_it(
+    session: lazygt.Session,
+) -> None:
+    norm = nn.LayerNorm(8)
+    plan = {"": lazygt.sequence_parallel(), "weight": {"model": S0}}
+    lazygt.parallelize(norm, plan)
+    assert norm.weight.placements == (R, S0)
+    assert norm.bias.placements == (R, R)
+
+
+def test_the_first_pattern_that_names_a_parameter_counts(session: lazygt.Session) -> None:
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+    lazygt.parallelize(first, {"weight": [S0, R], "": lazygt.column_parallel()})
+    assert (first.weight.placements, first.bias.placements) == ((S0, R), (R, S0))
+    second.gain = nn.Parameter(torch.ones(4))
+    lazygt.parallelize(second, {"": lazygt.column_parallel(), "*": [S0, R]})
+    assert (second.weight.placements, second.bias.placements) == ((R, S0), (R, S0))
+    assert second.gain.placements == (S0, R)
+
+
+def test_what_the_names_of_a_tied_parameter_say_is_said_together(session: lazygt.Session) -> None:
+    model = GPT(WORDS, DIM, 0, tied=True)
+    column = lazygt.column_parallel()
+    lazygt.parallelize(model, {"head": column, "tokens.weight": {"data": S1}})
+    assert model.tokens.weight.placements == (S1, S0)
+    refused = (
+        r"'tokens.weight' and 'head.weight' are one tensor, but on axis 'model' of the mesh "
+        r"data=2,model=2 the plan says Replicate\(\) of the first and Shard\(dim=0\) of the second"
+    )
+    with pytest.raises(ValueError, match=refused):
+        lazygt.parallelize(model, {"head": column, "tokens.weight": [R, R]})
+    assert model.tokens.weight.placements == (S1, S0)
+
+
+def test_a_pattern_with_a_slip_gets_the_nearest_names(session: lazygt.Session) -> None:
+    model = GPT(WORDS, DIM, 3)
+    with pytest.raises(
+        ValueError, match=r"no parameter fits .*: blocks\.\d\.attn\.qkv\."
+    ) as caught:
+        lazygt.parallelize(model, {"blocks.*.atn.qkv.weight": {"model": S0}})
+    assert str(caught.value).count("blocks.") < sum(1 for _ in model.parameters()) / 2
+    with pytest.raises(ValueError, match=r"no module fits 'blocks.*.mpl.0'; .*: blocks.2.mlp.0,"):
+        lazygt.parallelize(model, {"blocks.*.mpl.0": lazygt.column_parallel()})
+
+
+class Pair(NamedTuple):
+    """What a module may return."""
+
+    name: str
+    hidden: torch.Tensor
+
+
+class Named(nn.Module):
+    """Takes its input by name, and notes how that lies."""
+
+    def forward(self, scale: float, hidden: torch.Tensor) -> Pair:
+        self.seen = hidden.placements
+        return Pair("tanh", hidden.tanh() * scale)
+
+
+def test_arguments_by_name_are_laid_and_what_is_returned_keeps_its_type(
+    session: lazygt.Session,
+) -> None:
+    module = Named()
+    lazygt.parallelize(module, {"": Style("model", {}, (None, S1), S0)})
+    for made in (module(scale=2.0, hidden=torch.ones(4, 4)), module(2.0, torch.ones(4, 4))):
+        assert module.seen == (R, S1)
+        assert made.name == "tanh"
+        assert made.hidden.placements == (R, S0)

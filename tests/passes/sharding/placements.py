@@ -1,0 +1,90 @@
+"""What the tests of placements share: the collectives that a choice of placements leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lazygt.graph import Graph
+from lazygt.graph.node import Node
+from lazygt.graph.placement import Placement, Replicate
+from lazygt.passes.sharding.annotations import Annotation
+from lazygt.passes.sharding.cost import (
+    GPU,
+    Machine,
+    reshard_kind,
+    reshard_seconds,
+)
+from lazygt.passes.sharding.problem import Question, build_problem
+from lazygt.passes.sharding.rules import strategies_of
+from lazygt.passes.sharding.rules.base import Strategy
+from lazygt.passes.sharding.solver import Solution
+
+R = Replicate()
+Annotations = Mapping[int, Annotation]
+
+#: A byte sent takes as long as a byte read, a collective nothing besides.
+PLAIN = Machine(flops=1e3, memory_bandwidth=1.0, link_bandwidth=1.0, link_latency=0.0, launch=0.0)
+
+
+def question_of(
+    graph: Graph,
+    annotations: Annotations | None = None,
+    parts: int = 4,
+    machine: Machine = GPU,
+    outputs: Sequence[Sequence[Placement] | None] = (),
+    explore: bool = False,
+) -> Question:
+    metas = graph.values
+
+    def rows(node: Node) -> Sequence[Strategy]:
+        return strategies_of(node, metas, parts)
+
+    return build_problem(graph, rows, parts, machine, annotations, outputs, explore)
+
+
+def collectives(
+    graph: Graph,
+    question: Question,
+    solution: Solution,
+    annotations: Annotations | None = None,
+    outputs: Sequence[Sequence[Placement] | None] = (),
+) -> list[tuple[str, int]]:
+    """(kind, the value's bytes) of what is sent, each placement of a value made once."""
+    annotations, kept = annotations or {}, question.placements(solution)
+    rows = question.rows(solution)
+    made: dict[int, Placement] = {}
+    for value in range(len(graph.inputs)):
+        known = annotations.get(value, Annotation(R))
+        made[value] = kept[value][0] if known.kind == "free" and value in kept else known.placement
+    needs: dict[int, list[Placement]] = {
+        value: list(placements) for value, placements in kept.items()
+    }
+    for (node, results), row in zip(graph.numbered(), rows, strict=True):
+        made.update(zip(results, row.outputs, strict=True))
+        for value, placement in zip(node.refs(), row.inputs, strict=True):
+            needs.setdefault(value, []).append(placement)
+    for value, allowed in zip(graph.outputs, outputs, strict=False):
+        have = {made[value], *needs.get(value, [])}
+        if allowed and have.isdisjoint(allowed):
+            needs.setdefault(value, []).append(allowed[0])
+    return sent(graph, made, needs) + [(c.kind, c.nbytes) for row in rows for c in row.comm]
+
+
+def sent(
+    graph: Graph, made: Mapping[int, Placement], needs: Mapping[int, Sequence[Placement]]
+) -> list[tuple[str, int]]:
+    found = []
+    for value, placements in sorted(needs.items()):
+        meta = graph.values[value]
+        nbytes = 0 if meta is None else meta.nbytes
+        have = [made[value]]
+        for placement in placements:
+            if placement in have:
+                continue
+            source = min(have, key=lambda h: reshard_seconds(GPU, h, placement, nbytes, 4))
+            kind = reshard_kind(source, placement)
+            assert kind is not None, f"%{value}: no way from {source} to {placement}"
+            have.append(placement)
+            if kind:
+                found.append((kind, nbytes))
+    return found

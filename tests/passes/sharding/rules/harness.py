@@ -1,0 +1,195 @@
+"""Every strategy of an op against eager torch: blocks in, local programs in lockstep, results put
+together as the placements say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node, Ref
+from lazygt.graph.ops import OPAQUE_RESULTS
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Shard,
+    StridedShard,
+)
+from lazygt.graph.verify import verify
+from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.rules import Collective, Strategy, strategies_of
+from lazygt.passes.sharding.rules.base import lower_strategy
+from lazygt.passes.sharding.rules.strided import strided_strategies
+from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
+from tests.passes.sharding.rules.lockstep import AXIS, lockstep, run_node
+
+PARTS = (2, 3, 4)
+
+
+class Case:
+    """One call of an op on whole tensors.
+
+    Args:
+        op: overload name without ``aten.``.
+        args, kwargs: tensors where the node has values.
+        params: run-time numbers, for Param among the arguments.
+        writing: see ``Builder.node``.
+        shapes_only: results whose numbers mean nothing, such as those of ``empty``.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        *args: Any,
+        params: Sequence[Any] = (),
+        writing: bool = False,
+        shapes_only: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        self.params, self.shapes_only = tuple(params), set(shapes_only)
+        args, kwargs = self._values(args), {k: self._values(v) for k, v in kwargs.items()}
+        kinds = [type(param).__name__ for param in self.params]
+        build = Builder(
+            [TensorMeta.of(t) for t in self.tensors], kinds, axis=AXIS, parts=1, index=0
+        )
+        if op == WRITE_BACK:
+            build.add(Node(op, args, (), (build.metas[0],)))
+        else:
+            build.node(f"aten.{op}", args, tuple(kwargs.items()), writing)
+        (self.node,) = build.nodes
+        self.metas = list(build.metas)
+        self.kinds = kinds
+
+    @staticmethod
+    def of_node(graph: Graph, node: Node, values: list[Any], params: Sequence[Any]) -> Case:
+        """A node of a graph, with what was computed of the graph's values."""
+        case = object.__new__(Case)
+        case.tensors, case.params, case.shapes_only = values, tuple(params), set()
+        case.node, case.metas, case.kinds = node, list(graph.values), list(graph.params)
+        return case
+
+    def _values(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            self.tensors.append(arg)
+            return Ref(len(self.tensors) - 1)
+        if isinstance(arg, (list, tuple)):
+            return tuple(self._values(item) for item in arg)
+        return arg
+
+    def expected(self) -> list[Tensor | None]:
+        """What eager torch gives: the fresh results, then the new versions of what is written."""
+        return run_node(self.node, self.tensors, self.params)
+
+    def strategies(self, parts: int) -> tuple[Strategy, ...]:
+        """All strategies of the op."""
+        return strategies_of(self.node, self.metas, parts)
+
+    def interleaved(self, parts: int) -> list[Strategy]:
+        """The strategies that take operands interleaved, in several ways."""
+        strategies, refs = self.strategies(parts), self.node.refs()
+        found = {}
+        for strategy in strategies:
+            for place, placement in enumerate(strategy.inputs):
+                if not isinstance(placement, Shard):
+                    continue
+                size = self.metas[refs[place]].shape[placement.dim]
+                for outer, inner in ((2, 1), (3, 1), (4, 1), (1, 2), (2, 2)):
+                    if size % (outer * inner) == 0 and size > outer * inner:
+                        wanted = StridedShard(placement.dim, outer, inner)
+                        made = strided_strategies(
+                            self.node, self.metas, parts, strategies, place, wanted
+                        )
+                        found.update({(one.inputs, one.outputs): one for one in made})
+        return list(found.values())
+
+    def check(self, parts: int, strategy: Strategy) -> None:
+        """Assert that one strategy is right."""
+        assert len(strategy.inputs) == len(self.node.refs())
+        assert len(strategy.outputs) == len(self.node.results)
+        self._written_labels(strategy)
+        graphs, blocks = self.local(parts, strategy)
+        for graph in graphs:
+            assert met(graph) == sorted(map(str, strategy.comm)), f"{self.node.op}: {strategy.comm}"
+        got = lockstep(graphs, blocks, self.params)
+        expected = self.expected()
+        for number, (want, placement) in enumerate(zip(expected, strategy.outputs, strict=True)):
+            if want is None:
+                continue
+            pieces = [values.pop(0) for values in got]
+            if number in OPAQUE_RESULTS.get(self.node.op, ()):
+                continue  # only the op's own backward could make anything of it
+            if number in self.shapes_only:
+                pieces = [torch.zeros_like(piece) for piece in pieces]
+                want = torch.zeros_like(want)
+            made = joined(pieces, placement, tuple(want.shape), parts)
+            what = f"{self.node.op} result {number}, {parts} ranks, strategy {strategy}"
+            assert made.dtype == want.dtype, f"{what}: {made.dtype} instead of {want.dtype}"
+            dtypes = {self.tensors[number].dtype for number in self.node.refs()}
+            close = 5e-4 if torch.float32 in dtypes else 1e-9
+            torch.testing.assert_close(
+                made, want, equal_nan=True, rtol=close, atol=close, msg=partial(_told, what)
+            )
+
+    def _written_labels(self, strategy: Strategy) -> None:
+        """A written operand and its new version have the same placement."""
+        versions = strategy.outputs[len(self.node.fresh) :]
+        for target, placement in zip(self.node.writes, versions, strict=True):
+            places = [i for i, number in enumerate(self.node.refs()) if number == target]
+            assert any(strategy.inputs[i] == placement for i in places), (
+                f"{self.node.op}: {strategy}"
+            )
+
+    def local(self, parts: int, strategy: Strategy) -> tuple[list[Graph], list[list[Tensor]]]:
+        """Each rank's graph for a strategy, and its operands."""
+        operands = [self.tensors[number] for number in self.node.refs()]
+        cut = [
+            blocks(t, placement, parts)
+            for t, placement in zip(operands, strategy.inputs, strict=True)
+        ]
+        graphs, mine = [], []
+        for rank in range(parts):
+            mine.append([pieces[rank] for pieces in cut])
+            metas = [TensorMeta.of(t) for t in mine[-1]]
+            build = Builder(metas, self.kinds, axis=AXIS, parts=parts, index=rank)
+            results = lower_strategy(
+                build, strategy, self.node, [Ref(i) for i in range(len(operands))]
+            )
+            graph = build.graph([value for value in results if value is not None])
+            verify(graph)
+            graphs.append(graph)
+        return graphs, mine
+
+
+_REDUCE_OPS = {ALL_REDUCE: itemgetter(1), REDUCE_SCATTER: itemgetter(2)}
+
+
+def met(graph: Graph) -> list[str]:
+    """The collectives in a rank's graph, as a strategy says them, sorted."""
+    metas, found = graph.values, []
+    for node in graph.nodes:
+        if node.op in COLLECTIVES:
+            kind = node.op.removeprefix("lazygt.")
+            payload = node.results[0] if node.op == ALL_GATHER else metas[node.args[0].index]
+            assert payload is not None
+            reduce_op = _REDUCE_OPS.get(node.op, lambda args: "sum")(node.args)
+            found.append(str(Collective(kind, payload.nbytes, reduce_op)))
+    return sorted(found)
+
+
+def _told(what: str, message: str) -> str:
+    return f"{what}: {message}"
+
+
+def check(case: Case, parts: int) -> None:
+    """Assert that all strategies of a call are right."""
+    for strategy in (*case.strategies(parts), *case.interleaved(parts)):
+        case.check(parts, strategy)

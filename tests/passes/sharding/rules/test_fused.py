@@ -1,0 +1,176 @@
+"""Rows of fused kernels: recurrent layers, bags of embeddings, and those of GPUs by stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lazygt.passes.sharding.rules import strategies_of
+from lazygt.passes.sharding.rules.base import P
+from tests.passes.sharding.rules.draws import Cases, Draw, check_rows, typical
+from tests.passes.sharding.rules.harness import Case
+
+aten: Any = torch.ops.aten
+Make = Callable[[Draw], Case]
+LSTM = 2  # the mode of the kernel
+
+
+def queries(d: Draw, grouped: bool) -> list[torch.Tensor]:
+    """Query, key and value; ``grouped``: three queries' heads for each of the keys'."""
+    b, i, j = d.shape(3)
+    heads = 12 if grouped else d.size()
+    return [d.of(b, 3 * heads if grouped else heads, i, 8), d.of(b, heads, j, 8),
+            d.of(b, heads, j, 8)]  # fmt: skip
+
+
+def flash(backward: bool, causal: bool = False, grouped: bool = False) -> Make:
+    op = "_scaled_dot_product_flash_attention"
+
+    def make(d: Draw) -> Case:
+        q, k, v = queries(d, grouped)
+        if not backward:
+            return Case(f"{op}.default", q, k, v, 0.0, causal, False)
+        sums, state, unused = torch.zeros(q.shape[:3]), torch.zeros(2), torch.zeros(())
+        return Case(f"{op}_backward.default", d.like(q), q, k, v, d.like(q), sums, None, None,
+                    q.shape[2], k.shape[2], 0.0, causal, state, unused)  # fmt: skip
+
+    return make
+
+
+def efficient(backward: bool, bias: str = "") -> Make:
+    """``bias``: which of its four dims are not broadcast."""
+    op = "_scaled_dot_product_efficient_attention"
+
+    def make(d: Draw) -> Case:
+        q, k, v = queries(d, grouped=False)
+        whole = dict(zip("bhij", (*q.shape[:3], k.shape[2]), strict=True))
+        shape = [size if name in bias else 1 for name, size in whole.items()]
+        added = d.of(*shape) if bias else None
+        if not backward:
+            return Case(f"{op}.default", q, k, v, added, True, 0.0, False)
+        sums, state = torch.zeros(*q.shape[:2], 32), torch.zeros((), dtype=torch.int64)
+        mask = [True, True, True, added is not None]
+        return Case(f"{op}_backward.default", d.like(q), q, k, v, added, d.like(q), sums, state,
+                    state.clone(), 0.0, mask, False)  # fmt: skip
+
+    return make
+
+
+def rms_norm(
+    dims: int, affine: bool, backward: bool, mask: tuple[bool, bool] = (True, True)
+) -> Make:
+    def make(d: Draw) -> Case:
+        value = d.tensor(3)
+        shape = value.shape[-dims:]
+        weight = d.of(*shape) if affine else None
+        if not backward:
+            return Case("_fused_rms_norm.default", value, shape, weight, 0.1)
+        _, rstd = aten._fused_rms_norm(value, shape, weight, 0.1)
+        return Case("_fused_rms_norm_backward.default", d.like(value), value, shape, rstd, weight,
+                    mask)  # fmt: skip
+
+    return make
+
+
+def cudnn(backward: bool) -> Make:
+    def make(d: Draw) -> Case:
+        value = d.of(d.size() + 1, d.size(), 2)
+        c = value.shape[1]
+        vectors = [d.of(c), d.of(c), d.of(c), d.of(c).abs()]
+        if not backward:
+            return Case("cudnn_batch_norm.default", value, *vectors, True, 0.1, 0.1, writing=True)
+        _, mean, inverse = aten.native_batch_norm(
+            value, *[v.clone() for v in vectors], True, 0.1, 0.1
+        )
+        reserve = torch.zeros(0, dtype=torch.uint8)
+        return Case("cudnn_batch_norm_backward.default", value, d.like(value), vectors[0],
+                    *vectors[2:], mean, inverse, 0.1, reserve)  # fmt: skip
+
+    return make
+
+
+def recurrent(d: Draw) -> list[Any]:
+    """All arguments of a layer of an LSTM on sequences, samples second."""
+    length, samples, features, hidden = d.shape(4)
+    sizes = (4 * hidden, features), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)
+    weights = [d.of(*size).float() for size in sizes]
+    states = [d.of(samples, hidden).float() for _ in range(2)]
+    value = d.of(length, samples, features).float()
+    return [value, *weights, *states, False, [], LSTM, hidden, 1, True, False, False, True]
+
+
+def lstm(d: Draw) -> Case:
+    return Case("mkldnn_rnn_layer.default", *recurrent(d))
+
+
+def lstm_backward(d: Draw) -> Case:
+    args = recurrent(d)
+    value, *weights, hx, cx = args[:7]
+    reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, first, train = args[7:]
+    out, hy, cy, workspace = aten.mkldnn_rnn_layer(*args)
+    return Case("mkldnn_rnn_layer_backward.default", value, *weights, hx, cx, out, hy, cy,
+                d.like(out).float(), d.like(hy).float(), d.like(cy).float(), reverse, mode, hidden,
+                layers, biases, train, bidirectional, batch_sizes, first, workspace)  # fmt: skip
+
+
+def bag(mode: int) -> Make:
+    def make(d: Draw) -> Case:
+        strategies, features, count = d.shape(3)
+        return Case("_embedding_bag.default", d.of(strategies, features), d.indices(strategies, count),
+                    torch.tensor([0, count // 2]), False, mode)  # fmt: skip
+
+    return make
+
+
+def bag_backward(mode: int) -> Make:
+    def make(d: Draw) -> Case:
+        strategies, features, count = d.shape(3)
+        indices, offsets = d.indices(strategies, count), torch.tensor([0, count // 2])
+        made, *known = aten._embedding_bag(
+            d.of(strategies, features), indices, offsets, False, mode
+        )
+        return Case("_embedding_bag_backward.default", d.like(made), indices, offsets, *known, strategies,
+                    False, mode, False, None)  # fmt: skip
+
+    return make
+
+
+CASES: Cases = {
+    **{f"flash causal={causal} grouped={grouped} backward={backward}":
+       flash(backward, causal, grouped)
+       for causal in (False, True) for grouped in (False, True) for backward in (False, True)},
+    **{f"efficient bias={bias!r} backward={backward}": efficient(backward, bias)
+       for bias in ("", "bij", "hij", "bhij") for backward in (False, True)},
+    **{f"rms_norm dims={dims} affine={affine} backward={backward}": rms_norm(dims, affine, backward)
+       for dims in (1, 2) for affine in (False, True) for backward in (False, True)},
+    "rms_norm backward of weights": rms_norm(1, True, True, (False, True)),
+    "bag sum": bag(0), "bag mean": bag(1), "lstm": lstm, "lstm_backward": lstm_backward,
+    "bag sum backward": bag_backward(0), "bag mean backward": bag_backward(1),
+    "cudnn_batch_norm": cudnn(backward=False), "cudnn_batch_norm_backward": cudnn(backward=True),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name: str) -> None:
+    check_rows(CASES[name], examples=12)
+
+
+@pytest.mark.parametrize("op", ["flash", "efficient"])
+def test_dropout_is_drawn_for_the_whole(op: str) -> None:
+    case = flash(backward=False)(typical()) if op == "flash" else efficient(False)(typical())
+    args = tuple(0.5 if arg == 0.0 and type(arg) is float else arg for arg in case.node.args)
+    node = type(case.node)(case.node.op, args, (), case.node.fresh)
+    assert len(strategies_of(node, case.metas, 2)) == 1
+
+
+def test_a_workspace_without_bytes_is_no_empty_block() -> None:
+    case = lstm_backward(typical())
+    (place,) = (n for n, ref in enumerate(case.node.refs()) if case.metas[ref].dtype == torch.uint8)
+    case.tensors[case.node.refs()[place]] = torch.zeros(0, dtype=torch.uint8)
+    (strategy,) = (strategy for strategy in case.strategies(2) if strategy.outputs[1] == P)
+    for graph in case.local(2, strategy)[0]:
+        assert case.node.op in [node.op for node in graph.nodes]

@@ -1,0 +1,204 @@
+"""What placements cost, by hand, and the choice against every choice of rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from lazygt.graph import Graph
+from lazygt.graph.cost import Cost
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, StridedShard
+from lazygt.passes.sharding.annotations import Annotation
+from lazygt.passes.sharding.cost import (
+    Machine,
+    collective_seconds,
+    reshard_kind,
+    reshard_seconds,
+    ring_bytes,
+    seconds,
+    strategy_seconds,
+    work_share,
+)
+from lazygt.passes.sharding.rules import strategies_of
+from lazygt.passes.sharding.rules.base import Collective, Strategy
+from lazygt.passes.sharding.solver import solve
+from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
+from tests.passes.sharding.placements import PLAIN, Annotations, question_of
+from tests.passes.tools import graph_of
+
+R, S, P = Replicate(), Shard, Partial("sum")
+
+
+# -- costs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [
+        (S(0), R, "all_gather"),
+        (P, R, "all_reduce"),
+        (Partial("max"), R, "all_reduce"),
+        (P, S(1), "reduce_scatter"),
+        (S(0), S(1), "all_to_all"),
+        (R, S(0), ""),
+        (R, P, ""),
+        (R, Partial("max"), ""),
+        (S(0), S(0), ""),
+        (R, Partial("prod"), None),
+        (S(0), P, None),
+        (P, Partial("max"), None),
+        (StridedShard(0, 4), R, "all_gather"),
+        (P, StridedShard(0, 4), "reduce_scatter"),
+        (R, StridedShard(0, 4), ""),
+        (StridedShard(0, 4), S(1), None),
+        (S(0), StridedShard(0, 4), None),
+    ],
+)
+def test_what_moves_a_label(source: Placement, target: Placement, kind: str | None) -> None:
+    assert reshard_kind(source, target) == kind
+    took = reshard_seconds(PLAIN, source, target, 800, 4)
+    assert (
+        took
+        == {
+            "all_gather": 600,
+            "all_reduce": 1200,
+            "reduce_scatter": 600,
+            "all_to_all": 150,
+            "": 0,
+            None: math.inf,
+        }[kind]
+    )
+
+
+def test_ring_bytes_of_one_rank_and_of_many() -> None:
+    assert ring_bytes("all_reduce", 100, 1) == 0
+    assert ring_bytes("all_reduce", 100, 2) == 100
+    assert ring_bytes("all_gather", 100, 4) == 75
+    late = replace(PLAIN, link_latency=5.0)
+    assert collective_seconds(late, "all_gather", 100, 4) == 80
+    assert collective_seconds(late, "all_gather", 100, 1) == 0
+
+
+def test_the_busiest_rank_sets_the_time() -> None:
+    (node,) = graph_of("""
+        %0: f32[6, 8] = input
+        %1: f32[6, 8] = aten.neg.default(%0)
+        return %1
+        """).nodes
+    metas = node.results
+    row, whole = Strategy((S(0),), (S(0),)), Strategy((R,), (R,))
+    assert work_share(row, metas, metas, 4) == 2 / 6  # blocks of 2, 2, 2, 0
+    assert work_share(whole, metas, metas, 4) == 1
+    cost = Cost(48, 192, 192, 1)
+    assert strategy_seconds(PLAIN, cost, whole, metas, metas, 4) == 384
+    assert strategy_seconds(PLAIN, cost, row, metas, metas, 4) == pytest.approx(128)
+    inside = replace(row, comm=(Collective("all_reduce", 100),))
+    assert strategy_seconds(PLAIN, cost, inside, metas, metas, 4) == pytest.approx(128 + 150)
+    slow = replace(PLAIN, flops=1e-1, launch=7.0)
+    assert strategy_seconds(slow, cost, row, metas, metas, 4) == pytest.approx(160 + 7)
+
+
+# -- the problem, against every choice of rows --------------------------------------------------
+
+
+def random_graph(draw: random.Random, ops_at_most: int = 4) -> Graph:
+    """Some ops on [6, 6] tensors, any of which may be an output."""
+    ops = ("mm.default({}, {})", "add.Tensor({}, {})", "mul.Tensor({}, {})", "relu.default({})",
+           "addmm.default({}, {}, {})")  # fmt: skip
+    rows = ["%0: f32[6, 6] = input", "%1: f32[6, 6] = input"]
+    for number in range(2, 2 + draw.randint(1, ops_at_most)):
+        op = draw.choice(ops)
+        names = [f"%{draw.randrange(number)}" for _ in range(op.count("{}"))]
+        rows.append(f"%{number}: f32[6, 6] = aten.{op.format(*names)}")
+    last = len(rows) - 1
+    return graph_of("\n".join([*rows, f"return %{last}, %{draw.randint(2, last)}"]))
+
+
+def cheapest(
+    machine: Machine, made: Placement, uses: Sequence[set[Placement]], nbytes: int
+) -> float:
+    """The least time to serve these uses of a value, each with all the placements that it takes.
+
+    One first placement in the place of the one that was made, and one copy; or as it was made.
+    """
+    placements = [R, P, S(0), S(1)]
+
+    def move(source: Placement, target: Placement) -> float:
+        return reshard_seconds(machine, source, target, nbytes, 4)
+
+    def serve(have: Sequence[Placement]) -> float:
+        return sum(min(move(h, placement) for h in have) for use in uses for placement in use)
+
+    plans = [move(made, a) + serve([a]) for a in placements]
+    plans += [
+        move(made, a) + move(a, b) + serve([a, b]) for a in placements for b in placements
+        if not isinstance(a, Shard) or b == R
+    ]  # fmt: skip
+    return min(plans)
+
+
+def brute_force(
+    graph: Graph, entries: Sequence[StrategySet], machine: Machine, inputs: Annotations
+) -> float:
+    """The least time over every choice of these rows; outputs are whole."""
+    metas = graph.values
+    best = math.inf
+    options = [range(len(entry.rows)) for entry in entries]
+    for picked in itertools.product(*options):
+        total, uses = 0.0, [[] for _ in metas]  # type: list[list[set[Placement]]]
+        made = [inputs.get(v, Annotation(R)).placement for v in range(len(graph.inputs))]
+        for node, entry, at in zip(graph.nodes, entries, picked, strict=True):
+            row = entry.rows[at]
+            total += seconds(float(entry.costs[at]))
+            made.extend(row.outputs)
+            for value in set(node.refs()):
+                places = [n for n, ref in enumerate(node.refs()) if ref == value]
+                uses[value].append({row.inputs[place] for place in places})
+        for value in set(graph.outputs):
+            uses[value].append({R})
+        for value, meta in enumerate(metas):
+            assert meta is not None
+            total += cheapest(machine, made[value], uses[value], meta.nbytes)
+        best = min(best, total)
+    return best
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_equals_the_best_of_all_choices_of_rows(first: int) -> None:
+    inputs = (Annotation(R), Annotation(S(0)), Annotation(S(1)))
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        graph = random_graph(draw)
+        annotations = {0: draw.choice(inputs), 1: draw.choice(inputs)}
+        machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2),
+                          link_latency=draw.choice([0.0, 30.0]))  # fmt: skip
+        question = question_of(graph, annotations, 4, machine, [[R], [R]], draw.random() < 0.5)
+        found = solve(question.problem)
+        least = brute_force(graph, question.entries, machine, annotations)
+        assert found.exact
+        assert seconds(found.cost) == pytest.approx(least, rel=1e-9), f"seed {seed}\n{graph}"
+
+
+def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
+    """Without annotations no matmul has to be divided, so all that is left out is of no use."""
+    dropped = 0
+    for seed in range(100, 130):
+        draw = random.Random(seed)
+        graph = random_graph(draw, ops_at_most=3)
+        machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2))
+        question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
+        metas = graph.values
+        found = StrategyCatalogue(
+            graph, metas, lambda n, m=metas: strategies_of(n, m, 4), 4, machine
+        )
+        entries = [found.entries[number] for number in found.numbers]
+        dropped += sum(len(entry.rows) for entry in entries)
+        dropped -= sum(len(entry.rows) for entry in question.entries)
+        least = brute_force(graph, entries, machine, {})
+        assert seconds(solve(question.problem).cost) == pytest.approx(least, rel=1e-9), str(graph)
+    assert dropped > 50

@@ -1,0 +1,102 @@
+"""One rank of a real group: runs every collective and compares with what it should give.
+
+Every rank draws all ranks' blocks from one seed, so each knows what the others have.
+
+    python rank.py RANK MESH DIRECTORY LISTENER
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.placement import shard_bounds
+from lazygt.runtime.collectives import group, ops, shared_backend
+from lazygt.runtime.collectives.backends import HOST
+from lazygt.runtime.launch.base import GroupSpec
+
+SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
+LARGE = (67, 53)  # many slots of memory
+shared_backend.SLOT_BYTES = 1024
+SECONDS = 60.0
+
+
+def cut(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
+    start, stop = shard_bounds(whole.shape[dim], parts, index)
+    return whole.narrow(dim, start, stop - start)
+
+
+def same(made: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert made.is_contiguous(), what
+    torch.testing.assert_close(made, expected, msg=lambda text: f"{what}: {text}")
+
+
+def check_reductions(axis: str, values: list[torch.Tensor], line: group.AxisGroup) -> None:
+    mine, stacked = values[line.index], torch.stack(values)
+    reductions = {"sum": stacked.sum(0), "prod": stacked.prod(0), "max": stacked.amax(0),
+                  "min": stacked.amin(0)}  # fmt: skip
+    for op, expected in reductions.items():
+        before = mine.clone()
+        same(ops.all_reduce(mine, op, axis), expected, f"all_reduce {op}")
+        assert torch.equal(mine, before), "all_reduce wrote its operand"
+        for dim in range(mine.dim()):
+            block = cut(expected, dim, line.size, line.index)
+            made = ops.reduce_scatter(mine, dim, op, axis)
+            same(made, block.contiguous(), f"reduce_scatter {op} {dim}")
+
+
+def check_moves(axis: str, whole: torch.Tensor, line: group.AxisGroup) -> None:
+    for dim in range(whole.dim()):
+        block = cut(whole, dim, line.size, line.index)
+        same(ops.shard(whole, dim, axis), block.contiguous(), f"shard {dim}")
+        made = ops.all_gather(block, dim, whole.shape[dim], axis)
+        same(made, whole, f"all_gather {dim}")
+        for split in range(whole.dim()):
+            if split != dim:
+                made = ops.all_to_all(block, split, dim, whole.shape[dim], axis)
+                expected = cut(whole, split, line.size, line.index).contiguous()
+                same(made, expected, f"all_to_all {dim} to {split}")
+    only = whole if line.index == 0 else torch.zeros_like(whole)
+    same(ops.first(whole, axis), only, "first")
+
+
+def check_dtypes(axis: str) -> None:
+    """Those among them that are reduced in others."""
+    line = group.line(axis)
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float8_e5m2):
+        values = [torch.randn(5, 3).mul(2).round().to(dtype) for _ in range(line.size)]
+        exact = [
+            value.to(torch.complex64 if dtype.is_complex else torch.float32) for value in values
+        ]
+        total = torch.stack(exact).sum(0).to(dtype)
+        mine = values[line.index]
+        same(ops.all_reduce(mine, "sum", axis), total, f"all_reduce of {dtype}")
+        block = cut(total, 0, line.size, line.index).contiguous()
+        same(ops.reduce_scatter(mine, 0, "sum", axis), block, f"reduce_scatter of {dtype}")
+        check_moves(axis, values[0], line)
+
+
+def main() -> None:
+    rank, mesh = int(sys.argv[1]), Mesh.parse(sys.argv[2])
+    spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh))
+    group.join(spec, rank, mesh.world_size, int(sys.argv[4]))
+    torch.manual_seed(0)
+    for small in (group.SMALL, -1):  # by sockets, then all in shared memory
+        group.SMALL = small
+        for shape in [*itertools.product(SIZES, SIZES), LARGE]:
+            for axis in mesh.names:
+                line = group.line(axis)
+                assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
+                check_reductions(axis, [torch.randn(shape) for _ in range(line.size)], line)
+                check_moves(axis, torch.randint(100, shape), line)
+        check_dtypes(mesh.names[-1])
+    group.wait()
+    print("ok")
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The collectives' kernels on real processes, and where blocks lie."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.placement import Replicate, Shard, block_size
+from lazygt.graph.regions import joined, owners, region
+from lazygt.runtime.collectives import group
+from lazygt.runtime.launch.channel import listen_local
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 90
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mesh", ["x=2", "x=3", "x=4", "a=2,b=2"])
+def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("rank.py"))
+    world = Mesh.parse(mesh).world_size
+    doors = [listen_local(tmp_path / f"door{rank}") for rank in range(world)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), mesh, str(tmp_path), str(door.fd)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=[door.fd],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, door in enumerate(doors)
+    ]
+    for door in doors:
+        os.close(door.fd)
+    try:
+        for rank in ranks:
+            output, error = rank.communicate(timeout=SECONDS)
+            assert (output, rank.returncode) == ("ok\n", 0), error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_worker_alone_has_no_line() -> None:
+    with pytest.raises(LazyGTError, match="alone"):
+        group.line("data")
+
+
+def test_a_mesh_runs_through_its_last_axis_fastest() -> None:
+    mesh = Mesh.parse("data=2, model=3")
+    assert (mesh.world_size, str(mesh)) == (6, "data=2,model=3")
+    assert [mesh.index(rank, "data") for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [mesh.index(rank, "model") for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert mesh.lines("model") == [(0, 1, 2), (3, 4, 5)]
+    assert mesh.lines("data") == [(0, 3), (1, 4), (2, 5)]
+
+
+@pytest.mark.parametrize("text", ["data", "data=", "data=x", "=2", "data=2,data=2", "a b=2"])
+def test_what_is_no_mesh_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="mesh"):
+        Mesh.parse(text)
+
+
+def test_an_axis_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        Mesh.parse("data=2").size("model")
+
+
+LABELS = (Replicate(), Shard(0), Shard(1))
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (5, 7), (1, 3), (0, 2), (2, 0)])
+@pytest.mark.parametrize("placement", list(itertools.product(LABELS, LABELS)), ids=str)
+def test_owners_have_every_element_once(
+    placement: tuple[Replicate | Shard, ...], shape: tuple[int, int]
+) -> None:
+    mesh = Mesh.parse("data=2,model=3")
+    found = owners(mesh, placement, shape)
+    assert 0 in found
+    count = torch.zeros(shape, dtype=torch.int)
+    for where in found.values():
+        count[where] += 1
+    assert bool((count == 1).all())
+    whole = torch.randn(shape)
+    meta = TensorMeta.of(torch.empty(shape).t().contiguous().t())
+    made = joined(meta, [(where, whole[where]) for where in found.values()])
+    assert torch.equal(made, whole)
+    assert made.stride() == meta.stride
+
+
+def test_a_dim_that_two_axes_shard_is_cut_twice() -> None:
+    mesh = Mesh.parse("data=2,model=2")
+    twice = (Shard(0), Shard(0))
+    found = [region(mesh, twice, (7,), rank)[0] for rank in range(4)]
+    assert [(s.start, s.stop) for s in found] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert block_size(7, 2, 1) == 3

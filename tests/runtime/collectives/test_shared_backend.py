@@ -1,0 +1,237 @@
+"""Collectives in shared memory: against plain arithmetic, and bit by bit against sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from lazygt.runtime.collectives import shared_backend
+from lazygt.runtime.collectives.backends import Carrier, Sockets
+from lazygt.runtime.collectives.shared_backend import Shared
+from lazygt.runtime.collectives.sockets import Peer
+from tests.descriptors import descriptors_before, open_descriptors
+
+pytestmark = pytest.mark.timeout(60)
+
+SLOT = 4096  # small, so that what is sent takes many rounds
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64,
+          torch.bool, torch.uint16, torch.uint32, torch.float8_e4m3fn]  # fmt: skip
+Rows = list[list[Peer | None]]
+
+
+def connected(size: int, timeout: float = 20.0) -> Rows:
+    """The sockets of each rank of an axis, all in this process."""
+    rows: Rows = [[None] * size for _ in range(size)]
+    for one in range(size):
+        for other in range(one):
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            rows[one][other] = Peer(here, other, timeout)
+            rows[other][one] = Peer(there, one, timeout)
+    return rows
+
+
+def together(count: int, step: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(step, range(count)))
+
+
+class Axis:
+    """The ranks of an axis: both ways of each, between which they have the same sockets."""
+
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
+        self.rows = [*connected(size, timeout), *connected(size, timeout)]
+        self.sockets = [Sockets(row) for row in self.rows[:size]]
+        self.shared: list[Shared] = together(size, lambda rank: Shared(self.rows[size + rank]))
+        self.size = size
+
+    def leave(self, rank: int) -> None:
+        for peer in self.rows[self.size + rank]:
+            if peer is not None:
+                peer.close()
+        self.shared[rank].close()
+
+    def close(self) -> None:
+        for row in self.rows:
+            for peer in row:
+                if peer is not None:
+                    peer.close()
+        for each in self.shared:
+            each.close()
+            if each._thread is not None:
+                each._thread.join(20)
+
+
+@pytest.fixture(params=[2, 3, 5])
+def axis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Axis]:
+    monkeypatch.setattr(shared_backend, "SLOT_BYTES", SLOT)
+    made = Axis(request.param)
+    yield made
+    made.close()
+
+
+def both(axis: Axis, step: Callable[[int, Carrier], Any]) -> list[Any]:
+    """What each rank gets in shared memory; the same bits as by sockets."""
+    found = together(axis.size, lambda rank: step(rank, axis.shared[rank]))
+    expected = together(axis.size, lambda rank: step(rank, axis.sockets[rank]))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return found
+
+
+def drawn(count: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(elements, generator=generator).mul(9).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_are_reduced_in_their_order(axis: Axis, op: str, dtype: torch.dtype) -> None:
+    for elements in (0, 1, axis.size, 7_001):
+        blocks = drawn(axis.size, elements, dtype)
+
+        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+            buffer = blocks[rank].clone()
+            carrier.all_reduce(buffer, op).wait()
+            return buffer
+
+        first, *others = both(axis, step)
+        assert all(torch.equal(first.view(torch.uint8), one.view(torch.uint8)) for one in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint16])
+def test_each_rank_gets_its_part_of_what_is_reduced(axis: Axis, dtype: torch.dtype) -> None:
+    for elements in (0, 1, 3_001):
+        blocks = drawn(axis.size, elements * axis.size, dtype)
+
+        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+            buffer = blocks[rank].new_empty(blocks[rank].numel() // axis.size)
+            carrier.reduce_scatter(buffer, blocks[rank], "sum").wait()
+            return buffer
+
+        both(axis, step)
+
+
+def test_every_rank_gets_all_that_are_gathered(axis: Axis) -> None:
+    for elements in (0, 1, 5_003):
+        blocks = drawn(axis.size, elements, torch.int8)
+
+        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+            buffer = blocks[rank].new_empty(axis.size * blocks[rank].numel())
+            carrier.all_gather(buffer, blocks[rank]).wait()
+            return buffer
+
+        assert torch.equal(both(axis, step)[0], torch.cat(blocks))
+
+
+@pytest.mark.parametrize("scale", [0, 1, 700])
+def test_pieces_of_any_sizes_change_places(axis: Axis, scale: int) -> None:
+    """Rank r has r * k elements for rank k: nothing for rank 0, much for the last one."""
+    ranks = range(axis.size)
+
+    def step(rank: int, carrier: Carrier) -> torch.Tensor:
+        counts = [scale * rank * other for other in ranks]
+        sent = torch.cat([torch.full((n,), 10 * rank + to) for to, n in enumerate(counts)])
+        buffer = torch.empty(sum(counts), dtype=torch.int64)
+        carrier.all_to_all(buffer, sent.to(torch.int64), counts, counts).wait()
+        return buffer
+
+    for rank, made in enumerate(both(axis, step)):
+        parts = [torch.full((scale * rank * other,), 10 * other + rank) for other in ranks]
+        assert torch.equal(made, torch.cat(parts).to(torch.int64))
+
+
+def test_many_are_under_way_and_waited_for_in_any_order(axis: Axis) -> None:
+    def step(rank: int) -> list[float]:
+        buffers = [torch.full((2_000 + n,), float(rank + n)) for n in range(12)]
+        works = [axis.shared[rank].all_reduce(buffer, "sum") for buffer in buffers]
+        for work in reversed(works):
+            work.wait()
+        return [buffer.unique().item() for buffer in buffers]
+
+    ranks = sum(range(axis.size))
+    assert together(axis.size, step) == [[ranks + axis.size * n for n in range(12)]] * axis.size
+
+
+def test_a_slot_is_not_written_before_all_have_read_it(
+    axis: Axis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank stops after each round that it hears of; the others run ahead as far as they can."""
+    turn = threading.Barrier(axis.size, timeout=20)
+    others = Shared._others
+
+    def slow(self: Shared, more: int = 0) -> Any:
+        found = others(self, more)
+        if self is axis.shared[-1]:
+            turn.wait()
+        return found
+
+    monkeypatch.setattr(Shared, "_others", slow)
+    rounds = 6
+
+    def step(rank: int) -> list[torch.Tensor]:
+        mine = [torch.full((8,), float(10 * rank + n)) for n in range(rounds)]
+        found = [torch.empty(8 * axis.size) for _ in range(rounds)]
+        works = [axis.shared[rank].all_gather(*pair) for pair in zip(found, mine, strict=True)]
+        if rank < axis.size - 1:
+            for _ in range(rounds):
+                turn.wait()
+        for work in works:
+            work.wait()
+        return found
+
+    for found in together(axis.size, step):
+        for number, made in enumerate(found):
+            rows = made.view(axis.size, 8)
+            assert rows.tolist() == [[10.0 * rank + number] * 8 for rank in range(axis.size)]
+
+
+def test_after_a_rank_has_left_every_wait_says_so(axis: Axis) -> None:
+    last = axis.size - 1
+    begun = [
+        axis.shared[rank].all_reduce(torch.ones(9_999), "sum") for rank in range(last) for _ in "ab"
+    ]
+    axis.leave(last)
+    for work in begun:
+        with pytest.raises(ConnectionError, match=r"rank \d has left"):
+            work.wait()
+    with pytest.raises(ConnectionError, match=r"rank \d has left"):
+        axis.shared[0].all_gather(torch.empty(axis.size), torch.ones(1)).wait()
+    with pytest.raises(ConnectionError, match="this rank has left"):
+        axis.shared[last].all_gather(torch.empty(axis.size), torch.ones(1)).wait()
+
+
+def test_a_rank_that_leaves_does_not_wait_for_what_it_began(axis: Axis) -> None:
+    begun = axis.shared[0].all_reduce(torch.ones(9_999), "sum")
+    axis.leave(0)
+    with pytest.raises(ConnectionError, match=r"rank.* has left"):
+        begun.wait()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
+    axis = Axis(2, timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"rank 1 sent nothing for 0\.05 seconds"):
+        axis.shared[0].all_reduce(torch.ones(3), "sum").wait()
+    axis.close()
+
+
+def test_ranks_that_are_in_different_rounds_do_not_read_each_other() -> None:
+    axis = Axis(2)
+    axis.shared[1]._round = 7
+    works = [each.all_reduce(torch.ones(3), "sum") for each in axis.shared]
+    with pytest.raises(ConnectionError, match="rank 1 is in round 7, not 0"):
+        works[0].wait()
+    axis.close()
+
+
+def test_memory_and_sockets_are_given_back() -> None:
+    before = descriptors_before()
+    axis = Axis(3)
+    together(3, lambda rank: axis.shared[rank].all_reduce(torch.ones(3), "sum").wait())
+    axis.close()
+    assert open_descriptors() <= before

@@ -1,0 +1,247 @@
+"""Sockets between ranks: what is sent arrives in order, a send never waits, an end is seen."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lazygt.runtime.collectives.sockets import Door, Ends, Peer
+from lazygt.runtime.launch.channel import listen_local
+from tests.descriptors import descriptors_before, open_descriptors
+
+pytestmark = pytest.mark.timeout(60)
+
+SECONDS = 20.0
+LARGE = 8 << 20  # more than any socket takes without a reader
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Peer, Peer]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    peers = Peer(ends[0], 1, SECONDS), Peer(ends[1], 0, SECONDS)
+    yield peers
+    for peer in peers:
+        peer.close()
+
+
+def received(peer: Peer, nbytes: int) -> bytes:
+    room = bytearray(nbytes)
+    peer.receive(memoryview(room))
+    return bytes(room)
+
+
+def test_messages_come_in_the_order_in_which_they_were_sent(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    here.send(memoryview(b"abc"))
+    here.send(memoryview(b""))
+    here.send_text("größer")
+    here.send(memoryview(b"d"))
+    assert received(there, 3) == b"abc"
+    assert there.receive_text() == "größer"
+    assert received(there, 1) == b"d"
+
+
+def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    data = bytearray(os.urandom(LARGE))
+    sent = bytes(data)
+    for peer in pair:  # both send before either reads
+        peer.send(memoryview(data))
+        peer.send(memoryview(b"and more"))
+    data[:] = bytes(LARGE)
+    for peer in (there, here):
+        assert received(peer, LARGE) == sent
+        assert received(peer, 8) == b"and more"
+    here.send(memoryview(b"later"))
+    assert received(there, 5) == b"later"
+
+
+def test_who_has_left_is_named_after_what_it_sent(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    here.send(memoryview(b"last"))
+    here.close()
+    assert received(there, 4) == b"last"
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        received(there, 1)
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        there.send(memoryview(b"too late"))
+
+
+def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    data = os.urandom(LARGE)
+    here.send(memoryview(data))
+    here.close()  # does not wait for the reader
+    assert received(there, LARGE) == data
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        received(there, 1)
+
+
+def test_who_leaves_does_not_wait_for_one_who_never_reads(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    here.send(memoryview(bytes(LARGE)))
+    here.close()
+    there.close()
+    assert here._thread is not None
+    here._thread.join(SECONDS)
+    assert not here._thread.is_alive()
+
+
+def test_who_sends_nothing_is_not_waited_for_without_end() -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    here, there = Peer(ends[0], 1, 0.05), Peer(ends[1], 0, SECONDS)
+    with pytest.raises(TimeoutError, match=r"rank 1 sent nothing for 0\.05 seconds"):
+        received(here, 1)
+    for peer in (here, there):
+        peer.close()
+
+
+Doors = Callable[..., list[Door]]
+
+
+@pytest.fixture
+def doors(tmp_path: Path) -> Iterator[Doors]:
+    """Makes the doors of so many ranks."""
+    made: list[Door] = []
+
+    def place(rank: int) -> str:
+        return str(tmp_path / f"door{rank}")
+
+    def make(count: int, timeout: float = SECONDS) -> list[Door]:
+        for rank in range(count):
+            listener = listen_local(Path(place(rank))).fd
+            made.append(Door(rank, listener, place, timeout))
+        return made
+
+    yield make
+    for door in made:
+        door.close()
+
+
+def meet_all(doors: list[Door], number: int = 0) -> list[dict[int, Ends]]:
+    ranks = range(len(doors))
+    with ThreadPoolExecutor(len(doors)) as pool:
+        return list(
+            pool.map(lambda rank: doors[rank].meet(number, [r for r in ranks if r != rank]), ranks)
+        )
+
+
+def leave(met: list[dict[int, Ends]]) -> None:
+    for ends in met:
+        for peers in ends.values():
+            for peer in peers:
+                peer.close()
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1, 5]])
+def test_ranks_meet_at_their_doors(doors: Doors, numbers: list[int]) -> None:
+    there = doors(3)
+    for number in numbers:
+        met = meet_all(there, number)
+        for rank, ends in enumerate(met):
+            for other, peers in ends.items():
+                for which, peer in enumerate(peers):
+                    assert peer.rank == other
+                    peer.send_text(f"{number}, {rank} to {other}, {which}")
+        for rank, ends in enumerate(met):
+            for other, peers in ends.items():
+                for which, peer in enumerate(peers):
+                    assert peer.receive_text() == f"{number}, {other} to {rank}, {which}"
+        leave(met)
+
+
+def test_who_comes_for_a_later_group_waits_for_it(doors: Doors) -> None:
+    first, second = doors(2)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(second.meet, 1, [0])
+        first._timeout = 0.2
+        with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.2 seconds"):
+            first.meet(0, [1])
+        first._timeout = SECONDS
+        met = [first.meet(1, [1]), early.result(SECONDS)]
+    met[0][1].small.send_text("welcome")
+    assert met[1][0].small.receive_text() == "welcome"
+    leave(met)
+
+
+def test_who_comes_for_a_group_that_has_been_left_is_told_so(doors: Doors) -> None:
+    first, second = doors(2)
+    end = second._visit(3, 0, 0)
+    first._timeout = 0.05
+    with pytest.raises(TimeoutError):
+        first.meet(4, [1])
+    with end, pytest.raises(ConnectionError, match="rank 0 has left"):
+        second._welcomed(end, 0)
+
+
+def test_who_came_for_a_group_that_never_was_is_let_go_with_it(doors: Doors) -> None:
+    first, *others = made = doors(3, timeout=0.5)
+    before = descriptors_before()
+    with ThreadPoolExecutor(2) as pool:  # the second rank stays away
+        late = [pool.submit(door.meet, 0, ranks) for door, ranks in
+                [(first, [1, 2]), (others[1], [0])]]  # fmt: skip
+        assert all(isinstance(each.exception(), TimeoutError) for each in late)
+    leave(meet_all(made, 1))
+    assert open_descriptors() <= before
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end(doors: Doors) -> None:
+    first, second = doors(2, 0.05)
+    for door, other in ((first, 1), (second, 0)):
+        with pytest.raises(TimeoutError, match=rf"rank {other} did not come within 0\.05 seconds"):
+            door.meet(0, [other])
+
+
+def test_ranks_queue_at_a_door_that_has_no_room(doors: Doors) -> None:
+    there = doors(5)
+    for door in there:
+        door._listener.listen(0)
+    met = meet_all(there)
+    for rank, ends in enumerate(met):
+        for peers in ends.values():
+            peers.large.send_text(f"from {rank}")
+    for ends in met:
+        assert [peers.large.receive_text() for peers in ends.values()] == [
+            f"from {rank}" for rank in ends
+        ]
+    leave(met)
+
+
+def test_a_door_that_stays_full_is_not_waited_for_without_end(doors: Doors) -> None:
+    first, second = doors(2, 0.05)
+    first._listener.listen(0)
+    waiting = second._visit(0, 0, 0)
+    with waiting, pytest.raises(TimeoutError, match="rank 0 did not come"):
+        second.meet(0, [0])
+
+
+def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_path: Path) -> None:
+    first, second = doors(2)
+    for said in (b"", b"hello", bytes(16)):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(tmp_path / "door0"))
+            stranger.sendall(said)
+    met = meet_all([first, second])
+    met[0][1].single.send_text("you")
+    assert met[1][0].single.receive_text() == "you"
+    leave(met)
+
+
+def test_descriptors_travel(pair: tuple[Peer, Peer]) -> None:
+    here, there = pair
+    read, write = os.pipe()
+    here.send_descriptor(write)
+    mine = there.receive_descriptor()
+    assert not os.get_inheritable(mine)
+    os.write(mine, b"through")
+    assert os.read(read, 7) == b"through"
+    for fd in (read, write, mine):
+        os.close(fd)
+    here.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left"):
+        there.receive_descriptor()

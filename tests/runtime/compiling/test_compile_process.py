@@ -1,0 +1,57 @@
+"""The compile process ends with its client, however far it has come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+#: Takes the place of torch: says that it is being loaded, and never is.
+SLOW = "import sys, signal; print('loading', file=sys.stderr, flush=True); signal.pause()"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["the pipe is closed", "the client is gone"])
+def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:
+    (tmp_path / "torch.py").write_text(SLOW)
+    client = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    service = subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "lazygt.runtime.compiling.compile_process",
+            str(client.pid),
+            "none",
+        ],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))),
+            "LAZYGT_WORKER": "1",
+        },
+        start_new_session=True,
+    )
+    assert client.stdin is not None
+    assert service.stdin is not None
+    assert service.stderr is not None
+    try:
+        assert service.stderr.readline() == b"loading\n"
+        if end == "the pipe is closed":
+            service.stdin.close()
+        else:
+            client.kill()
+            client.wait()
+        assert service.wait(30) == -signal.SIGKILL
+    finally:
+        for process in (client, service):
+            process.kill()
+            process.wait()
+        for pipe in (client.stdin, service.stdin, service.stderr):
+            pipe.close()

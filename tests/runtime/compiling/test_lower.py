@@ -1,0 +1,258 @@
+"""What the compiler is given computes what the members compute one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lazygt.graph import Graph, Param
+from lazygt.graph.fusion import NUMBERS, REDUCTIONS, _is_pointwise, is_fusible, pure_form
+from lazygt.graph.node import Node
+from lazygt.passes import PIPELINE, run_passes
+from lazygt.passes.fuse import Fuse
+from lazygt.runtime import wire
+from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.compiling.kernel_group import _BY_TENSOR, Group, Members
+from lazygt.runtime.compiling.service import answer
+from lazygt.runtime.executors.compiled import Compiled
+from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.plan import Plan
+from tests.passes.overloads import graphs, inputs_for, that
+from tests.passes.steps import PROGRAMS, Step
+from tests.passes.test_property import recorded
+from tests.passes.tools import CPU, graph_of, run_time_numbers, same_bits
+
+POINTWISE = that(_is_pointwise)
+ORDERS = ("gt", "ge", "lt", "le")
+#: Reductions whose arguments the exhaustive test can't draw are in the drawn programs.
+DRAWN = [*POINTWISE, *(op for op in sorted(REDUCTIONS) if op.endswith("default"))]
+#: Not those that write bools to a given tensor: a run-time number needs tensors of one dtype.
+TAKES_NUMBERS = [
+    op
+    for op in POINTWISE
+    if pure_form(op)[0] in NUMBERS and not op.endswith(tuple(f"{c}.Scalar_out" for c in ORDERS))
+]
+
+
+def lowered(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+    """Results of the lowered group: the fresh ones, then the operands that it writes."""
+    mine = [operand.clone() for operand in operands]
+    tensors = [torch.tensor(float(number), dtype=torch.float64) for number in numbers]
+    made = Members(group.body, group.writes, group.fresh)(*mine, *tensors)
+    written = {operand for operand, _ in group.writes}
+    for place, (one, other) in enumerate(zip(mine, operands, strict=True)):
+        assert place in written or same_bits(one, other), f"operand {place} is not written"
+    return [*made, *(mine[operand] for operand, _ in group.writes)]
+
+
+def one_by_one(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+    outcome = EagerExecutor(Plan.build(group.body), CPU).run(
+        [operand.clone() for operand in operands], tuple(numbers)
+    )
+    assert not outcome.failures, outcome.failures
+    return outcome.outputs  # type: ignore[return-value]
+
+
+def agree(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any] = ()) -> None:
+    """Assert that both are equal: bit for bit unless a run-time number has become a tensor."""
+    found, wanted = (run(group, operands, numbers) for run in (lowered, one_by_one))
+    for one, other in zip(found, wanted, strict=True):
+        if numbers:
+            torch.testing.assert_close(one, other, equal_nan=True)
+        else:
+            assert same_bits(one, other), f"{one} instead of {other}\n{group.body}"
+
+
+def group_of(body: Graph) -> Group:
+    """The members as a group that writes nothing: every output is a new tensor."""
+    return Group(body, (), len(body.outputs), flat=False)
+
+
+# -- every member --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", DRAWN)
+def test_every_member_is_lowered_to_the_same_arithmetic(op: str) -> None:
+    tried = 0
+    for graph in graphs(op):
+        if is_fusible(graph.nodes[0], graph.values):
+            agree(group_of(graph), inputs_for(graph))
+            tried += 1
+    assert tried, "no dtype and shape was tried"
+
+
+def with_numbers(graph: Graph) -> Iterator[Graph]:
+    """The graph with a run-time number in each place in turn where one may stand."""
+    (node,) = graph.nodes
+    for place in NUMBERS[pure_form(node.op)[0]]:
+        args, kwargs = node.args, node.kwargs
+        if isinstance(place, str):
+            kwargs = (*(item for item in kwargs if item[0] != place), (place, Param(0)))
+        else:
+            args = (*args[:place], Param(0), *args[place + 1 :])
+        for kind in ("float", "int"):
+            yield replace(graph, params=(kind,), nodes=(replace(node, args=args, kwargs=kwargs),))
+
+
+@pytest.mark.parametrize("number", [2, 0.5, -0.5, 0.0, -3.25, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op", TAKES_NUMBERS)
+def test_a_number_as_a_tensor_is_the_number(op: str, dtype: torch.dtype, number: float) -> None:
+    tried = 0
+    for drawn in graphs(op, (dtype,)):
+        for graph in with_numbers(drawn):
+            node, values = graph.nodes[0], set(graph.nodes[0].refs())
+            if not is_fusible(node, graph.values) or len(values) < len(graph.inputs):
+                continue  # the number stands for a tensor that fixed the shape
+            given = int(number) if graph.params == ("int",) else number
+            agree(group_of(graph), inputs_for(graph), (given,))
+            tried += 1
+    assert tried or _first_tensor_only(op), "nothing was tried"
+
+
+def _first_tensor_only(op: str) -> bool:
+    """Whether a number can only take the place of the second tensor."""
+    return NUMBERS[pure_form(op)[0]] == (1,) and pure_form(op)[0].endswith(".Tensor")
+
+
+@pytest.mark.parametrize("op", ["aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor"])
+@pytest.mark.parametrize("number", [2, 0.5, -3.25])
+def test_a_number_in_the_place_of_a_tensor(op: str, number: float) -> None:
+    writes = " writes %0" if "_" in op else ""
+    body = graph_of(f"%0: f32[17] = input\n$0: float = param\n%1: f32[17] = {op}(%0, $0){writes}\n"
+                    "return %1")  # fmt: skip
+    agree(group_of(body), inputs_for(body), (number,))
+
+
+def test_pass_and_compiler_agree_on_numbers() -> None:
+    assert set(NUMBERS) == set(_BY_TENSOR)
+
+
+# -- writes --------------------------------------------------------------------------------------
+
+
+def fused(text: str) -> Group:
+    """The group of the only fused node that a graph becomes."""
+    (node,) = Fuse().run(graph_of(text)).nodes
+    assert node.body is not None
+    return Group.of(node)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # neg reads the old version of what exp_ has written
+        """
+        %0: f32[9000] = input
+        %1: f32[9000] = aten.exp_.default(%0) writes %0
+        %2: f32[9000] = aten.neg.default(%0)
+        %3: f32[9000] = aten.add.Tensor(%1, %2)
+        return %1, %3
+        """,
+        # a version in between is returned, the last one is written
+        """
+        %0: f32[9000] = input
+        %1: f32[9000] = aten.exp_.default(%0) writes %0
+        %2: f32[9000] = aten.neg_.default(%1) writes %1
+        %3: f32[9000] = aten.mul_.Tensor(%2, %1) writes %2
+        return %1, %3
+        """,
+        # two operands change places
+        """
+        %0: f32[9000] = input
+        %1: f32[9000] = input
+        %2: f32[9000] = aten.neg.default(%0)
+        %3: f32[9000] = aten.copy_.default(%0, %1) writes %0
+        %4: f32[9000] = aten.copy_.default(%1, %2) writes %1
+        return %3, %4
+        """,
+        # to a given tensor, by a copy with a cast, and to one of other strides
+        """
+        %0: f32[90, 100] = input
+        %1: f64[90, 100] = input
+        %2: f32[90, 100]@(1, 90) = input
+        %3: f32[90, 100] = aten.mul.out(%0, %2, out=%0) writes %0
+        %4: f64[90, 100] = aten.copy_.default(%1, %3) writes %1
+        %5: f32[90, 100]@(1, 90) = aten.add.out(%3, %3, out=%2) writes %2
+        return %3, %4, %5
+        """,
+    ],
+)
+def test_operands_are_written_at_the_end(text: str) -> None:
+    group = fused(text)
+    assert group.writes
+    agree(group, inputs_for(group.body))
+
+
+@given(PROGRAMS)
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_drawn_groups(program: list[Step]) -> None:
+    for group, numbers in groups(program):
+        agree(group, inputs_for(group.body), numbers)
+
+
+def groups(program: list[Step]) -> Iterator[tuple[Group, tuple[Any, ...]]]:
+    """The groups of a program with values for their numbers."""
+    for graph in recorded(program):
+        params = run_time_numbers(graph)
+        for node in run_passes(graph, PIPELINE).nodes:
+            if node.body is not None:
+                yield Group.of(node), _numbers(node, params)
+
+
+def _numbers(node: Node, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(params[arg.index] for arg in node.args if type(arg) is Param)
+
+
+# -- really compiled -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of drawn programs, as the compile process answers for them."""
+    cache = Cache(str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for group, numbers in some_groups(3):
+        key = group.key("cpu")
+        told = answer({
+            "key": key, "body": wire.encode_graph(group.body), "writes": group.writes,
+            "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
+            "device": "cpu",
+        }, cache)  # fmt: skip
+        assert told == {"key": key, "error": ""}, group.body
+        operands = [t.nan_to_num(posinf=2.0, neginf=-2.0) for t in inputs_for(group.body)]
+        wanted = one_by_one(group, operands, numbers)
+        compiled = Compiled(group, cache.code(key), CPU)
+        mine = [operand.clone() for operand in operands]
+        made = compiled(*mine, *numbers)
+        found = [made] if group.fresh == 1 else list(made)
+        for one, other in zip([*found, *(mine[n] for n, _ in group.writes)], wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def some_groups(count: int) -> list[tuple[Group, tuple[Any, ...]]]:
+    """Groups of different structure, with and without writes and numbers."""
+    found: dict[str, tuple[Group, tuple[Any, ...]]] = {}
+
+    @settings(max_examples=25, derandomize=True, database=None)
+    @given(PROGRAMS)
+    def look(program: list[Step]) -> None:
+        for group, numbers in groups(program):
+            if all(meta.dtype == torch.float32 for meta in group.body.inputs):
+                kind = f"{bool(group.writes)} {bool(numbers)} {group.flat}"
+                found.setdefault(kind, (group, numbers))
+
+    look()
+    assert len(found) >= count, found.keys()
+    return list(found.values())[:count]

@@ -1,0 +1,198 @@
+"""Ctrl-C at chosen moments: what it may not break, and when the user's handler hears of it.
+
+Moments that nobody has chosen: tests/faults/test_interrupts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.planner import Planner
+from lazygt.record.recorder import Recorder
+from lazygt.runtime.launch import interrupts
+from lazygt.runtime.launch.interrupts import HOLD
+
+pytestmark = pytest.mark.timeout(120)
+DEFAULT = signal.default_int_handler
+
+
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, DEFAULT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt(*_: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def wait_for_ever() -> None:
+    """What a pending Ctrl-C ends; pytest's timeout does if none is pending."""
+    while True:
+        time.sleep(60)
+
+
+def test_the_handler_is_the_users_own_before_and_after() -> None:
+    with lazygt.session(launcher="inline"):
+        with lazygt.session(launcher="inline"):
+            assert signal.getsignal(signal.SIGINT) is not DEFAULT
+        assert signal.getsignal(signal.SIGINT) is not DEFAULT
+    assert signal.getsignal(signal.SIGINT) is DEFAULT
+
+
+@pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_handler_that_is_no_function_stays(ignored: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, ignored)
+    with lazygt.session(launcher="inline"):
+        torch.ones(2).sum().item()
+        assert signal.getsignal(signal.SIGINT) is ignored
+
+
+def test_it_comes_at_once_in_the_users_own_code() -> None:
+    with lazygt.session(launcher="inline"):
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        assert not HOLD._pending
+
+
+def test_it_ends_a_blocking_call_of_the_users() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    with lazygt.session(launcher="inline"):
+        timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_ever()
+        timer.join()
+
+
+def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Recorder.record
+    with lazygt.session(launcher="inline"):
+        x = torch.ones(3)
+        kept: list[torch.Tensor] = []
+
+        def add() -> None:
+            kept.append(x + 1)
+            wait_for_ever()
+
+        def recorded(self: Recorder, *args: Any) -> Any:
+            monkeypatch.undo()
+            interrupt()
+            return record(self, *args)
+
+        monkeypatch.setattr(Recorder, "record", recorded)
+        with pytest.raises(KeyboardInterrupt):
+            add()
+        assert kept[0].tolist() == [2, 2, 2]
+
+
+def test_a_stretch_that_is_being_planned_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_of = Planner.plan_of
+    with lazygt.session(workers=1, threads=1) as s:
+        first = torch.ones(3) + 1
+        s.flush()  # unanswered: the next run looks for its answer first
+
+        def planned(self: Planner, *args: Any) -> Any:
+            interrupt()
+            return plan_of(self, *args)
+
+        x = first * 3
+        monkeypatch.setattr(Planner, "plan_of", planned)
+        with pytest.raises(KeyboardInterrupt):
+            x.tolist()
+        monkeypatch.undo()
+        assert x.tolist() == [6, 6, 6]
+
+
+def test_it_comes_when_a_backward_pass_has_ended() -> None:
+    with lazygt.session(launcher="inline"):
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        y.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_a_wait_is_ended_and_a_look_is_not() -> None:
+    class Poller:
+        def poll(self, milliseconds: float) -> list[object]:
+            interrupt()
+            return []
+
+    with lazygt.session(launcher="inline"):
+        with HOLD, pytest.raises(KeyboardInterrupt):
+            HOLD.wait(Poller(), 1)
+        with pytest.raises(KeyboardInterrupt), HOLD:
+            assert HOLD.wait(Poller(), 0) == []
+
+
+def test_a_handler_of_the_users_is_called_once_and_may_use_the_session() -> None:
+    seen: list[float] = []
+    with lazygt.session(launcher="inline") as s:
+        x = torch.ones(3)
+        before = signal.signal(signal.SIGINT, lambda *_: seen.append(x.sum().item()))
+        s.synchronize()
+        with HOLD:
+            interrupt()
+            interrupt()
+            assert seen == []
+        assert seen == [3]
+        signal.signal(signal.SIGINT, before)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    assert signal.getsignal(signal.SIGINT) is DEFAULT
+
+
+def test_a_handler_that_calls_the_one_before_it() -> None:
+    called: list[int] = []
+    with lazygt.session(launcher="inline") as s:
+        before: Any = signal.getsignal(signal.SIGINT)
+
+        def chained(number: int, frame: Any) -> None:
+            called.append(number)
+            before(number, frame)
+
+        signal.signal(signal.SIGINT, chained)
+        s.synchronize()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        assert called == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is chained
+
+
+def test_what_a_closing_session_has_held_back_is_said_when_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = lazygt.session(workers=1, threads=1)
+    s.__enter__()
+    pid = s.worker_pids[0]
+    end = s._link.close
+    monkeypatch.setattr(s._link, "close", lambda: (interrupt(), end()))
+    with pytest.raises(KeyboardInterrupt):
+        s.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert signal.getsignal(signal.SIGINT) is DEFAULT
+
+
+def test_a_forked_child_keeps_nothing_of_the_parents() -> None:
+    with HOLD:
+        HOLD.arrived(None)
+        child = os.fork()
+        if child == 0:
+            os._exit(interrupts.HOLD._pending)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        HOLD.forked()
