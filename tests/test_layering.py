@@ -29,22 +29,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "lightning"}),
     frozenset({"lazygt"}),
 )
-# Files at the root that belong to one of these.
-AT_THE_ROOT = {
-    "record": {
-        "annotate", "autocast", "autograd", "bundles", "constructors", "context", "copies",
-        "dataloader", "decompositions", "defaults", "definitions", "derivatives", "device",
-        "dynamic", "factories", "functions", "handlers", "host_rng", "host_scalars", "idle",
-        "infer", "libraries", "miss", "mixed", "optimizers", "pickling", "provenance", "recorder",
-        "recurrent", "registrations", "relaid", "rng", "sources", "storage", "subclasses", "swap",
-        "tensor", "trace", "trie", "views", "witness",
-    },
-    "session": {"history", "planner", "planning", "shipping", "submit", "weights"},
-    "parallel": {
-        "following", "pipeline", "sharding", "styles", "units",
-        "distribute", "fsdp", "optimizer_state", "tensor_parallel",
-    },
-}  # fmt: skip
+# Files at the root that stand in one layer with another.
+AT_THE_ROOT = {"session": {"history", "planner", "submit", "weights"}}
 # Pairs that a downward rule alone would allow.
 FORBIDDEN = {
     ("runtime", "passes"): "the runtime runs plans and never makes them",
@@ -225,7 +211,6 @@ def has_reason(lines: list[str], first: int, last: int) -> bool:
         ("lazygt.runtime.plan", "from lazygt.passes.base import Pass", "never makes them"),
         ("lazygt.transfer.sender", "from lazygt.passes import base", "no graphs"),
         ("lazygt.runtime.plan", "def f():\n    from ..session import x", "points up"),
-        ("lazygt.record.tensor", "from lazygt.session import x", "points up"),
         ("lazygt.record.tensor", "from lazygt.session import x", "points up"),
         ("lazygt.session", "from lazygt.parallel import stage", "points up"),
         ("lazygt.observe.why", "from lazygt.cli.show import x", "points up"),

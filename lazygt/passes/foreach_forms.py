@@ -84,8 +84,8 @@ def _forms() -> list[ForeachForm]:
             ),
         ]
         for name in _ONE_ARGUMENT:
-            forms.append(ForeachForm(f"aten._foreach_{name}{end}.default", f"aten.{name}{end}.default",
-                              each))  # fmt: skip
+            foreach, single = f"aten._foreach_{name}{end}.default", f"aten.{name}{end}.default"
+            forms.append(ForeachForm(foreach, single, each))
     return [
         *forms,
         ForeachForm("aten._foreach_maximum.List", "aten.maximum.default", both),

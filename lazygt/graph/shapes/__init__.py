@@ -19,7 +19,7 @@ from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
-from lazygt.graph.shapes.base import Metas, Results, Rule, broadcast, is_rows, rows
+from lazygt.graph.shapes.base import Metas, Results, Rule, broadcast, contiguous, is_contiguous
 from lazygt.graph.shapes.layers import LAYERS
 from lazygt.graph.shapes.tensors import TENSORS, WRITING
 from lazygt.graph.shapes.views import VIEWS
@@ -132,7 +132,7 @@ def _pointwise_key(
         kind = type(arg)
         if kind is Ref:
             meta = metas[arg.index]
-            if not is_rows(meta):
+            if not is_contiguous(meta):
                 return None
             key += (meta.dtype, len(meta.shape))
         elif kind is Param:
@@ -157,6 +157,6 @@ def _pointwise(
     if shape is None:
         return None
     if f.outputs == ("f",):
-        return Results((rows(shape, dtype),))
+        return Results((contiguous(shape, dtype),))
     target = metas[args[0].index]
     return Results((), (target,)) if target.shape == shape else None

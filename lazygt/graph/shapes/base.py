@@ -34,12 +34,12 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 @lru_cache(maxsize=65536)
-def rows(shape: Shape, dtype: torch.dtype) -> TensorMeta:
+def contiguous(shape: Shape, dtype: torch.dtype) -> TensorMeta:
     """The meta of a fresh row-major tensor."""
     return intern(shape, contiguous_stride(shape), dtype)
 
 
-def is_rows(meta: TensorMeta) -> bool:
+def is_contiguous(meta: TensorMeta) -> bool:
     """Whether the strides are row-major, from wherever it starts."""
     return meta.plain or meta.stride == contiguous_stride(meta.shape)
 

@@ -10,24 +10,24 @@ from lazygt.graph.shapes.base import (
     Metas,
     Rule,
     Shape,
-    is_rows,
+    contiguous,
+    is_contiguous,
     position,
-    rows,
     same_float,
 )
 
 
 def _softmax(source: TensorMeta, dim: int, half_to_float: bool) -> Metas | None:
-    fits = is_rows(source) and source.dtype in FLOATS and not half_to_float
+    fits = is_contiguous(source) and source.dtype in FLOATS and not half_to_float
     if not fits or position(dim, len(source.shape)) is None:
         return None
-    return (rows(source.shape, source.dtype),)
+    return (contiguous(source.shape, source.dtype),)
 
 
 def _softmax_backward(
     grad: TensorMeta, output: TensorMeta, dim: int, input_dtype: torch.dtype
 ) -> Metas | None:
-    fits = grad.shape == output.shape and input_dtype is grad.dtype and is_rows(output)
+    fits = grad.shape == output.shape and input_dtype is grad.dtype and is_contiguous(output)
     return _softmax(grad, dim, False) if fits and same_float(grad, output) else None
 
 
@@ -38,8 +38,8 @@ def _nll(
         return None
     if target.dtype != torch.int64 or source.dtype not in FLOATS or reduction not in (0, 1, 2):
         return None
-    loss = rows(target.shape if reduction == 0 else (), source.dtype)
-    return loss, rows((), source.dtype)
+    loss = contiguous(target.shape if reduction == 0 else (), source.dtype)
+    return loss, contiguous((), source.dtype)
 
 
 def _nll_backward(
@@ -54,7 +54,7 @@ def _nll_backward(
     made = _nll(source, target, weight, reduction, ignored)
     if made is None or made[0] is None or made[0].shape != grad.shape or total.shape != ():
         return None
-    return (rows(source.shape, source.dtype),) if is_rows(source) else None
+    return (contiguous(source.shape, source.dtype),) if is_contiguous(source) else None
 
 
 def _layer_norm(
@@ -68,13 +68,13 @@ def _layer_norm(
     inner = len(source.shape) - len(shape)
     if inner < 0 or not shape or source.shape[inner:] != shape:
         return None
-    if any(t.shape != shape for t in tensors[1:]) or not all(map(is_rows, tensors)):
+    if any(t.shape != shape for t in tensors[1:]) or not all(map(is_contiguous, tensors)):
         return None
     # other dtypes have statistics that differ from device to device
     if source.dtype != torch.float32 or not same_float(*tensors):
         return None
-    statistics = rows(source.shape[:inner] + (1,) * len(shape), source.dtype)
-    return rows(source.shape, source.dtype), statistics, statistics
+    statistics = contiguous(source.shape[:inner] + (1,) * len(shape), source.dtype)
+    return contiguous(source.shape, source.dtype), statistics, statistics
 
 
 def _layer_norm_backward(
@@ -88,14 +88,14 @@ def _layer_norm_backward(
     mask: tuple[bool, ...],
 ) -> Metas | None:
     forward = _layer_norm(source, shape, weight, bias, 0.0)
-    if forward != (rows(grad.shape, grad.dtype), mean, rstd) or not is_rows(grad):
+    if forward != (contiguous(grad.shape, grad.dtype), mean, rstd) or not is_contiguous(grad):
         return None
     made = (grad.shape, shape, shape)
     absent = (False, weight is None, bias is None)
     if any(wanted and gone for wanted, gone in zip(mask, absent, strict=True)):
         return None
     pairs = zip(mask, made, strict=True)
-    return tuple(rows(size, grad.dtype) if wanted else None for wanted, size in pairs)
+    return tuple(contiguous(size, grad.dtype) if wanted else None for wanted, size in pairs)
 
 
 _INDICES = (torch.int32, torch.int64)
@@ -110,15 +110,15 @@ def _embedding(
 ) -> Metas | None:
     if len(weight.shape) != 2 or indices.dtype not in _INDICES or not indices.is_contiguous():
         return None
-    return (rows((*indices.shape, weight.shape[1]), weight.dtype),)
+    return (contiguous((*indices.shape, weight.shape[1]), weight.dtype),)
 
 
 def _embedding_backward(
     grad: TensorMeta, indices: TensorMeta, count: int, padding: int, scale_by_frequency: bool
 ) -> Metas | None:
-    if grad.shape[:-1] != indices.shape or indices.dtype not in _INDICES or not is_rows(grad):
+    if grad.shape[:-1] != indices.shape or indices.dtype not in _INDICES or not is_contiguous(grad):
         return None
-    return (rows((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None
+    return (contiguous((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None
 
 
 #: Op -> rule.

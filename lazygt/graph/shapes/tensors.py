@@ -13,9 +13,9 @@ from lazygt.graph.shapes.base import (
     Rule,
     Shape,
     broadcast,
-    is_rows,
+    contiguous,
+    is_contiguous,
     position,
-    rows,
     same_float,
     without,
 )
@@ -29,9 +29,9 @@ def _like(
     **where: Any,
 ) -> Metas | None:
     if memory_format is torch.contiguous_format or (
-        memory_format in (None, torch.preserve_format) and is_rows(source)
+        memory_format in (None, torch.preserve_format) and is_contiguous(source)
     ):
-        return (rows(source.shape, dtype or source.dtype),)
+        return (contiguous(source.shape, dtype or source.dtype),)
     return None
 
 
@@ -46,7 +46,7 @@ def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = No
 def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     first = tensors[0]
     at = position(dim, len(first.shape))
-    if at is None or not all(is_rows(t) and t.dtype == first.dtype for t in tensors):
+    if at is None or not all(is_contiguous(t) and t.dtype == first.dtype for t in tensors):
         return None
     if any(len(t.shape) != len(first.shape) for t in tensors):
         return None
@@ -54,34 +54,36 @@ def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     if any(without(t.shape, at) != rest for t in tensors):
         return None
     total = sum(t.shape[at] for t in tensors)
-    return (rows((*first.shape[:at], total, *first.shape[at + 1 :]), first.dtype),)
+    return (contiguous((*first.shape[:at], total, *first.shape[at + 1 :]), first.dtype),)
 
 
 def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     first = tensors[0]
     at = position(dim, len(first.shape) + 1)
-    same = all(t.shape == first.shape and t.dtype == first.dtype and is_rows(t) for t in tensors)
+    same = all(
+        t.shape == first.shape and t.dtype == first.dtype and is_contiguous(t) for t in tensors
+    )
     if at is None or not same:
         return None
-    return (rows((*first.shape[:at], len(tensors), *first.shape[at:]), first.dtype),)
+    return (contiguous((*first.shape[:at], len(tensors), *first.shape[at:]), first.dtype),)
 
 
 def _copied_into(
     target: TensorMeta, source: TensorMeta, non_blocking: bool = False
 ) -> Metas | None:
-    fits = is_rows(target) and broadcast([target.shape, source.shape]) == target.shape
+    fits = is_contiguous(target) and broadcast([target.shape, source.shape]) == target.shape
     return (target,) if fits else None
 
 
 def _filled(target: TensorMeta, *numbers: Any) -> Metas | None:
     real = all(type(number) in (bool, int, float) for number in numbers)
-    return (target,) if real and is_rows(target) and target.dtype in FLOATS else None
+    return (target,) if real and is_contiguous(target) and target.dtype in FLOATS else None
 
 
 def _mm(a: TensorMeta, b: TensorMeta) -> Metas | None:
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
         return None
-    return (rows((a.shape[0], b.shape[1]), a.dtype),) if same_float(a, b) else None
+    return (contiguous((a.shape[0], b.shape[1]), a.dtype),) if same_float(a, b) else None
 
 
 def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Metas | None:
@@ -96,7 +98,7 @@ def _bmm(a: TensorMeta, b: TensorMeta) -> Metas | None:
         return None
     if a.shape[2] != b.shape[1] or not same_float(a, b):
         return None
-    return (rows((*a.shape[:2], b.shape[2]), a.dtype),)
+    return (contiguous((*a.shape[:2], b.shape[2]), a.dtype),)
 
 
 def _reduced(
@@ -108,7 +110,7 @@ def _reduced(
 ) -> Metas | None:
     """A sum or mean of floats over some dimensions."""
     rank = len(source.shape)
-    if not is_rows(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
+    if not is_contiguous(source) or source.dtype not in FLOATS or dtype not in (None, source.dtype):
         return None
     wanted = dims if isinstance(dims, tuple) and dims else range(rank)
     gone = {position(dim, rank) for dim in wanted}
@@ -118,7 +120,7 @@ def _reduced(
         shape = tuple(1 if d in gone else size for d, size in enumerate(source.shape))
     else:
         shape = tuple(size for d, size in enumerate(source.shape) if d not in gone)
-    return (rows(shape, source.dtype),)
+    return (contiguous(shape, source.dtype),)
 
 
 def _reduced_whole(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:

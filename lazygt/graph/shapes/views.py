@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.shapes.base import Metas, Rule, Shape, is_rows, position, seen, without
+from lazygt.graph.shapes.base import Metas, Rule, Shape, is_contiguous, position, seen, without
 
 
 def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
@@ -33,7 +33,7 @@ def _t(source: TensorMeta) -> Metas | None:
 
 
 def _view(source: TensorMeta, shape: Shape) -> Metas | None:
-    if not is_rows(source):
+    if not is_contiguous(source):
         return None
     sizes = _with_guess(shape, source.numel)
     return None if sizes is None else seen(source, sizes, contiguous_stride(sizes), source.offset)

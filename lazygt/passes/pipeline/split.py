@@ -137,7 +137,7 @@ class _Writer:
 
     def __init__(self, whole: Whole, parts: Sequence[Part], stage: int, axis: str) -> None:
         self._whole, self._parts, self._stage, self._axis = whole, parts, stage, axis
-        self._rows: list[Placed] = []
+        self._strategies: list[Placed] = []
         #: value -> the stages that it is sent to
         self._targets: dict[int, list[int]] = {}
         for part in parts:
@@ -162,7 +162,7 @@ class _Writer:
             if task < 0:
                 self._receive(~task)
                 continue
-            self._rows.append(whole.strategies[task])
+            self._strategies.append(whole.strategies[task])
             for value in whole.strategies[task].results:
                 self._send(value, task)
         homes = [found.values[value] for value in range(len(whole.graph.inputs))]
@@ -171,10 +171,14 @@ class _Writer:
             for meta, home in zip(whole.graph.inputs, homes, strict=True)
         ])  # fmt: skip
         outputs = tuple([
-            value if placement in (Replicate(), SingleRank(self._stage)) else blanks[self._dtype(value)]
+            value
+            if placement in (Replicate(), SingleRank(self._stage))
+            else blanks[self._dtype(value)]
             for value, placement in zip(whole.graph.outputs, placements, strict=True)
         ])  # fmt: skip
-        return rebuild(replace(whole.graph, inputs=inputs, outputs=outputs), self._rows, found.same)
+        return rebuild(
+            replace(whole.graph, inputs=inputs, outputs=outputs), self._strategies, found.same
+        )
 
     def _dtype(self, value: int) -> torch.dtype:
         meta = self._whole.metas[value]
@@ -189,13 +193,13 @@ class _Writer:
             if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in made:
                 number = made[dtype] = len(self._whole.metas) + len(made)
                 node = blank(intern((0,), (1,), dtype))
-                self._rows.append(Placed(node, (number,), 0))
+                self._strategies.append(Placed(node, (number,), 0))
         return made
 
     def _send(self, value: int, source: int) -> None:
         for peer in self._targets.get(value, ()):
             node = Node(SEND, (ref(value), peer, self._axis))
-            self._rows.append(Placed(node, (), source))
+            self._strategies.append(Placed(node, (), source))
 
     def _receive(self, value: int) -> None:
         """Receive a value, and what was sent before it: a pair of ranks has one order for both."""
@@ -209,7 +213,7 @@ class _Writer:
             meta = _arrived(self._whole.metas[first])
             args = (home, meta.shape, meta.dtype, DEVICE, self._axis)
             source = max(self._whole.found.makers[first], 0)
-            self._rows.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
+            self._strategies.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
 

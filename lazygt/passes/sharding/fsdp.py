@@ -39,18 +39,18 @@ class _Regather:
         #: views of stored values that the forward made -> their nodes
         self._views: dict[int, Placed] = {}
         self._copies: dict[int, int] = {}
-        self._rows: list[Placed] = []
+        self._strategies: list[Placed] = []
         self._count = len(self._metas)
 
     def run(self) -> Graph:
         for strategy in placed(self._graph):
             late = self._graph.origin(strategy.source) in self._backward
             if late:
-                self._rows.append(strategy._replace(node=self._late(strategy)))
+                self._strategies.append(strategy._replace(node=self._late(strategy)))
             else:
                 self._early(strategy)
-                self._rows.append(strategy)
-        return rebuild(self._graph, self._rows) if self._copies else self._graph
+                self._strategies.append(strategy)
+        return rebuild(self._graph, self._strategies) if self._copies else self._graph
 
     def _early(self, strategy: Placed) -> None:
         """Note which values of the forward are stored or views of stored ones."""
@@ -94,5 +94,5 @@ class _Regather:
             for each in results:
                 self._copies[each] = self._count
                 self._count += 1
-            self._rows.append(Placed(node, [self._copies[each] for each in results], source))
+            self._strategies.append(Placed(node, [self._copies[each] for each in results], source))
         return self._copies[value]

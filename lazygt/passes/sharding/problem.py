@@ -237,12 +237,12 @@ class _Build:
         key = id(made), pin, *map(id, wants)
         found = self._states.get(key)
         if found is None:
-            kept = _kept_labels(made, wants) if pin is None else ((pin,),)
+            kept = _kept_placements(made, wants) if pin is None else ((pin,),)
             found = self._states[key] = self._same(kept)
         return found
 
     def _column(self, node: int, result: bool, places: Places) -> Options:
-        """What each row of a node gives for a result, or wants of an operand named at places."""
+        """What each strategy of a node gives for a result, or wants of an operand at places."""
         entry = self._entries[node]
         key = id(entry), result, places
         found = self._columns.get(key)
@@ -259,7 +259,7 @@ class _Build:
         return self._prices.options(options)
 
 
-def _kept_labels(made: Options, wants: Sequence[Options]) -> Options:
+def _kept_placements(made: Options, wants: Sequence[Options]) -> Options:
     """The placements to keep a value with: one, or one and a copy that serves several users.
 
     What is whole serves all, since blocks (and mostly partial sums) come of it for nothing: so

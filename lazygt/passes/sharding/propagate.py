@@ -10,7 +10,7 @@ Partial values spread forwards only. A strategy that takes only whole and partia
 out where none of them may come partial: the strategy that is R everywhere does the same then, and
 its result can be made partial for nothing.
 
-Rows that take a value interleaved are looked for, and open, only where it was reached so.
+Strategies that take a value interleaved are looked for, and open, only where it was reached so.
 
 What is reached is a bit mask a value, with one bit a placement.
 """
@@ -124,7 +124,7 @@ def _with_whole(opened: StrategySet, entry: StrategySet) -> StrategySet:
 
 
 def _keeps(strategy: Strategy, pins: Pins) -> bool:
-    """Whether a strategy takes what is pinned as it is; what is whole may count as a partial sum."""
+    """Whether a strategy takes pinned values as they are; a whole one may be a partial sum."""
     return all(
         pin in (None, placement) or (pin == Replicate() and isinstance(placement, Partial))
         for pin, placement in zip(pins, strategy.inputs, strict=False)

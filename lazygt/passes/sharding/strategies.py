@@ -1,4 +1,4 @@
-"""The strategies of every node with their costs, looked up once for each kind of node in a graph."""
+"""The strategies of every node with their costs, looked up once for each kind of node."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class StrategyCatalogue:
 
 
 def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """All strategies; the one that is R everywhere as its rule has it, if it says how to do that."""
+    """All strategies; the one that is R everywhere as its rule has it, if it says how."""
     if node.op == PLACE:
         return tuple(strategies)
     whole = next((strategy for strategy in strategies if not _is_cut(strategy)), replicated(node))

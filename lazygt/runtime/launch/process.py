@@ -101,9 +101,8 @@ def build_handler(boot: Boot) -> MessageHandler:
         # why: torch takes a second to load, and the sockets must be there before that
         import torch
 
+        # why: they import torch
         from lazygt.runtime import shared_memory
-
-        # why: it imports torch
         from lazygt.runtime.collectives import group
 
         torch.set_num_threads(boot.threads)

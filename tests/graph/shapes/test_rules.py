@@ -79,7 +79,7 @@ def agrees(shapes: Shapes, name: str, call: Call) -> bool:
 # -- tensors of many layouts -----------------------------------------------------------------
 
 
-def rows(shape: Any, dtype: torch.dtype = torch.float32) -> TensorMeta:
+def contiguous(shape: Any, dtype: torch.dtype = torch.float32) -> TensorMeta:
     return TensorMeta.of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
@@ -97,7 +97,7 @@ def laid(draw: Draw, shape: Any, dtype: torch.dtype = torch.float32) -> TensorMe
     if layout == "spaced" and shape:
         whole = torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype, device="meta")
         return TensorMeta.of(whole[..., ::2])
-    return rows(shape, dtype)
+    return contiguous(shape, dtype)
 
 
 def tensor(draw: Draw) -> TensorMeta:
@@ -282,16 +282,19 @@ def softmax_backward(draw: Draw) -> Call:
 def nll(draw: Draw) -> Call:
     n, classes = draw(SIZES), draw(SIZES)
     dtype = draw(st.sampled_from(FLOATS))
-    source, target = laid(draw, (n, classes), dtype), rows((perhaps(draw, n, 3),), torch.int64)
-    weight = perhaps(draw, None, rows((classes,), dtype))
+    source, target = (
+        laid(draw, (n, classes), dtype),
+        contiguous((perhaps(draw, n, 3),), torch.int64),
+    )
+    weight = perhaps(draw, None, contiguous((classes,), dtype))
     return [source, target, weight, perhaps(draw, 1, draw(st.integers(0, 3))), -100], {}
 
 
 def nll_backward(draw: Draw) -> Call:
     (source, target, weight, reduction, ignored), _ = nll(draw)
-    grad = rows(target.shape if reduction == 0 else (), source.dtype)
-    grad = perhaps(draw, grad, rows((2,), source.dtype))
-    return [grad, source, target, weight, reduction, ignored, rows((), source.dtype)], {}
+    grad = contiguous(target.shape if reduction == 0 else (), source.dtype)
+    grad = perhaps(draw, grad, contiguous((2,), source.dtype))
+    return [grad, source, target, weight, reduction, ignored, contiguous((), source.dtype)], {}
 
 
 def layer_norm(draw: Draw) -> Call:
@@ -299,14 +302,14 @@ def layer_norm(draw: Draw) -> Call:
     dtype = perhaps(draw, torch.float32, torch.float64)
     source = laid(draw, (*draw(SHAPES), *inner), dtype)
     weight = perhaps(draw, laid(draw, inner, dtype), None)
-    bias = perhaps(draw, rows(perhaps(draw, inner, (7,)), dtype), None)
+    bias = perhaps(draw, contiguous(perhaps(draw, inner, (7,)), dtype), None)
     return [source, inner, weight, bias, Number(1e-5)], {}
 
 
 def layer_norm_backward(draw: Draw) -> Call:
     (source, inner, weight, bias, _), _ = layer_norm(draw)
     outer = len(source.shape) - len(inner)
-    statistics = rows((*source.shape[:outer], *[1] * len(inner)), source.dtype)
+    statistics = contiguous((*source.shape[:outer], *[1] * len(inner)), source.dtype)
     grad = laid(draw, perhaps(draw, source.shape, (3, 3)), source.dtype)
     mask = (draw(st.booleans()), perhaps(draw, weight is not None, True), bias is not None)
     return [grad, source, inner, statistics, statistics, weight, bias, mask], {}
@@ -448,7 +451,7 @@ def test_pointwise_is_learned(name: str) -> None:
         if isinstance(kind, Number):
             return kind
         dtype = torch.bool if kind == "b" else perhaps(draw, dtype, draw(DTYPES))
-        return rows(perhaps(draw, shape, near(draw, shape)), dtype)
+        return contiguous(perhaps(draw, shape, near(draw, shape)), dtype)
 
     @given(st.data())
     def compare(data: st.DataObject) -> None:
@@ -467,13 +470,13 @@ def test_pointwise_is_learned(name: str) -> None:
 
 
 def test_nothing_is_known_of_a_pointwise_op_at_first() -> None:
-    recorded = Recorded("aten.relu.default", [rows((2, 3))], {})
+    recorded = Recorded("aten.relu.default", [contiguous((2, 3))], {})
     assert Shapes().results(*recorded.call) is None
 
 
 def test_learned_dtypes_keep_kinds_of_numbers_apart() -> None:
     shapes = Shapes()
-    whole = rows((2, 3), torch.int64)
+    whole = contiguous((2, 3), torch.int64)
     by_int = Recorded("aten.mul.Tensor", [whole, 2], {})
     shapes.learn(*by_int.call, Results((whole,)))
     assert shapes.results(*by_int.call) == Results((whole,))
@@ -482,7 +485,7 @@ def test_learned_dtypes_keep_kinds_of_numbers_apart() -> None:
 
 
 def test_a_layout_that_no_rule_foresees_is_not_learned() -> None:
-    shapes, recorded = Shapes(), Recorded("aten.relu.default", [rows((2, 3))], {})
+    shapes, recorded = Shapes(), Recorded("aten.relu.default", [contiguous((2, 3))], {})
     turned = TensorMeta((2, 3), (1, 2), torch.float32)
     shapes.learn(*recorded.call, Results((turned,)))
     assert shapes.results(*recorded.call) is None
@@ -491,25 +494,28 @@ def test_a_layout_that_no_rule_foresees_is_not_learned() -> None:
 # -- what rules leave to torch ---------------------------------------------------------------
 
 ODD: dict[str, Call] = {
-    "aten.mm.default": ([rows((2, 3)), rows((4, 5))], {}),
-    "aten.addmm.default": ([rows((4,)), rows((2, 3)), rows((3, 5))], {}),
-    "aten.view.default": ([rows((2, 3)), (4, 2)], {}),
-    "aten.expand.default": ([rows((2, 3)), (3, 3)], {}),
-    "aten.permute.default": ([rows((2, 3)), (0, 0)], {}),
-    "aten.transpose.int": ([rows((2, 3)), 0, 2], {}),
-    "aten.t.default": ([rows((2, 3, 4))], {}),
-    "aten.select.int": ([rows((2, 3)), 0, 2], {}),
-    "aten.slice.Tensor": ([rows((2, 3)), 5], {}),
-    "aten.unsqueeze.default": ([rows((2, 3)), 4], {}),
-    "aten.cat.default": ([[rows((2, 3)), rows((2, 4))]], {}),
-    "aten.stack.default": ([[rows((2, 3)), rows((2, 4))]], {}),
-    "aten.sum.dim_IntList": ([rows((2, 3)), (0, 0)], {}),
-    "aten.mean.dim": ([rows((2, 3), torch.int64), (0,)], {}),
-    "aten._log_softmax.default": ([rows((2, 3)), 2, False], {}),
-    "aten.nll_loss_forward.default": ([rows((2, 3)), rows((4,), torch.int64), None, 1, -100], {}),
-    "aten.native_layer_norm.default": ([rows((2, 3)), (4,), None, None, Number(1e-5)], {}),
-    "aten.embedding.default": ([rows((2, 3)), rows((4,))], {}),
-    "aten.copy_.default": ([rows((2, 3)), rows((4,))], {}),
+    "aten.mm.default": ([contiguous((2, 3)), contiguous((4, 5))], {}),
+    "aten.addmm.default": ([contiguous((4,)), contiguous((2, 3)), contiguous((3, 5))], {}),
+    "aten.view.default": ([contiguous((2, 3)), (4, 2)], {}),
+    "aten.expand.default": ([contiguous((2, 3)), (3, 3)], {}),
+    "aten.permute.default": ([contiguous((2, 3)), (0, 0)], {}),
+    "aten.transpose.int": ([contiguous((2, 3)), 0, 2], {}),
+    "aten.t.default": ([contiguous((2, 3, 4))], {}),
+    "aten.select.int": ([contiguous((2, 3)), 0, 2], {}),
+    "aten.slice.Tensor": ([contiguous((2, 3)), 5], {}),
+    "aten.unsqueeze.default": ([contiguous((2, 3)), 4], {}),
+    "aten.cat.default": ([[contiguous((2, 3)), contiguous((2, 4))]], {}),
+    "aten.stack.default": ([[contiguous((2, 3)), contiguous((2, 4))]], {}),
+    "aten.sum.dim_IntList": ([contiguous((2, 3)), (0, 0)], {}),
+    "aten.mean.dim": ([contiguous((2, 3), torch.int64), (0,)], {}),
+    "aten._log_softmax.default": ([contiguous((2, 3)), 2, False], {}),
+    "aten.nll_loss_forward.default": (
+        [contiguous((2, 3)), contiguous((4,), torch.int64), None, 1, -100],
+        {},
+    ),
+    "aten.native_layer_norm.default": ([contiguous((2, 3)), (4,), None, None, Number(1e-5)], {}),
+    "aten.embedding.default": ([contiguous((2, 3)), contiguous((4,))], {}),
+    "aten.copy_.default": ([contiguous((2, 3)), contiguous((4,))], {}),
 }
 
 
@@ -546,7 +552,7 @@ def test_inference_counts_quick_answers_and_runs() -> None:
     inference = Inference("cpu")
     for width in (3, 4, 5):
         for name in ("aten.relu.default", "aten.t.default"):
-            inference.results(*Recorded(name, [rows((2, width))], {}).call)
+            inference.results(*Recorded(name, [contiguous((2, width))], {}).call)
     assert (inference.quick, inference.runs) == (5, 1)
 
 

@@ -52,7 +52,7 @@ _FAMILIES = (
 )
 RULES: dict[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
-__all__ = ["RULES", "Collective", "Metas", "Strategy", "Rule", "has_rule", "strategies_of"]
+__all__ = ["RULES", "Collective", "Metas", "Rule", "Strategy", "has_rule", "strategies_of"]
 
 
 def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
@@ -93,7 +93,7 @@ def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bo
 
 
 def has_rule(op: str) -> bool:
-    """Whether any row but R everywhere may be found for an op."""
+    """Whether any strategy but R everywhere may be found for an op."""
     return _rule(op) is not None
 
 

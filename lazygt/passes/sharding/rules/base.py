@@ -54,7 +54,7 @@ def local_lowering(lower: Lowering) -> LocalLowering:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective inside a strategy, for its cost: kind without ``lazygt.``, payload bytes a rank."""
+    """A collective in a strategy, for its cost: kind without ``lazygt.``, payload bytes a rank."""
 
     kind: str
     nbytes: int

@@ -47,7 +47,7 @@ def _one_dtype(call: Call) -> bool:
     return len({meta.dtype for meta in metas}) == 1
 
 
-def _channel_labels(call: Call, names: Sequence[str]) -> dict[str, Placement]:
+def _channel_placements(call: Call, names: Sequence[str]) -> dict[str, Placement]:
     """Statistics that are not kept have no elements."""
     kept = [name for name in names if call.has(name) and call.meta(name).numel]
     return dict.fromkeys(kept, S(0))
@@ -59,7 +59,7 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     found = []
     for dim in shardable_dims(shape):
         if dim == 1:
-            placements = _channel_labels(call, _PER_CHANNEL)
+            placements = _channel_placements(call, _PER_CHANNEL)
             each: list[Placement] = [
                 S(0) if m is not None and m.numel else R for m in node.results[1:]
             ]
@@ -131,7 +131,7 @@ def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     found = []
     for dim in shardable_dims(shape):
         if dim == 1:
-            placements = _channel_labels(call, _PER_CHANNEL)
+            placements = _channel_placements(call, _PER_CHANNEL)
             strategy = call.strategy((S(1), S(0), S(0)), grad_out=S(1), input=S(1), **placements)
             found.append(zeros_when_empty(call, strategy))
         elif not training:

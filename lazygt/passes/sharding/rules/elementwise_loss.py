@@ -43,7 +43,9 @@ def _forward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     shape, reduction = _shape(call), call["reduction"]
     found = []
     for dim in shardable_dims(shape):
-        strategy = call.strategy(S(dim) if reduction == _NONE else P, **_labels(call, shape, dim))
+        strategy = call.strategy(
+            S(dim) if reduction == _NONE else P, **_placements(call, shape, dim)
+        )
         found.append(strategy.by(_share_of_mean(call) if reduction == _MEAN else None))
     return found
 
@@ -65,7 +67,7 @@ def _backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     shape, reduction = call.result().shape, call["reduction"]
     found = []
     for dim in shardable_dims(shape):
-        placements = _labels(call, shape, dim)
+        placements = _placements(call, shape, dim)
         if reduction == _NONE:
             placements["grad_output"] = aligned(call.meta("grad_output"), shape, dim)
         strategy = call.strategy(S(dim), **placements)
@@ -103,7 +105,7 @@ def _shape(call: Call) -> Shape:
     return tuple(torch.broadcast_shapes(*shapes))
 
 
-def _labels(call: Call, shape: Shape, dim: int) -> dict[str, Placement]:
+def _placements(call: Call, shape: Shape, dim: int) -> dict[str, Placement]:
     return {name: aligned(call.meta(name), shape, dim) for name in _TENSORS if call.has(name)}
 
 

@@ -4,7 +4,7 @@
 
 A text names the dims of the tensor arguments in the order of the op's schema, then those of its
 results. Dims of one name are one *factor*: split together they are one way to run the op on the
-ranks of an axis, so one row. Operands and results that a text does not reach stay whole.
+ranks of an axis, so one strategy. Operands and results that a text does not reach stay whole.
 
 Dims, separated by spaces:
 
@@ -75,8 +75,8 @@ def rule(
     return {f"aten.{op}": made for op in ops.split()}
 
 
-def rows_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
-    """The rows of one call by a text that depends on it."""
+def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
+    """The strategies of one call by a text that depends on it."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
 
@@ -152,13 +152,13 @@ class _Match:
         self.results += [None] * (len(metas) - len(self.results))
 
     def strategies(self, no_empty: bool = False, sizes: str = "") -> list[Strategy]:
-        """A row a factor, and those with partial operands."""
+        """A strategy a factor, and those with partial operands."""
         found = []
         for factor in self._factors():
             strategy = self._split(factor)
             strategy = strategy.by(sized(tuple(self.call[sizes]), sizes)) if sizes else strategy
             found.append(zeros_when_empty(self.call, strategy) if no_empty else strategy)
-        return found + self._partial_rows()
+        return found + self._partial_strategies()
 
     def _operand(self, dims: Dims, shape: tuple[int, ...]) -> _Tensor:
         if dims.whole:
@@ -210,7 +210,7 @@ class _Match:
         }
         return self.call.strategy(outputs, **placements)
 
-    def _partial_rows(self) -> list[Strategy]:
+    def _partial_strategies(self) -> list[Strategy]:
         marked = {mark: [name for name, tensor in self.operands.items() if tensor.dims.mark == mark]
                   for mark in "*+="}  # fmt: skip
         wanted: list[tuple[list[str], Placement]] = [

@@ -76,7 +76,7 @@ def are_apart(node: Node) -> bool:
 
 
 def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """For each placement that some tensor can have, the strategies of all tensors put side by side."""
+    """For each placement that some tensor can have, the strategies of all of them side by side."""
     if not are_apart(node):
         return []
     rule = statistics.RULES.get(FORMS[node.op].single, pointwise.strategies)
@@ -88,10 +88,11 @@ def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     placements = dict.fromkeys(
         placement for strategies in options for placement in strategies if placement != R
     )
-    return [
-        strategy for placement in placements
-        if (strategy := _side_by_side(node, [strategies.get(placement, strategies[R]) for strategies in options])) is not None
-    ]  # fmt: skip
+    together = (
+        _side_by_side(node, [strategies.get(placement, strategies[R]) for strategies in options])
+        for placement in placements
+    )
+    return [strategy for strategy in together if strategy is not None]
 
 
 def _side_by_side(node: Node, strategies: list[Strategy]) -> Strategy | None:
@@ -152,7 +153,7 @@ def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     for dim in range(rank):
         placements = {name: _aligned(metas, shapes, dim) for name, metas in lists.items()}
         if S(dim) in placements["self"]:
-            written = [_label_of(call, placements, value) for value in node.writes]
+            written = [_placement_of(call, placements, value) for value in node.writes]
             strategies.append(call.strategy(written, **placements))
     return strategies
 
@@ -164,7 +165,7 @@ def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -
     ]
 
 
-def _label_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
+def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
     for name, given in placements.items():
         found = numbers(call.args[name])
         if value in found:

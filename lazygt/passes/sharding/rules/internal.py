@@ -82,20 +82,20 @@ def _again(placement: Placement) -> Lowering:
     return lower
 
 
-def _mark_labels(node: Node, metas: Metas) -> Sequence[Placement]:
+def _mark_placements(node: Node, metas: Metas) -> Sequence[Placement]:
     meta = metas[node.args[0].index]
     return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
 
 
 def _enter(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [
-        Strategy((placement,), (placement,), _marked) for placement in _mark_labels(node, metas)
+        Strategy((placement,), (placement,), _marked) for placement in _mark_placements(node, metas)
     ]
 
 
 def _leave(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """The value only says which stage it is on, so it is taken however it lies."""
-    placements = _mark_labels(node, metas)
+    placements = _mark_placements(node, metas)
     return [
         Strategy((placement, value), (placement,), _marked)
         for placement in placements

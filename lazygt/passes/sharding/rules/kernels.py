@@ -62,7 +62,7 @@ def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [
         *(zeros_when_empty(call, strategy) for strategy in strategies),
         *incoming,
-        *_linear_rows(call),
+        *_linear_strategies(call),
     ]
 
 
@@ -87,7 +87,7 @@ def _incoming(call: Call, into: int) -> Strategy:
     return strategy.by(lower)
 
 
-def _linear_rows(call: Call) -> list[Strategy]:
+def _linear_strategies(call: Call) -> list[Strategy]:
     bias: dict[str, Placement] = {"bias": P} if call.has("bias") else {}
     return [call.strategy(P, **{name: P}, **bias) for name in ("input", "weight")]
 
@@ -172,7 +172,7 @@ def _samples(call: Call) -> int:
     return 0 if call["batch_first"] else 1
 
 
-def _recurrent_labels(call: Call) -> dict[str, Placement]:
+def _recurrent_placements(call: Call) -> dict[str, Placement]:
     placements: dict[str, Placement] = {name: S(0) for name in _STATES if call.has(name)}
     placements.update({name: S(_samples(call)) for name in _SEQUENCES if call.has(name)})
     return placements
@@ -187,7 +187,7 @@ def _recurrent(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     if not _has_samples(call):
         return ()
-    strategy = call.strategy((S(_samples(call)), S(0), S(0), S(0)), **_recurrent_labels(call))
+    strategy = call.strategy((S(_samples(call)), S(0), S(0), S(0)), **_recurrent_placements(call))
     workspace = call.result(3)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -203,9 +203,11 @@ def _recurrent_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strate
     found = [strategy.by(_with_own_workspace) for strategy in strategies]
     if _has_samples(call):
         outputs = (S(_samples(call)), P, P, P, P, S(0), S(0))
-        inner = call.strategy(outputs, **_recurrent_labels(call)).by(_with_own_workspace)
+        inner = call.strategy(outputs, **_recurrent_placements(call)).by(_with_own_workspace)
         lower = zeros_when_empty(call, inner).lower  # an empty workspace says nothing
-        found.append(call.strategy(outputs, workspace=S(0), **_recurrent_labels(call)).by(lower))
+        found.append(
+            call.strategy(outputs, workspace=S(0), **_recurrent_placements(call)).by(lower)
+        )
     return found
 
 

@@ -67,7 +67,7 @@ _PAIRS = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
 def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """One row a dim of the result, and those with partial operands."""
+    """One strategy a dim of the result, and those with partial operands."""
     if facts(overload(node.op)).random or not node.results:
         return ()
     operands = [metas[number] for number in node.refs()]
@@ -80,7 +80,7 @@ def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         Strategy(tuple(aligned(meta, result.shape, dim) for meta in known), (S(dim),) * count)
         for dim in shardable_dims(result.shape)
     ]
-    return [*found, *_partial_rows(node, known, result)]
+    return [*found, *_partial_strategies(node, known, result)]
 
 
 def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
@@ -89,7 +89,9 @@ def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
     return S(own) if own >= 0 and meta.shape[own] == shape[dim] else R
 
 
-def _partial_rows(node: Node, operands: list[TensorMeta], result: TensorMeta) -> list[Strategy]:
+def _partial_strategies(
+    node: Node, operands: list[TensorMeta], result: TensorMeta
+) -> list[Strategy]:
     pure, written = _pure(node.op)
     inner = operands[: len(operands) - 1] if written else operands
     found: list[Strategy] = []

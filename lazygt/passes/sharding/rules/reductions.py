@@ -46,7 +46,7 @@ def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:
     return frozenset(dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank)
 
 
-def passing_rows(call: Call, dims: frozenset[int]) -> list[Strategy]:
+def passing_strategies(call: Call, dims: frozenset[int]) -> list[Strategy]:
     """The strategies that split a dim that stays."""
     keeps = bool(call.args.get("keepdim"))
     strategies = []
@@ -81,7 +81,7 @@ def _rule(
         dims = reduced_dims(call)
         lower = lowered(call) if lowered else None
         split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
-        found = passing_rows(call, dims)
+        found = passing_strategies(call, dims)
         found += [
             call.strategy(partial, self=S(dim)).by(lower and local_lowering(lower)) for dim in split
         ]

@@ -37,7 +37,9 @@ def _forward(log: bool, safe: bool = False) -> Rule:
         call = Call(node, metas, parts)
         dim, nbytes = call.dim("dim", len(call.shape("self"))), _reduced_bytes(call, "self")
         comm = [Collective("all_reduce", nbytes, "max"), Collective("all_reduce", nbytes)]
-        return _rows(call, ["self"], dim, _forward_lower(dim, call.result().dtype, log, safe), comm)
+        return _strategies(
+            call, ["self"], dim, _forward_lower(dim, call.result().dtype, log, safe), comm
+        )
 
     return strategies
 
@@ -69,7 +71,7 @@ def _backward(log: bool) -> Rule:
         dim = call.dim("dim", len(call.shape("output")))
         comm = [Collective("all_reduce", _reduced_bytes(call, "output"))]
         lower = _backward_lower(dim, call.result().dtype, log)
-        return _rows(call, ["grad_output", "output"], dim, lower, comm)
+        return _strategies(call, ["grad_output", "output"], dim, lower, comm)
 
     return strategies
 
@@ -90,7 +92,7 @@ def _backward_lower(dim: int, dtype: torch.dtype, log: bool) -> Lowering:
     return lower
 
 
-def _rows(
+def _strategies(
     call: Call, names: list[str], dim: int, lower: Lowering, comm: Sequence[Collective]
 ) -> list[Strategy]:
     found = []

@@ -27,7 +27,7 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
-from lazygt.passes.sharding.rules.reductions import identity, passing_rows, reduced_dims
+from lazygt.passes.sharding.rules.reductions import identity, passing_strategies, reduced_dims
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
@@ -53,7 +53,7 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Sums of powers where the order is known; a run-time number may be any, 0 and inf too."""
     call = Call(node, metas, parts)
     dims = reduced_dims(call)
-    found = passing_rows(call, dims)
+    found = passing_strategies(call, dims)
     order, nbytes = _order(call.args), call.result().nbytes
     if type(order) in (int, float) and 0 < order < float("inf"):
         comm = [Collective("all_reduce", nbytes)]
@@ -141,7 +141,7 @@ def _logsumexp(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
     comm = [Collective("all_reduce", nbytes, "max"), Collective("all_reduce", nbytes)]
     same = call.meta("self").dtype == call.result().dtype
-    return passing_rows(call, dims) + (_met(call, dims, lower, comm) if same else [])
+    return passing_strategies(call, dims) + (_met(call, dims, lower, comm) if same else [])
 
 
 def _variance(finish: Callable[[Builder, Ref, Ref], Sequence[Ref]]) -> Rule:
@@ -150,7 +150,7 @@ def _variance(finish: Callable[[Builder, Ref, Ref], Sequence[Ref]]) -> Rule:
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
         dims, result = reduced_dims(call), call.result()
-        found = passing_rows(call, dims)
+        found = passing_strategies(call, dims)
         count = call.meta("self").numel // max(result.numel, 1)
         if call.meta("self").dtype.is_complex:
             return found
@@ -201,7 +201,7 @@ def _both_extremes(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         return [build.full(shape, identity(meta.dtype, op), operands[0]) for op in ("min", "max")]
 
     split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
-    return passing_rows(call, dims) + [
+    return passing_strategies(call, dims) + [
         call.strategy((PMIN, PMAX), self=S(d)).by(lower) for d in split
     ]
 
@@ -218,7 +218,7 @@ def _place(op: str, both: bool) -> Rule:
         if call["dim"] is None or rank == 0:
             return ()
         dim, keeps, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
-        found = passing_rows(call, frozenset({dim}))
+        found = passing_strategies(call, frozenset({dim}))
         if shape[dim] < 2:
             return found
 

@@ -1,4 +1,4 @@
-"""Rows that take an operand interleaved: as they take it in S(dim), where that is as good.
+"""Strategies that take an operand interleaved: as they take it in S(dim), where that is as good.
 
 An op that runs on blocks alone, and is right for every size of the blocks, computes each row of
 the cut dim by itself, or adds up over all. So any rows of a dim will do in the place of neighbours,

@@ -1,4 +1,4 @@
-"""Ops whose rows are one line of text; ``factors`` has the grammar."""
+"""Ops whose strategies are one line of text; ``factors`` has the grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules.base import Call, Metas, Rule, Strategy, table
-from lazygt.passes.sharding.rules.factors import rows_by, rule
+from lazygt.passes.sharding.rules.factors import rule, strategies_by
 
 #: For kernels that take no empty block.
 _filled = partial(rule, no_empty=True)
@@ -20,7 +20,7 @@ def _trilinear(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     letters = ascii_lowercase[: len(call.shape("i1")) + len(call["expand1"])]
     operands = ["* " + _letters(letters, without=call[f"expand{number}"]) for number in (1, 2, 3)]
     result = _letters(letters, without=call["sumdim"])
-    return rows_by(call, f"{', '.join(operands)} -> {result}", no_empty=True)
+    return strategies_by(call, f"{', '.join(operands)} -> {result}", no_empty=True)
 
 
 def _letters(letters: str, without: Sequence[int]) -> str:
@@ -33,14 +33,16 @@ def _solve(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     matrices, right = call.shape("A"), call.shape("B")
     vectors = len(right) == 1 or right == matrices[:-1]
     item = "... !n" if vectors else "... !n !k"
-    return rows_by(call, f"... !n !n, {item} -> {item}, ... !n !n, ... !n, ...", no_empty=True)
+    return strategies_by(
+        call, f"... !n !n, {item} -> {item}, ... !n !n, ... !n, ...", no_empty=True
+    )
 
 
 def _isin(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """In some part of the others, or with ``invert`` in none of them."""
     call = Call(node, metas, parts)
     others = " ".join(ascii_lowercase[: len(call.shape("test_elements"))])
-    return rows_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
+    return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
 def _attended(call: Call) -> str:

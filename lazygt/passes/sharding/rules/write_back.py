@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _VIEWS = {**slicing.RULES, **views.RULES}
 
 
-def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     base, chain = metas[node.args[0].index], node.args[2]
     if base is None:
         return ()
@@ -83,7 +83,7 @@ def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, T
 def _through(
     steps: Sequence[tuple[Node, TensorMeta, int]], placement: Placement, parts: int
 ) -> Placement | None:
-    """The placement behind the views of what has ``placement`` before them; None when they cut it."""
+    """The placement behind the views of what has ``placement`` before; None when they cut it."""
     for node, meta, which in steps:
         rule = _VIEWS.get(node.op)
         strategies = rule(node, (meta,), parts) if rule else ()
@@ -288,7 +288,7 @@ def _part_put(call: Call, dim: int, gone: bool) -> Lowering:
 
 
 RULES: dict[str, Rule] = {
-    WRITE_BACK: _rows,
+    WRITE_BACK: _strategies,
     **table("select_scatter.default", _into(gone=True)),
     **table("slice_scatter.default", _into(gone=False)),
 }

@@ -57,7 +57,7 @@ def typical(seed: int = 0) -> Draw:
     return Draw(lambda: rng.choice((5, 6, 8)), lambda: rng.random() < 0.5)
 
 
-def check_rows(make: Callable[[Draw], Case], examples: int = 20) -> None:
+def check_strategies(make: Callable[[Draw], Case], examples: int = 20) -> None:
     """Assert that every strategy of drawn calls is right, and that typical ones have several."""
     for parts in PARTS:
         case = make(typical(parts))

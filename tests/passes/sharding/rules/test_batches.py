@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lazygt.graph.alias import WRITE_BACK, view_step
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows, typical
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 
 aten: Any = torch.ops.aten
@@ -225,4 +225,4 @@ def test_what_is_written_through_a_reshape_is_not_gathered() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
-    check_rows(ALL[name], examples=12)
+    check_strategies(ALL[name], examples=12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lazygt.graph.node import Param
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
 
 
@@ -213,4 +213,4 @@ ALL = POINTWISE | MATMUL | REDUCTIONS | SOFTMAX
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
-    check_rows(ALL[name])
+    check_strategies(ALL[name])

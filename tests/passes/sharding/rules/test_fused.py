@@ -10,7 +10,7 @@ import torch
 
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import P
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows, typical
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 
 aten: Any = torch.ops.aten
@@ -118,8 +118,8 @@ def lstm_backward(d: Draw) -> Case:
 
 def bag(mode: int) -> Make:
     def make(d: Draw) -> Case:
-        strategies, features, count = d.shape(3)
-        return Case("_embedding_bag.default", d.of(strategies, features), d.indices(strategies, count),
+        rows, features, count = d.shape(3)
+        return Case("_embedding_bag.default", d.of(rows, features), d.indices(rows, count),
                     torch.tensor([0, count // 2]), False, mode)  # fmt: skip
 
     return make
@@ -127,12 +127,10 @@ def bag(mode: int) -> Make:
 
 def bag_backward(mode: int) -> Make:
     def make(d: Draw) -> Case:
-        strategies, features, count = d.shape(3)
-        indices, offsets = d.indices(strategies, count), torch.tensor([0, count // 2])
-        made, *known = aten._embedding_bag(
-            d.of(strategies, features), indices, offsets, False, mode
-        )
-        return Case("_embedding_bag_backward.default", d.like(made), indices, offsets, *known, strategies,
+        rows, features, count = d.shape(3)
+        indices, offsets = d.indices(rows, count), torch.tensor([0, count // 2])
+        made, *known = aten._embedding_bag(d.of(rows, features), indices, offsets, False, mode)
+        return Case("_embedding_bag_backward.default", d.like(made), indices, offsets, *known, rows,
                     False, mode, False, None)  # fmt: skip
 
     return make
@@ -156,7 +154,7 @@ CASES: Cases = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CASES)
 def test_rows(name: str) -> None:
-    check_rows(CASES[name], examples=12)
+    check_strategies(CASES[name], examples=12)
 
 
 @pytest.mark.parametrize("op", ["flash", "efficient"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
 
 aten: Any = torch.ops.aten
@@ -71,15 +71,15 @@ def nll(reduction: int, backward: bool, weighted: bool, two: bool = False) -> Ma
 
 
 def embedding(d: Draw) -> Case:
-    strategies, features, a, b = d.shape(4)
-    return Case("embedding.default", d.of(strategies, features), d.indices(strategies, a, b))
+    rows, features, a, b = d.shape(4)
+    return Case("embedding.default", d.of(rows, features), d.indices(rows, a, b))
 
 
 def embedding_backward(padding: bool, scaled: bool = False) -> Make:
     def make(d: Draw) -> Case:
-        strategies, features, a, b = d.shape(4)
+        rows, features, a, b = d.shape(4)
         return Case("embedding_dense_backward.default", d.of(a, b, features),
-                    d.indices(strategies, a, b), strategies, strategies // 2 if padding else -1, scaled)  # fmt: skip
+                    d.indices(rows, a, b), rows, rows // 2 if padding else -1, scaled)  # fmt: skip
 
     return make
 
@@ -220,4 +220,4 @@ LAYERS: Cases = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows(name: str) -> None:
-    check_rows(LAYERS[name], examples=12)
+    check_strategies(LAYERS[name], examples=12)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.test_moving import on
 
@@ -82,4 +82,4 @@ ALL = FACTORIES | OPTIMIZER
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
-    check_rows(ALL[name], examples=12)
+    check_strategies(ALL[name], examples=12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lazygt.graph.alias import WRITE_BACK, view_step
-from tests.passes.sharding.rules.draws import Cases, Draw, check_rows
+from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies
 from tests.passes.sharding.rules.harness import Case
 
 Make = Callable[[Draw], Case]
@@ -257,7 +257,7 @@ ALL = VIEWS | MOVING | INDEXING
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
-    check_rows(ALL[name], examples=12)
+    check_strategies(ALL[name], examples=12)
 
 
 #: What is moved along a split dim, and not gathered: placement of the results.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules.base import Call
-from lazygt.passes.sharding.rules.factors import rows_by, rule
+from lazygt.passes.sharding.rules.factors import rule, strategies_by
 from lazygt.passes.sharding.rules.text import Dims, parse
 from tests.passes.sharding.rules.harness import Case
 
@@ -16,7 +16,7 @@ from tests.passes.sharding.rules.harness import Case
 def strategies(text: str, op: str, *args: Any, parts: int = 2, **kwargs: Any) -> list[str]:
     """The strategies that a text gives a call of an op."""
     case = Case(op, *args, **kwargs)
-    return [str(strategy) for strategy in rows_by(Call(case.node, case.metas, parts), text)]
+    return [str(strategy) for strategy in strategies_by(Call(case.node, case.metas, parts), text)]
 
 
 def of(*shape: int) -> torch.Tensor:
@@ -113,8 +113,8 @@ def test_a_broadcast_dim_is_whole_and_its_gradient_a_sum() -> None:
 def test_groups_are_split_where_ranks_have_as_many(parts: int, count: int) -> None:
     text = "b h !i !e, b h !j !e, b h !j !e -> b h !i !e, b h !..."
     q, k = of(1, 12, 4, 8), of(1, 4, 4, 8)
-    found = strategies(text, "_scaled_dot_product_flash_attention.default", q, k, k, 0.0, False, False,
-                 parts=parts)  # fmt: skip
+    op = "_scaled_dot_product_flash_attention.default"
+    found = strategies(text, op, q, k, k, 0.0, False, False, parts=parts)
     assert len(found) == count
 
 
