@@ -1,6 +1,6 @@
 """History: what a session did, for those who ask.
 
-It notes little while the session runs (marks and steps of the trie); the words are found when
+It notes little while the session runs (call sites and steps of the trie); the words are found when
 somebody asks.
 """
 
@@ -37,7 +37,7 @@ class Flush(NamedTuple):
 
     Attributes:
         reason: what forced it, for example ``backward`` or ``to cpu``.
-        mark: the user's line that did.
+        call_site: the user's line that did.
         ops: how many were recorded.
         digest: the plan's name; None when there was nothing to run.
         hit: whether the plan was there already.

@@ -124,7 +124,7 @@ class Planner:
         decided: list[AxisStep] = []
         plans, sharding = self._plans(recorded, steps, stages, decided)
         entry = self._client.entries.of(plans)
-        miss = self._why_missed(trace.step, recorded, outputs, reason)
+        miss = self._why_missed(trace, recorded, outputs, reason)
         self._history.missed(miss, plans[0], begin)
         if not entry.sent:
             self._history.plans_built += 1
@@ -142,13 +142,12 @@ class Planner:
         )
 
     def _why_missed(
-        self, step: TrieNode, recorded: Graph, outputs: tuple[int, ...], reason: str
+        self, trace: Trace, recorded: Graph, outputs: tuple[int, ...], reason: str
     ) -> Miss:
-        first = self._recorder.first_miss
-        if first is not None:
-            return Miss.at(reason, first, line_of)
-        alive = newly_alive(recorded, outputs, step.plans)
-        return Miss(reason, None, ended=bool(step.plans), alive=alive)
+        if trace.first_miss is not None:
+            return Miss.at(reason, trace.first_miss, line_of)
+        plans = trace.step.plans
+        return Miss(reason, None, ended=bool(plans), alive=newly_alive(recorded, outputs, plans))
 
     def _plans(
         self,

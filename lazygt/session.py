@@ -23,7 +23,7 @@ from lazygt.planner import Kept, Planner, Stages
 from lazygt.record import device
 from lazygt.record.context import NAME, current_session
 from lazygt.record.idle import Idle
-from lazygt.record.recorder import Recorder
+from lazygt.record.recorder import Recorder, recorder_of
 from lazygt.record.tensor import LazyTensor, Storage, viewer
 from lazygt.record.trace import Trace
 from lazygt.record.trie import TraceTrie
@@ -397,7 +397,7 @@ def overseen(
 
 
 def _origin(tensor: LazyTensor) -> Workers | None:
-    session = tensor._storage.recorder.sink
+    session = recorder_of(tensor).sink
     return session.origin if isinstance(session, Session) else None
 
 

@@ -15,9 +15,9 @@ from lazygt.graph.regions import sent
 from lazygt.graph.source import CallSite
 from lazygt.history import Flush, History
 from lazygt.planner import Kept, Planner
+from lazygt.record.infer import learn
 from lazygt.record.provenance import Provenance
 from lazygt.record.recorder import Recorder
-from lazygt.record.relaid import learn
 from lazygt.record.tensor import Storage
 from lazygt.record.trace import Trace
 from lazygt.runtime.client import Client
@@ -99,7 +99,7 @@ class Shipping:
         else:
             self._client.hold_back()
         if self._client.relaid:
-            learn(self._recorder, self._client)
+            self._learn_layouts()
         return answer
 
     def _run(
@@ -159,10 +159,16 @@ class Shipping:
             values = kept.grouped(values)
         for storage, index in zip(storages, outputs, strict=True):
             position = kept.positions[index]
-            storage.remote = value = values[position]
+            value = values[position]
             value.sharding = kept.sharding[position]
             value.call_site = call_sites[kept.makers[position]] or self._recorder.backward_call_site
-            storage.serial = 0
+            storage.set_remote(value)
+
+    def _learn_layouts(self) -> None:
+        """Take in the strides that kernels gave their results, where others were inferred."""
+        reports, self._client.relaid = self._client.relaid, []
+        dropped = learn(self._recorder.inference, self._recorder.trie, reports)
+        self._client.entries.forget([kept.entry for kept in dropped])
 
     # -- what comes back -----------------------------------------------------------------
 

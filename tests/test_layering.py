@@ -39,7 +39,7 @@ FORBIDDEN = {
 # What still breaks a rule, by package. Only ever less may stand here.
 UPWARD = {("runtime", "transfer")}
 #: how many modules stand on circles, imports for types counted
-CIRCLES = {"record": 18}
+CIRCLES: dict[str, int] = {}
 
 REASON = re.compile(r"#.*\bwhy: \S")
 

@@ -10,9 +10,8 @@ import torch
 from lazygt.graph.collectives import Communication
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, expand
-from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import LazyTensor
-from lazygt.record.trie import makers
+from lazygt.record.recorder import recorder_of
+from lazygt.record.tensor import LazyTensor, State
 from lazygt.session import Session
 
 #: The counts of ``stats()`` that the table of a session shows.
@@ -37,25 +36,14 @@ def summary(t: LazyTensor) -> dict[str, str]:
 def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
     """Where a handle's value is, in words, and the line that made it, as far as known."""
     storage, view = t._storage, t._view
-    recorder = storage.recorder
-    if recorder.closed:
-        return "lost: the session is closed", None
-    if storage.serial == recorder.serial and storage.index >= 0:
+    state = storage.state
+    if state is State.RECORDED:
         fresh = view is not None and view.serial == storage.serial and view.base == storage.index
         index = view.index if view is not None and fresh else storage.index
-        return "recorded, not computed yet", _call_site_of(recorder, index)
-    if storage.remote is not None:
-        return "on the workers", storage.remote.call_site
-    if storage.host is not None:
-        return "a number in the client", None
-    return ("not written yet" if storage.blank else "lost: its flush was interrupted"), None
-
-
-def _call_site_of(recorder: Recorder, index: int) -> CallSite | None:
-    """The call site of the op that made value ``index`` of the current trace."""
-    trace = recorder.trace
-    made = makers(trace.step.path())
-    return (trace.call_sites[made[index]] if index >= 0 else None) or recorder.backward_call_site
+        return state.value, recorder_of(t).call_site_of(index)
+    if state is State.REMOTE and storage.remote is not None:
+        return state.value, storage.remote.call_site
+    return state.value, None
 
 
 def tensor_html(t: LazyTensor) -> str:

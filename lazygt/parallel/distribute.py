@@ -156,9 +156,9 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: LazyTensor, sharding: Sharding) -> LazyTensor:
         ctx.sharding = sharding
-        recorder, meta = t._storage.recorder, fresh_meta(meta_of(t))
-        with recorder.lock:
-            made = recorder.show(record_place(t, meta, sharding), meta)
+        owner, meta = t._storage.owner, fresh_meta(meta_of(t))
+        with owner.lock:
+            made = owner.show(record_place(t, meta, sharding), meta)
         made._storage.placed = sharding
         return made
 

@@ -74,7 +74,7 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items()
         if isinstance(parameter, LazyTensor)
         and parameter._storage.placed is not None
-        and parameter._storage.recorder is session.recorder
+        and parameter._storage.owner is session.recorder
         for value in state.values()
         if _is_loaded(value, parameter)
     ]

@@ -26,8 +26,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.parallel.distribute import drop_hooks, fresh_meta, own_parameter
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.record.annotate import assign_stage, is_everywhere, mesh_of, record_mark
-from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import LazyTensor, Owner, meta_of
 from lazygt.session import current
 
 
@@ -44,7 +43,7 @@ class _Given:
     tensors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
-_given: WeakKeyDictionary[Recorder, _Given] = WeakKeyDictionary()
+_given: WeakKeyDictionary[Owner, _Given] = WeakKeyDictionary()
 
 
 def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
@@ -154,7 +153,7 @@ class _Entry:
 
     def _has(self, t: LazyTensor) -> bool:
         """Whether a tensor of the module belongs to this stage, not to one that shares it."""
-        given = _given.get(t._storage.recorder)
+        given = _given.get(t._storage.owner)
         first = self.index if given is None else given.tensors.get(t, self.index)
         return self._is_known(t) and first == self.index
 
@@ -207,6 +206,6 @@ class _Leave(torch.autograd.Function):
 
 
 def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
-    recorder, meta = operands[0]._storage.recorder, fresh_meta(meta_of(operands[0]))
-    with recorder.lock:
-        return recorder.show(record_mark(op, operands, rest, meta), meta)
+    owner, meta = operands[0]._storage.owner, fresh_meta(meta_of(operands[0]))
+    with owner.lock:
+        return owner.show(record_mark(op, operands, rest, meta), meta)

@@ -15,7 +15,7 @@ from lazygt.record.tensor import LazyTensor, meta_of
 
 def mesh_of(t: LazyTensor) -> Mesh:
     """The mesh of the session that a tensor belongs to."""
-    return t._storage.recorder.sink.mesh
+    return t._storage.owner.mesh
 
 
 def is_placed(t: LazyTensor) -> bool:
@@ -43,19 +43,19 @@ def stored_now(t: LazyTensor) -> Sharding:
 
 def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
     """Keep a tensor's values as ``sharding`` says from here on; it stays the object that it is."""
-    recorder = t._storage.recorder
-    with recorder.lock:
-        recorder.own(t._storage, record_place(t, meta_of(t), sharding))
+    owner = t._storage.owner
+    with owner.lock:
+        owner.own(t._storage, record_place(t, meta_of(t), sharding))
         t._storage.placed = sharding
 
 
 def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
     """From here on the stage has the tensor, and nobody else."""
-    recorder, before = t._storage.recorder, stored_now(t)
+    owner, before = t._storage.owner, stored_now(t)
     placements = list(before.placements)
     placements[mesh_of(t).names.index(axis)] = SingleRank(index)
-    with recorder.lock:
-        recorder.own(t._storage, record_mark(ENTER, (t,), (index, axis), meta_of(t)))
+    with owner.lock:
+        owner.own(t._storage, record_mark(ENTER, (t,), (index, axis), meta_of(t)))
         t._storage.placed = before._replace(placements=tuple(placements))
 
 
@@ -73,16 +73,16 @@ def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
     """Record where a tensor's value is; returns the number of the new value, of this meta."""
-    recorder = t._storage.recorder
-    index = recorder.index_of(t)
-    return recorder.internal((PLACE, index, sharding), place_node(index, meta, sharding))
+    owner = t._storage.owner
+    index = owner.index_of(t)
+    return owner.internal((PLACE, index, sharding), place_node(index, meta, sharding))
 
 
 def record_mark(
     op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...], meta: TensorMeta
 ) -> int:
     """Record the mark of a stage on the first operand; returns the number of the new value."""
-    recorder = operands[0]._storage.recorder
-    numbers = [recorder.index_of(t) for t in operands]
+    owner = operands[0]._storage.owner
+    numbers = [owner.index_of(t) for t in operands]
     node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))
-    return recorder.internal((op, *numbers, *rest), node)
+    return owner.internal((op, *numbers, *rest), node)

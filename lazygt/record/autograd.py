@@ -19,6 +19,7 @@ import torch
 
 from lazygt.graph.source import PACKAGE
 from lazygt.record.context import recorder, session_stack
+from lazygt.record.host_values import blank
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import LazyTensor
 from lazygt.runtime.launch.interrupts import HOLD
@@ -120,7 +121,9 @@ def install() -> None:
 
     @functools.wraps(set_up)
     def init(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-        set_up(self, pack_hook, _deferring(unpack_hook, lambda: recorder().blank((0,), None, None)))
+        set_up(
+            self, pack_hook, _deferring(unpack_hook, lambda: blank(recorder(), (0,), None, None))
+        )
 
     mixin._register_hook = staticmethod(register_hook)
     saved.__init__ = init

@@ -21,25 +21,16 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt.record import (
-    autograd,
-    dataloader,
-    factories,
-    host_rng,
-    rng,
-    storage,
-    subclasses,
-    swap,
-    tensor,
-)
+from lazygt.record import autograd, dataloader, factories, host_rng, rng, subclasses, swap, tensor
 from lazygt.record.autocast import fall_through, register_autocast
 from lazygt.record.context import NAME, OpenSession, recorder, session_stack
 from lazygt.record.decompositions import register_decompositions
 from lazygt.record.derivatives import register_formulas
+from lazygt.record.host_values import blank
 from lazygt.record.optimizers import register_optimizers
-from lazygt.record.recorder import closed_error
 from lazygt.record.recurrent import register_packed
 from lazygt.record.tensor import LazyTensor
+from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import HOLD
 
 _libraries: list[torch.library.Library] = []
@@ -146,12 +137,12 @@ def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = No
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         meta = torch.empty(size, device="meta", memory_format=memory_format)
         stride = meta.stride()
-    return recorder().blank(size, stride, dtype)
+    return blank(recorder(), size, stride, dtype)
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None,
                    device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    return recorder().blank(size, stride, dtype)
+    return blank(recorder(), size, stride, dtype)
 
 
 def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
@@ -319,7 +310,6 @@ def register() -> None:
     autograd.install()
     swap.install()
     subclasses.install()
-    storage.install()
     dataloader.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")

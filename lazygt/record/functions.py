@@ -17,6 +17,7 @@ from lazygt.graph.ops import Foreign, undispatched
 from lazygt.record.bundles import bundle
 from lazygt.record.context import recorder
 from lazygt.record.definitions import known_op
+from lazygt.record.host_values import foreign
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import LazyTensor, meta_of
 from lazygt.record.witness import Witness
@@ -109,7 +110,7 @@ class _Call:
         with active.lock:
             op = self._op()
             lazy = [
-                t if isinstance(t, LazyTensor) else active.foreign(t, op.facts) for t in tensors
+                t if isinstance(t, LazyTensor) else foreign(active, t, op.facts) for t in tensors
             ]
             assert isinstance(op.infer, _Results)
             structure = op.infer.structure(tuple(map(meta_of, lazy)))

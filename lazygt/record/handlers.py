@@ -8,23 +8,47 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._prims_common import suggest_memory_format
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride
-from lazygt.graph.ops import OpFacts, facts
+from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.record.annotate import is_placed
+from lazygt.record.definitions import Definitions
+from lazygt.record.host_values import fill, remote_tensor, to_lazy
+from lazygt.record.rng import SessionGenerator
 from lazygt.record.sources import is_foreign
-from lazygt.record.storage import LazyStorage
-from lazygt.record.tensor import LazyTensor, Storage, rebind, wrapper
+from lazygt.record.tensor import LazyTensor, Storage, alias, rebind, wrapper
+from lazygt.record.trace import Trace, TraceOwner, written_tensors
+from lazygt.record.untyped_storage import LazyStorage
+from lazygt.record.views import resize, write
 
-if TYPE_CHECKING:
-    from lazygt.record.recorder import Recorder
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
-Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+class OpRecorder(TraceOwner, Protocol):
+    """What handlers need of the recorder that calls them."""
+
+    definitions: Definitions
+    generator: SessionGenerator
+    worker_device: str
+
+    def record(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
+        """Record an op; what the user sees."""
+
+    def record_plain(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
+        """Record an op as it is, past its handler."""
+
+    def foreign_op(self, f: OpFacts, args: Args, kwargs: Kwargs | None = None) -> Any:
+        """Record an op that torch alone does not have."""
+
+
+Handler = Callable[[OpRecorder, Any, Args, Kwargs], Any]
 aten = torch.ops.aten
 
 
@@ -39,15 +63,20 @@ def handler_of(f: OpFacts) -> Handler | None:
         return _inplace_view
     if "device" in f.hoist_named:
         return _to_other_device
-    return None
+    return _either if f.name in UNDECLARED_WRITES else None
 
 
 def is_whole(t: Any) -> bool:
-    """Whether a handle shows all of its cell, in the cell's own layout."""
+    """Whether a handle shows all of its storage, in the storage's own layout."""
     return isinstance(t, LazyTensor) and t._view is None
 
 
-def _foreign(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of an op that is ordinary but for writing only when a flag is set."""
+    return NotImplemented
+
+
+def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """An op of the user's or of a library: which one it is may change from call to call."""
     return recorder.foreign_op(recorder.definitions.facts(func), args, kwargs)
 
@@ -55,12 +84,12 @@ def _foreign(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 # -- values that come and go ---------------------------------------------------------------
 
 
-def _item(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = recorder.fetch(args[0], "item")
     return func(value)
 
 
-def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
         return NotImplemented
@@ -73,9 +102,7 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
     return torch.ops.aten._to_copy.default(value, device=device, **rest)
 
 
-def _to_other_device(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
@@ -90,7 +117,7 @@ def _to_other_device(
     return func(*there, **kwargs)
 
 
-def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, LazyTensor):
         target.copy_(recorder.fetch(source, "copy to CPU"))
@@ -102,15 +129,13 @@ def _copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     torch.broadcast_shapes(source.size(), target.shape)
     own = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
     if own and not is_placed(target):
-        recorder.fill(target, source.cpu())
+        fill(target, source.cpu())
         return target
-    lazy = recorder.to_lazy(source.cpu().to(target.dtype))
+    lazy = to_lazy(recorder, source.cpu().to(target.dtype))
     return recorder.record(aten.copy_.default, (target, lazy), {})
 
 
-def _pack_padded(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``pack_padded_sequence``: the runs of steps with as many samples in each, one after another.
 
     The lengths are numbers of the client, as with CUDA; lazy ones are fetched.
@@ -134,17 +159,15 @@ def _pack_padded(
 # -- handles -------------------------------------------------------------------------------
 
 
-def _same(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
-def _alias(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return recorder.alias(args[0])
+def _alias(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return alias(args[0])
 
 
-def _inplace_view(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
@@ -163,10 +186,8 @@ def _out_of_place(func: Any) -> Any:
     raise NotImplementedError(f"{func} has no out-of-place form")
 
 
-def _as_strided(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Strides are over the storage, so the view is taken of the cell, not of a view of it."""
+def _as_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Strides are over the storage, so the view is taken of all of it, not of a view of it."""
     t, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if offset is not None and t._view is None:
@@ -178,7 +199,7 @@ def _as_strided(
     return recorder.record_plain(func, (base, size, stride, where), {})
 
 
-def _resize(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     t, size = args[0], tuple(args[1])
     if tuple(t.shape) == size:
         return t
@@ -189,72 +210,67 @@ def _resize(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     )
 
 
-def _set_source(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _set_source(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not isinstance(source, LazyTensor):
-        source = recorder.to_lazy(source)
+        source = to_lazy(recorder, source)
     rebind(target, TensorMeta.of(source), source._storage, source._view)
     return target
 
 
-def _set_storage(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``torch.load(map_location="lazygt")`` builds its tensors so, over CPU storages."""
-    target, storage = args[0], args[1]
-    if isinstance(storage, LazyStorage):
+    target, source = args[0], args[1]
+    if isinstance(source, LazyStorage):
         raise NotImplementedError(
             "set_ of a tensor to a lazygt storage: take a view of the tensor itself, with "
             "as_strided"
         )
-    flat = torch.empty(0, dtype=target.dtype).set_(storage)
+    flat = torch.empty(0, dtype=target.dtype).set_(source)
     offset, size = (args[2], args[3]) if len(args) > 3 else (0, flat.shape)
     stride = args[4] if len(args) > 4 else contiguous_stride(tuple(size))
-    cell = _storage_cell(recorder, storage, flat, flat.as_strided(size, stride, offset))
-    whole = wrapper(cell.meta, cell, None)
-    plain = offset == 0 and tuple(size) == cell.meta.shape and tuple(stride) == cell.meta.stride
+    storage = _uploaded(recorder, source, flat, flat.as_strided(size, stride, offset))
+    meta = storage.meta
+    whole = wrapper(meta, storage, None)
+    plain = offset == 0 and tuple(size) == meta.shape and tuple(stride) == meta.stride
     shown = whole if plain else recorder.record(
         aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
     rebind(target, TensorMeta.of(shown), shown._storage, shown._view)
     return target
 
 
-def _storage_cell(
-    recorder: Recorder, storage: Any, flat: torch.Tensor, shown: torch.Tensor
+def _uploaded(
+    recorder: OpRecorder, source: Any, flat: torch.Tensor, shown: torch.Tensor
 ) -> Storage:
-    """The cell of a CPU storage: tensors that share the storage share the cell.
+    """What a CPU storage is in the session: tensors that share the one share the other.
 
     It has the shape of the first of them if that shows the storage from end to end in order:
     nearly all do, and are no views then.
     """
-    known = getattr(storage, "_lazygt_cells", None)
+    known = getattr(source, "_lazygt_storages", None)
     if known is None:
         known = {}
-        storage._lazygt_cells = known
+        source._lazygt_storages = known
     key = (id(recorder), flat.dtype)
     if key not in known:
         whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
-        known[key] = recorder.to_lazy(whole)._storage
-    cell: Storage = known[key]
-    return cell
+        known[key] = to_lazy(recorder, whole)._storage
+    storage: Storage = known[key]
+    return storage
 
 
-def _same_shape_view(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _same_shape_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``x.view(same shape)`` is an alias, and needs no step."""
     t = args[0]
     if tuple(t.shape) == tuple(args[1]):
-        return recorder.alias(t)
+        return alias(t)
     return NotImplemented
 
 
 # -- what depends on the kind of device ------------------------------------------------------
 
 
-def _histc(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _histc(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Whole numbers: torch counts them on GPUs only, and libraries do so on all but the CPU."""
     dtype = args[0].dtype
     if recorder.worker_device != "cpu" or dtype not in _INTEGERS:
@@ -267,9 +283,7 @@ def _histc(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def _group_norm(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Note by its statistics what the layout was: the backward formula makes all row-major."""
     made = recorder.record_plain(func, args, kwargs)
     form = suggest_memory_format(args[0])
@@ -278,9 +292,7 @@ def _group_norm(
     return made
 
 
-def _group_norm_backward(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """On a CPU torch's formula keeps the layout of what was normalised."""
     grad, source, mean, *rest = args
     form = _CHANNELS_LAST.get(mean._storage)
@@ -292,8 +304,51 @@ def _group_norm_backward(
     return recorder.record_plain(func, (*laid, mean, *rest), kwargs)
 
 
-#: Cell of a group norm's means -> the layout of what was normalised.
+#: Storage of a group norm's means -> the layout of what was normalised.
 _CHANNELS_LAST: WeakKeyDictionary[Storage, torch.memory_format] = WeakKeyDictionary()
+
+
+# -- what only values tell -------------------------------------------------------------------
+
+
+def data_dependent(
+    recorder: OpRecorder, trace: Trace, f: OpFacts, args: Args, kwargs: Kwargs
+) -> Any:
+    """Results that only the values can tell: ship the trace and ask."""
+    reply = recorder.sink.ship(trace, f"data-dependent: {f.name}", None, True)
+    targets = list(written_tensors(f, args, kwargs))
+    results = sum(kind[0] != "w" for kind in f.outputs)
+    if (len(reply.returned), len(reply.written)) != (results, len(targets)):
+        raise ProtocolError(f"worker 0 told of other results than {f.name} has")
+    for target, (meta, remote) in zip(targets, reply.written, strict=True):
+        if meta.shape != tuple(target.shape):
+            resize(target, meta)
+        if target._view is None:
+            target._storage.set_remote(remote)
+        else:
+            value = remote_tensor(recorder, meta, remote)
+            recorder.index_of(target)  # a new trace has begun: what it is a view of enters
+            write(recorder.trace, target, recorder.index_of(value))
+    out: list[Any] = []
+    fresh = iter(reply.returned)
+    for position, kind in enumerate(f.outputs):
+        if kind[0] == "w":
+            which = returned_write(f, position)
+            out.append(kwargs[which] if isinstance(which, str) else args[which])
+        else:
+            out.append(_received(recorder, next(fresh)))
+    if not out:
+        return None
+    return out[0] if len(out) == 1 else tuple(out)
+
+
+def _received(recorder: OpRecorder, item: Any) -> Any:
+    """A result of a dynamic op: a tensor (meta and value), a list, or a Python value."""
+    if isinstance(item, list):
+        return [_received(recorder, each) for each in item]
+    if isinstance(item, tuple):
+        return remote_tensor(recorder, *item)
+    return item
 
 
 _HANDLERS: dict[Any, Handler] = {

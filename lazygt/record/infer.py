@@ -5,8 +5,8 @@ tensors (``graph.shapes.meta_run``), once a signature.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from lazygt.graph.alias import op_facts
 from lazygt.graph.exact import exact
@@ -16,6 +16,7 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.base import Results
 from lazygt.graph.shapes.meta_run import run_on_metas
+from lazygt.record.trie import TraceTrie, TrieNode
 
 _LIMIT = 50_000
 
@@ -138,3 +139,58 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
     if kind is tuple:
         return tuple(_signature(item, metas, params) for item in arg)
     return exact(arg)
+
+
+# -- what runs teach -----------------------------------------------------------------------
+# A worker compares what it makes in a plan's first run with what was recorded. Where only strides
+# differ it lays the result out as promised, so that every view of it means what it meant when it
+# was recorded, and reports the strides that its kernel gave. The client infers those from then on,
+# and forgets the steps that were recorded with others: they are recorded anew, as on the workers'
+# own device, and the copy is gone.
+
+#: (node of a plan's steps, result, strides that its kernel gave it).
+Relaid = tuple[int, int, tuple[int, ...]]
+
+
+class _Stale(NamedTuple):
+    """A result that was recorded with other strides than the kernel's."""
+
+    op: str
+    position: int
+    meta: TensorMeta | None
+
+
+def learn(
+    inference: Inference, trie: TraceTrie, reports: Iterable[tuple[Graph, Iterable[Relaid]]]
+) -> list[Any]:
+    """Take in what workers have reported; only while nothing is recorded.
+
+    Returns:
+        The plans that are of no use any more.
+    """
+    stale: set[_Stale] = set()
+    for graph, results in reports:
+        stale |= _corrected(inference, graph, results)
+    if not stale:
+        return []
+
+    def is_stale(step: TrieNode) -> bool:
+        node = step.node
+        return node is not None and any(
+            _Stale(node.op, position, meta) in stale for position, meta in enumerate(node.fresh)
+        )
+
+    return trie.cut(is_stale)
+
+
+def _corrected(inference: Inference, graph: Graph, results: Iterable[Relaid]) -> set[_Stale]:
+    """Correct what is inferred of a plan's nodes; what was recorded wrong."""
+    by_node: dict[int, dict[int, tuple[int, ...]]] = {}
+    for number, position, strides in results:
+        by_node.setdefault(number, {})[position] = strides
+    stale = set()
+    for number, strides_of in by_node.items():
+        node = graph.nodes[number]
+        if inference.correct(node, graph, strides_of):
+            stale |= {_Stale(node.op, position, node.fresh[position]) for position in strides_of}
+    return stale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,19 +11,16 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
+from lazygt.record.host_values import foreign
 from lazygt.record.tensor import LazyTensor, meta_of
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
-
-if TYPE_CHECKING:
-    from lazygt.record.recorder import Recorder
 
 #: Types of Python numbers that are given to a plan when it runs.
 NUMBERS = frozenset({int, float, bool, complex})
 
 
 def on_miss(
-    recorder: Recorder,
     trace: Trace,
     key: tuple[Any, ...],
     f: OpFacts,
@@ -35,20 +32,20 @@ def on_miss(
     Raises:
         Exception: torch's own, when the op can't take such arguments.
     """
-    node, numbers = _node(recorder, trace, f, args, kwargs)
-    recorder.note_miss(trace, key, f, user_call_site(1))
+    node, numbers = _node(trace, f, args, kwargs)
+    trace.note_miss(key, f, user_call_site(1))
     step = TrieNode(trace.step, key, node, facts=f)
     step.numbers = numbers
-    step.forward = _link_backward(recorder.forward_ops, step.ops - 1)
+    step.forward = _link_backward(trace.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
     step.itself = f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
     if f.views:
         step.make = None
-    return recorder.trie.add(step, trace.bytes_alive)
+    return trace.trie.add(step, trace.bytes_alive)
 
 
 def _node(
-    recorder: Recorder, trace: Trace, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    trace: Trace, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Node, tuple[int, ...]]:
     """The op with its results' metas, and the ints it returns; dynamic where only values tell."""
     metas: dict[int, TensorMeta] = {}
@@ -56,8 +53,8 @@ def _node(
 
     def template(a: Any, hoist: int) -> Arg:
         if isinstance(a, torch.Tensor):
-            lazy = a if isinstance(a, LazyTensor) else recorder.foreign(a, f)
-            index = recorder.index_of(lazy)
+            lazy = a if isinstance(a, LazyTensor) else foreign(trace.owner, a, f)
+            index = trace.index_of(lazy)
             metas[index] = meta_of(lazy)
             return Ref(index)
         if hoist == 1 and type(a) in NUMBERS:
@@ -68,9 +65,9 @@ def _node(
 
     targs = tuple(template(a, hoist) for a, hoist in zip(args, f.hoist, strict=False))
     tkwargs = tuple((name, template(a, f.hoist_named.get(name, 0))) for name, a in kwargs.items())
-    targets = tuple([recorder.index_of(t) for t in written_tensors(f, args, kwargs)])
+    targets = tuple([trace.index_of(t) for t in written_tensors(f, args, kwargs)])
     if not (f.dynamic or _masked_index(f, args)):
-        results = recorder.inference.results(f, targs, tkwargs, metas, trace.params)
+        results = trace.inference.results(f, targs, tkwargs, metas, trace.params)
         if results is not None:
             node = Node(f.name, targs, tkwargs, results.fresh, targets, results.written)
             return node, results.ints

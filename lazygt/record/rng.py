@@ -10,17 +10,16 @@ Workers on GPUs have a stream of their own, as GPUs do.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.graph.meta import TensorMeta, intern
-from lazygt.graph.node import DEVICE, Node, Param, Ref
-
-if TYPE_CHECKING:
-    from lazygt.record.recorder import Recorder
-    from lazygt.record.tensor import LazyTensor
+from lazygt.graph.node import DEVICE, Node, Ref
+from lazygt.record.host_values import to_lazy
+from lazygt.record.tensor import LazyTensor
+from lazygt.record.trace import TraceOwner
 
 _SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
 _GPU_STATE_BYTES = 16
@@ -49,8 +48,8 @@ class SessionGenerator:
         holds: whether the workers have the state that the next draw starts from.
     """
 
-    def __init__(self, recorder: Recorder, device_type: str) -> None:
-        self._recorder = recorder
+    def __init__(self, owner: TraceOwner, device_type: str) -> None:
+        self._owner = owner
         self._on_cpu = device_type == "cpu"
         self.holds = False
 
@@ -88,23 +87,21 @@ class SessionGenerator:
             drop()
             return
         checked = torch.Generator().manual_seed(seed).initial_seed()
-        with self._recorder.lock:
+        with self._owner.lock:
             self.holds = True
-            trace = self._recorder.trace
-            trace.params.append(checked)
-            node = Node(_SEED, (DEVICE, Param(len(trace.params) - 1)))
-            self._recorder.internal((_SEED,), node)
+            trace = self._owner.trace
+            trace.internal((_SEED,), Node(_SEED, (DEVICE, trace.hoist(checked))))
 
     def get_state(self) -> LazyTensor:
         """The state as a lazy tensor of bytes; no sync point."""
-        recorder = self._recorder
-        with recorder.lock:
+        owner = self._owner
+        with owner.lock:
             if not self.holds:
                 self.take()
             size = torch.default_generator.get_state().numel() if self._on_cpu else _GPU_STATE_BYTES
             meta: TensorMeta = intern((size,), (1,), torch.uint8)
-            index = recorder.internal((_GET,), Node(_GET, (DEVICE,), (), (meta,)))
-            return recorder.show(index, meta)
+            index = owner.internal((_GET,), Node(_GET, (DEVICE,), (), (meta,)))
+            return owner.show(index, meta)
 
     def set_state(self, state: torch.Tensor) -> None:
         """Set the state; no sync point, wherever the new one is."""
@@ -112,14 +109,14 @@ class SessionGenerator:
             torch.default_generator.set_state(state)
             drop()
         else:
-            with self._recorder.lock:
+            with self._owner.lock:
                 self._record_state(state)
 
     def _record_state(self, state: torch.Tensor) -> None:
-        recorder = self._recorder
-        lazy = state if state.device.type == "lazygt" else recorder.to_lazy(state)
-        index = recorder.index_of(lazy)  # type: ignore[arg-type]
-        recorder.internal((_SET, index), Node(_SET, (DEVICE, Ref(index))))
+        owner = self._owner
+        lazy = state if state.device.type == "lazygt" else to_lazy(owner, state)
+        index = owner.index_of(lazy)  # type: ignore[arg-type]
+        owner.internal((_SET, index), Node(_SET, (DEVICE, Ref(index))))
         if self._on_cpu:
             drop()
             _holders.append(self)
@@ -127,11 +124,11 @@ class SessionGenerator:
 
     def restore_host_state(self) -> None:
         """Bring the state to the client's CPU generator; a sync point if the workers have it."""
-        with self._recorder.lock:
+        with self._owner.lock:
             if not (self.holds and self._on_cpu):
                 return
             try:
-                state = self._recorder.fetch(self.get_state(), "generator")
+                state = self._owner.fetch(self.get_state(), "generator")
             except (WorkerDied, WorkerFrozen):
                 drop()  # it is lost, and this says so; later draws need not say it again
                 raise
@@ -149,7 +146,7 @@ class SessionGenerator:
 
     def is_recording(self) -> bool:
         """Whether this thread is at work for the session, not for the user."""
-        owned: bool = self._recorder.lock._is_owned()  # type: ignore[attr-defined]
+        owned: bool = self._owner.lock._is_owned()  # type: ignore[attr-defined]
         return owned
 
 

@@ -17,8 +17,9 @@ from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from lazygt.record.autograd import defer_hooks
+from lazygt.record.host_values import blank
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
-from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class
+from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class, host_copy
 from lazygt.runtime.launch.interrupts import HOLD
 
 _tensor: Any = torch.Tensor
@@ -120,7 +121,7 @@ def _check(t: torch.Tensor, value: torch.Tensor) -> None:
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
-    twin = value._storage.recorder.blank(t.size(), None, t.dtype)
+    twin = blank(value._storage.owner, t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
     with HOLD, torch._C.DisableTorchFunctionSubclass():
         _exchange(t, twin, lazy_class(type(t)), grad)
@@ -147,7 +148,7 @@ def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
 @contextmanager
 def on_host(tensors: list[LazyTensor]) -> Iterator[None]:
     """Have lazy tensors be CPU tensors with the same values for the length of a block."""
-    pairs = [(t, t._storage.recorder.host_copy(t)) for t in tensors]
+    pairs = [(t, host_copy(t)) for t in tensors]
     lazy = [(type(t), {name: t.__dict__[name] for name in OF_LAZY}) for t in tensors]
     swapped = 0
     try:

@@ -3,45 +3,97 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 
+from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg
+from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.placement import Replicate, placement_to_torch
+from lazygt.record.untyped_storage import DEVICE_0 as DEVICE_0
+from lazygt.record.untyped_storage import AddressRange, LazyStorage, new_range, storage_of
 
 if TYPE_CHECKING:
-    from lazygt.graph.mesh import Sharding
-    from lazygt.record.recorder import Recorder
     from lazygt.runtime.values import RemoteValue
 
 
-class Storage:
-    """What torch calls a storage: the value that one or more handles look at.
+class State(Enum):
+    """Where the value of a storage is."""
 
-    A storage is *recorded* (``serial`` is the current trace's and ``index`` its value number),
-    *remote* (its value lives on the workers), *host* (a single number that has met no worker
-    data yet and so is still computed here), or *blank* (created by ``torch.empty``, not yet
-    written). A storage that is none of these lost its value when a flush was interrupted.
+    RECORDED = "recorded, not computed yet"
+    REMOTE = "on the workers"
+    HOST = "a number in the client"
+    BLANK = "not written yet"
+    LOST = "lost: its flush was interrupted"
+    CLOSED = "lost: the session is closed"
+
+
+class Owner(Protocol):
+    """What storages and handles need of the recorder that they belong to."""
+
+    closed: bool
+    lock: threading.RLock
+
+    @property
+    def serial(self) -> int:
+        """The number of the trace that is being recorded."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The workers as a grid with named axes."""
+
+    def index_of(self, t: LazyTensor) -> int:
+        """The number of a handle's value in the trace."""
+
+    def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
+        """Record an op that the user did not write; its first result's number."""
+
+    def own(self, storage: Storage, index: int) -> None:
+        """Have a storage show a value of the trace from here on."""
+
+    def show(self, index: int, meta: TensorMeta) -> LazyTensor:
+        """A new handle for a value of the trace."""
+
+    def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
+        """Take a copy of a CPU tensor for the workers."""
+
+    def flush(self, reason: str) -> None:
+        """Ship what is recorded, without waiting for it."""
+
+    def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
+        """The values of a handle as a CPU tensor of its own."""
+
+    def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
+        """Lay a handle's values as the user has laid another storage's."""
+
+
+class Storage:
+    """The value that one or more handles look at: what torch calls a storage.
 
     Attributes:
+        serial, index: of the trace that its value is in, and the value's number there (an input's
+            is negative).
+        remote: its value on the workers.
+        host: its value, a single number that has met no worker data yet and so is computed here.
+        blank: made by ``torch.empty``, not yet written.
         placed: how the user has said that it is stored, or None; other values that it is given
             lie so too.
     """
 
-    __slots__ = ("__weakref__", "address", "blank", "host", "index", "meta", "placed", "recorder",
+    __slots__ = ("__weakref__", "_addresses", "blank", "host", "index", "meta", "owner", "placed",
                  "remote", "saved", "serial")  # fmt: skip
-    #: set by ``copies.host_copy`` only
+    #: set by ``LazyTensor.host_copy`` only
     saved: tuple[weakref.ref[torch.UntypedStorage], Any]
-    #: set by ``storage`` only
-    address: int
+    _addresses: AddressRange
 
-    def __init__(self, recorder: Recorder, serial: int, index: int, meta: TensorMeta) -> None:
-        self.recorder = recorder
+    def __init__(self, owner: Owner, serial: int, index: int, meta: TensorMeta) -> None:
+        self.owner = owner
         self.serial = serial
         self.index = index
         self.meta = meta
@@ -49,6 +101,39 @@ class Storage:
         self.host: torch.Tensor | None = None
         self.placed: Sharding | None = None
         self.blank = False
+
+    @property
+    def state(self) -> State:
+        """Where the value is now."""
+        owner = self.owner
+        if owner.closed:
+            return State.CLOSED
+        if self.index >= 0 and self.serial == owner.serial:
+            return State.RECORDED
+        if self.remote is not None:
+            return State.REMOTE
+        if self.host is not None:
+            return State.HOST
+        return State.BLANK if self.blank else State.LOST
+
+    def set_recorded(self, serial: int, index: int) -> None:
+        """An op of the trace has made its value."""
+        self.blank, self.index, self.serial, self.remote = False, index, serial, None
+
+    def set_remote(self, remote: RemoteValue) -> None:
+        """Its value is the workers'."""
+        self.blank, self.serial, self.host, self.remote = False, 0, None, remote
+
+    def set_host(self, value: torch.Tensor) -> None:
+        """Its value is a number that is computed here."""
+        self.blank, self.serial, self.host, self.remote = False, 0, value, None
+
+    @property
+    def addresses(self) -> AddressRange:
+        """Where torch is told that it is."""
+        if not hasattr(self, "_addresses"):
+            self._addresses = new_range(self.meta.extent * self.meta.dtype.itemsize)
+        return self._addresses
 
 
 class ViewOp:
@@ -75,10 +160,10 @@ class ViewOp:
 class ViewChain:
     """How a handle looks at its storage, and where its value stands in the current trace."""
 
-    __slots__ = ("base", "index", "serial", "steps")
+    __slots__ = ("base", "index", "ops", "serial")
 
-    def __init__(self, steps: tuple[ViewOp, ...], serial: int, base: int, index: int) -> None:
-        self.steps = steps
+    def __init__(self, ops: tuple[ViewOp, ...], serial: int, base: int, index: int) -> None:
+        self.ops = ops
         self.serial, self.base, self.index = serial, base, index
 
 
@@ -159,9 +244,8 @@ class LazyTensor(torch.Tensor):
         if self._view is not None:
             copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
             return copy.placements
-        recorder = self._storage.recorder
-        recorder.ship_pending(self, "placements")
-        remote, mesh = self._storage.remote, recorder.sink.mesh
+        self._ship_pending("placements")
+        remote, mesh = self._storage.remote, self._storage.owner.mesh
         if remote is None or remote.sharding is None:
             return tuple(placement_to_torch(Replicate()) for _ in mesh.names)
         return tuple(map(placement_to_torch, remote.sharding.placements))
@@ -188,7 +272,7 @@ class LazyTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._storage.recorder.closed:  # a debugger shows such ones too
+        if self._storage.owner.closed:  # a debugger shows such ones too
             text = f"tensor(..., size={tuple(self.size())}, dtype={self.dtype}, session closed)"
         else:
             text = repr(self.detach().cpu())
@@ -203,7 +287,7 @@ class LazyTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        readable = self.dim() == 0 and not self._storage.recorder.closed
+        readable = self.dim() == 0 and not self._storage.owner.closed
         return format(self.item() if readable else str(self), spec)
 
     # -- identity and aliasing -----------------------------------------------------------
@@ -215,8 +299,8 @@ class LazyTensor(torch.Tensor):
         Values that it is set to lie where those before lay, if they have its shape and no place
         of their own.
         """
-        self._storage.recorder.ship_pending(self, "data")
-        return self._storage.recorder.alias(self)
+        self._ship_pending("data")
+        return alias(self)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -229,7 +313,7 @@ class LazyTensor(torch.Tensor):
         _set_data(self, new)
         self._storage, self._view = new._storage, new._view
         if before.placed is not None:
-            self._storage.recorder.keep_sharding(self, before)
+            self._storage.owner.keep_sharding(self, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) in memo:
@@ -239,7 +323,7 @@ class LazyTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        twin = self._storage.recorder.deep_copy(self, memo)
+        twin = _deep_copy(self, memo)
         twin.requires_grad_(self.requires_grad)
         memo[id(self)] = twin
         if self.grad is not None:
@@ -252,11 +336,21 @@ class LazyTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
-        host = self._storage.recorder.host_copy(self)
+        host = host_copy(self)
         twin: torch.Tensor = _make_subclass(host_class(self), host, self.requires_grad)
         twin.__dict__.update(attributes(self))
         twin.__dict__.pop("_is_param", None)
         return twin.__reduce_ex__(protocol)
+
+    def untyped_storage(self) -> LazyStorage:
+        """An identity and a size: no memory that could be read here."""
+        return storage_of(self, self._storage.addresses)
+
+    def data_ptr(self) -> int:
+        """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
+        if not self.numel():
+            return 0
+        return self._storage.addresses.first + meta_of(self).offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
         """False: the memory is a worker's."""
@@ -270,6 +364,11 @@ class LazyTensor(torch.Tensor):
         """A no-op, as for CUDA tensors."""
         return self
 
+    def _ship_pending(self, reason: str) -> None:
+        """Flush if the value is still only recorded."""
+        if self._storage.state is State.RECORDED:
+            self._storage.owner.flush(reason)
+
 
 def _is_values(given: Any) -> bool:
     """Whether it is what a parameter is made of."""
@@ -282,8 +381,6 @@ _make_subclass = torch.Tensor._make_subclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 make_wrapper = torch.Tensor._make_wrapper_subclass
 STRIDED = torch.strided
-#: The device by the name it has before device.py renames it.
-DEVICE_0 = torch.device("privateuseone", 0)
 
 
 def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
@@ -318,7 +415,7 @@ def attributes(t: LazyTensor) -> dict[str, Any]:
 def meta_of(t: LazyTensor) -> TensorMeta:
     """What a handle shows: ``TensorMeta.of`` without asking torch."""
     view = t._view
-    return t._storage.meta if view is None else view.steps[-1].meta
+    return t._storage.meta if view is None else view.ops[-1].meta
 
 
 def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | None) -> None:
@@ -327,3 +424,57 @@ def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | 
     with undispatched():
         _set_data(t, wrapper(meta, storage, view))
     t._storage, t._view = storage, view
+
+
+def alias(t: LazyTensor) -> LazyTensor:
+    """Another handle for the same values, with a version counter of its own."""
+    return wrapper(meta_of(t), t._storage, t._view)
+
+
+# -- copies --------------------------------------------------------------------------------
+
+
+def _deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
+    """A handle like ``t`` on a copied storage; handles that shared a storage share the copy."""
+    storage = t._storage
+    twin = memo.get(id(storage))
+    if twin is None:
+        base = wrapper(storage.meta, storage, None)
+        with torch.no_grad():
+            copied = cast(LazyTensor, base.clone())
+        storage.owner.keep_sharding(copied, storage)
+        twin = copied._storage
+        memo[id(storage)] = twin
+    view = t._view
+    shown = None if view is None else ViewChain(view.ops, 0, 0, 0)
+    return wrapper(TensorMeta.of(t), twin, shown)
+
+
+def host_copy(t: LazyTensor) -> torch.Tensor:
+    """A CPU tensor with the values, shape and strides of ``t``, for saving.
+
+    Handles that share a storage get tensors that share one, so they are tied in the file too.
+    """
+    storage, meta = t._storage, TensorMeta.of(t)
+    if t._view is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
+        return storage.owner.fetch(t, "save")
+    saved = _saved(storage)
+    if saved is None:
+        whole = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")
+        if whole.stride() != storage.meta.stride:
+            laid_out = torch.empty_strided(
+                storage.meta.shape, storage.meta.stride, dtype=whole.dtype, device="cpu"
+            )
+            whole = laid_out.copy_(whole)
+        saved = whole.untyped_storage()
+        storage.saved = weakref.ref(saved), storage.remote
+    flat = torch.empty(0, dtype=meta.dtype, device="cpu")
+    return flat.set_(saved, meta.offset, meta.shape, meta.stride)
+
+
+def _saved(storage: Storage) -> torch.UntypedStorage | None:
+    """The CPU storage that another handle was saved with, in the same ``torch.save``."""
+    reference, remote = getattr(storage, "saved", (None, None))
+    if reference is None or remote is None or remote is not storage.remote:
+        return None
+    return cast("torch.UntypedStorage | None", reference())

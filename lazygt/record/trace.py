@@ -1,22 +1,31 @@
-"""Trace: what has been recorded since the last flush."""
+"""Trace: what has been recorded since the last flush, and the values in it."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
 from collections import Counter
 from typing import Any, Protocol
 
 import torch
 
+from lazygt.errors import LazyGTError, NoSession
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.ops import OpFacts, returned_write
+from lazygt.graph.node import DEVICE, Node, Param, Ref
+from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
-from lazygt.record.tensor import Storage
-from lazygt.record.trie import TrieNode
+from lazygt.record.infer import Inference
+from lazygt.record.tensor import LazyTensor, Owner, Storage, ViewChain, wrapper
+from lazygt.record.trie import TraceTrie, TrieNode, makers
 
 #: An op and the user's frame that it was recorded at.
 TracePoint = tuple[OpFacts | None, CallSite | None]
+#: Shared by all sessions, so that no other session's storage looks like one of this trace; 0 is
+#: the serial of a storage that belongs to none.
+_SERIALS = itertools.count(1)
+_PID = os.getpid()
 
 
 class TraceSink(Protocol):
@@ -34,40 +43,176 @@ class TraceSink(Protocol):
         """The sync point at the end of ``.backward()``."""
 
 
+class TraceOwner(Owner, Protocol):
+    """What those need of a recorder who record besides it."""
+
+    trace: Trace
+    sink: TraceSink
+
+
 class Trace:
-    """What has been recorded since the last flush."""
+    """What has been recorded since the last flush.
 
-    __slots__ = ("call_sites", "inputs", "owners", "params", "serial", "step")
+    Attributes:
+        owner: of the storages of its values.
+        step: the step of the trie that it has reached.
+        storages: value number -> the storage that shows it (None: nothing of the user's ever does).
+        inputs: (storage, remote value) a slot; input k is value number ~k.
+        params: the numbers that its run gets.
+        call_sites: the user's frame of each op, by op number.
+        first_miss: (step, key, facts, call site) of the first step that the trie did not know.
+        forward_ops: autograd's sequence number -> op.
+    """
 
-    def __init__(self, serial: int, root: TrieNode) -> None:
-        self.serial = serial
-        self.step = root
-        #: value number -> the storage that shows it (None: nothing of the user's ever does)
-        self.owners: list[weakref.ref[Storage] | None] = []
-        #: (storage, remote value) a slot; input k is value number ~k
+    __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
+                 "params", "serial", "step", "storages", "trie")  # fmt: skip
+
+    def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
+        self.owner, self.trie, self.inference = owner, trie, inference
+        self.serial = next(_SERIALS)
+        self.step = trie.root
+        self.storages: list[weakref.ref[Storage] | None] = []
         self.inputs: list[tuple[weakref.ref[Storage], Any]] = []
         self.params: list[Any] = []
-        #: the user's frame of each op, by op number
         self.call_sites: list[CallSite | None] = []
+        self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
+        self.forward_ops: dict[int, int] = {}
+
+    # -- values --------------------------------------------------------------------------
+
+    def index_of(self, t: LazyTensor) -> int:
+        """The number of a handle's current value; it enters if need be."""
+        storage = t._storage
+        if storage.serial != self.serial:
+            self.enter(storage)
+        view = t._view
+        if view is None:
+            return storage.index
+        if view.serial != self.serial or view.base != storage.index:
+            self._replay(view, storage)
+        return view.index
+
+    def enter(self, storage: Storage) -> None:
+        """A value from before this trace becomes an input of it."""
+        self.check(storage)
+        if storage.host is not None:
+            storage.set_remote(self.owner.upload(storage.host, storage.meta))
+        if storage.blank:
+            self._write_blank(storage)
+            return
+        if storage.remote is None:
+            raise LazyGTError(
+                "the value of this tensor was lost: the flush that shipped it was interrupted"
+            )
+        meta, sharding = storage.meta, storage.remote.sharding
+        key = meta if sharding is None else (meta, sharding)
+        step = self.step.children.get(key)
+        if step is None:
+            self.note_miss(meta, None, None)
+            step = self.trie.add(TrieNode(self.step, key, input=meta))
+        try:
+            self.inputs.append((weakref.ref(storage), storage.remote))
+            self.step = step
+        except BaseException:
+            self.settle()
+            raise
+        storage.index, storage.serial = ~(step.inputs - 1), self.serial
+
+    def check(self, storage: Storage) -> None:
+        """Refuse a storage of another session, or of a closed one."""
+        owner = storage.owner
+        if owner is not self.owner or owner.closed:
+            raise closed_error() if owner.closed else _other_session()
+
+    def _write_blank(self, storage: Storage) -> None:
+        """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
+        meta = storage.meta
+        f = facts(torch.ops.aten.empty_strided.default)
+        key = (f, meta.shape, meta.stride, "dtype", meta.dtype)
+        node = Node(f.name, (meta.shape, meta.stride),
+                    (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
+        self.own(storage, self.internal(key, node, f))
+
+    def _replay(self, view: ViewChain, storage: Storage) -> None:
+        """The storage was written or a new trace began: take the view again."""
+        base = index = storage.index
+        meta: TensorMeta | None = storage.meta
+        for op in view.ops:
+            at = op.position + 1
+            key = (*op.key[:at], index, *op.key[at + 1 :])
+            step = self.step.children.get(key)
+            if step is None:
+                args = (*op.args[: at - 1], Ref(index), *op.args[at:])
+                assert meta is not None
+                results = self.inference.results(
+                    op.facts, args, op.kwargs, {index: meta}, self.params
+                )
+                assert results is not None, f"{op.facts.name} was inferred before"
+                fresh = results[0]
+                first = self.internal(key, Node(op.facts.name, args, op.kwargs, fresh), op.facts)
+            else:
+                assert step.node is not None
+                fresh = step.node.fresh
+                first = self.internal(key, step.node, op.facts)
+            index, meta = first + op.which, fresh[op.which]
+        view.index, view.base, view.serial = index, base, self.serial
+
+    def own(self, storage: Storage, index: int) -> None:
+        """The storage shows value ``index`` from here on."""
+        self.storages[index] = weakref.ref(storage)
+        storage.set_recorded(self.serial, index)
+
+    def show(self, index: int, meta: TensorMeta) -> LazyTensor:
+        """A handle with a storage of its own for a value."""
+        storage = Storage(self.owner, self.serial, index, meta)
+        self.storages[index] = weakref.ref(storage)
+        return wrapper(meta, storage, None)
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
+        """Advance by an op that the user did not write; returns its first result's number."""
+        try:
+            step = self.step.children.get(key)
+            if step is None:
+                self.note_miss(key, f, None)
+                step = self.trie.add(TrieNode(self.step, key, node, facts=f))
+            self.step = step
+            self.call_sites.append(user_call_site(1))
+            self.storages.extend([None] * (step.values - step.first))
+        except BaseException:
+            self.settle()
+            raise
+        return step.first
+
+    def hoist(self, number: Any) -> Param:
+        """Make a number one that the run is given; the next step has to take it."""
+        self.params.append(number)
+        return Param(len(self.params) - 1)
+
+    def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
+        """A step is about to be added; only the first one is of interest."""
+        if self.first_miss is None:
+            self.first_miss = self.step, key, f, call_site or user_call_site(1)
 
     def settle(self) -> None:
         """Make the lists agree with the step that was reached, after an exception in an op.
 
-        Numbers and inputs are noted before a step is reached, call sites and owners after it, so
+        Numbers and inputs are noted before a step is reached, call sites and storages after it, so
         that the step always tells what belongs to the trace.
         """
         step = self.step
         del self.params[step.params :]
         del self.inputs[step.inputs :]
         self.call_sites.extend([user_call_site(1)] * (step.ops - len(self.call_sites)))
-        self.owners.extend([None] * (step.values - len(self.owners)))
+        self.storages.extend([None] * (step.values - len(self.storages)))
 
     def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
         """The storages that still show a value of this trace, and those values' numbers."""
         storages, indices = [], []
         serial = self.serial
-        for index, owner in enumerate(self.owners):
-            storage = owner() if owner is not None else None
+        for index, shown_by in enumerate(self.storages):
+            storage = shown_by() if shown_by is not None else None
             if storage is not None and storage.index == index and storage.serial == serial:
                 storages.append(storage)
                 indices.append(index)
@@ -78,6 +223,12 @@ class Trace:
         entered = {id(storage()) for storage, _ in self.inputs}
         storages, _ = self.alive()
         return sum(storage.meta.nbytes for storage in storages if id(storage) not in entered)
+
+    def call_site_of(self, index: int) -> CallSite | None:
+        """Where the user called the op that makes a value; None of an input, or in a backward."""
+        if index < 0:
+            return None
+        return self.call_sites[makers(self.step.path())[index]]
 
     def here(self) -> TracePoint:
         """Where the trace stands now."""
@@ -134,3 +285,25 @@ def returned(
     if not out:
         return None
     return out[0] if len(out) == 1 else tuple(out)
+
+
+def closed_error() -> NoSession:
+    """The error for a tensor of a session that has ended, or of another process."""
+    if os.getpid() != _PID:
+        return NoSession(
+            "this lazygt tensor belongs to the process that this one was forked from, and can't be "
+            "read here; what a DataLoader's worker process reads has to hang on its dataset, or to "
+            "be on the CPU (device='cpu')"
+        )
+    return NoSession(
+        "this lazygt tensor belongs to a session that is closed; its values went with the "
+        "workers. Do the work inside `with lazygt.session():`, or fetch what you need later "
+        "with .cpu() before the block ends."
+    )
+
+
+def _other_session() -> NoSession:
+    return NoSession(
+        "this lazygt tensor belongs to another session than the one that is open; move it with "
+        ".cpu() there and .to('lazygt') here"
+    )

@@ -26,7 +26,7 @@ class TrieNode:
     Attributes:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
-        links: for an op that returns views: what its handles keep of it, once some were made.
+        view_ops: for an op that returns views: what its handles keep of it, once some were made.
         full: the trace is so long here that it has to be flushed.
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
@@ -41,29 +41,10 @@ class TrieNode:
     """
 
     __slots__ = (
-        "backward",
-        "children",
-        "depth",
-        "facts",
-        "first",
-        "forward",
-        "full",
-        "input",
-        "inputs",
-        "itself",
-        "key",
-        "links",
-        "make",
-        "nbytes",
-        "node",
-        "numbers",
-        "ops",
-        "params",
-        "parent",
-        "placed",
-        "plans",
-        "values",
-    )
+        "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
+        "itself", "key", "make", "nbytes", "node", "numbers", "ops", "params", "parent", "placed",
+        "plans", "values", "view_ops",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -84,7 +65,7 @@ class TrieNode:
         self.first = self.values
         self.full = False
         self.itself = False
-        self.links: tuple[ViewOp, ...] | None = None
+        self.view_ops: tuple[ViewOp, ...] | None = None
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
@@ -258,14 +239,14 @@ def build_graph(
     return Graph(inputs, kinds, nodes, tuple([numbers[value] for value in outputs]), lines)
 
 
+def makers(steps: list[TrieNode]) -> list[int]:
+    """For each value that a trace's ops make, the number of the op."""
+    nodes = [step.node for step in steps if step.node is not None]
+    return [number for number, node in enumerate(nodes) for _ in node.results]
+
+
 def _numbers(arg: Arg) -> int:
     """How many run-time numbers there are in an argument."""
     if type(arg) is tuple:
         return sum(map(_numbers, arg))
     return int(type(arg) is Param)
-
-
-def makers(steps: list[TrieNode]) -> list[int]:
-    """For each value that a trace's ops make, the number of the op."""
-    nodes = [step.node for step in steps if step.node is not None]
-    return [number for number, node in enumerate(nodes) for _ in node.results]

@@ -216,7 +216,7 @@ def test_batch_norm_updates_its_running_statistics() -> None:
 
 RECORDING = {
     str(Path(lazygt.__file__).parent / "record" / f"{name}.py")
-    for name in ("host_scalars", "recorder", "trace", "tensor", "trie", "views")
+    for name in ("host_values", "recorder", "trace", "tensor", "trie", "views")
 }
 
 
@@ -304,7 +304,7 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
                 operation(x, y)
             reached = s.recorder.trace
             step = reached.step
-            assert (len(reached.call_sites), len(reached.owners)) == (step.ops, step.values)
+            assert (len(reached.call_sites), len(reached.storages)) == (step.ops, step.values)
             assert (len(reached.params), len(reached.inputs)) == (step.params, step.inputs)
             later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same trace
             assert host_values([x, y]) in possible, f"interrupted at {interrupt.line}"

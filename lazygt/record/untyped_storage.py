@@ -1,28 +1,35 @@
-"""Storages of lazy tensors: an identity and a size, no memory.
+"""What ``untyped_storage()`` of a lazy tensor gives: an identity and a size, no memory.
 
 Libraries ask a storage's address whether tensors share it, as safetensors and accelerate do of tied
-weights. Each cell has an address that no process can read, as one of a GPU can't be read here.
+weights. Each storage has an address that no process can read, as one of a GPU can't be read here.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from lazygt.record.tensor import DEVICE_0, LazyTensor, Storage, meta_of
-
+#: The device by the name it has before device.py renames it.
+DEVICE_0 = torch.device("privateuseone", 0)
 #: Beyond what an x86 or ARM processor can address, so that whoever reads there fails at once.
 _FIRST = 1 << 60
 #: What CUDA's allocator rounds to as well.
 _ALIGNMENT = 512
 
 
+class AddressRange(NamedTuple):
+    """Where a storage's bytes would be."""
+
+    first: int
+    nbytes: int
+
+
 class LazyStorage(torch.UntypedStorage):
     """What ``t.untyped_storage()`` gives: equal addresses mean the same storage."""
 
-    cell: Storage
+    range: AddressRange
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: torch would go on with a storage that has no memory, and crash."""
@@ -38,15 +45,15 @@ class LazyStorage(torch.UntypedStorage):
 
     @property
     def _cdata(self) -> int:
-        return _ADDRESSES.of(self.cell)
+        return self.range.first
 
     def data_ptr(self) -> int:
         """An address that nobody can read; 0 of an empty storage, as in torch."""
-        return _ADDRESSES.of(self.cell) if self.nbytes() else 0
+        return self.range.first if self.range.nbytes else 0
 
     def nbytes(self) -> int:
         """Bytes from the first to the last element."""
-        return _nbytes(self.cell)
+        return self.range.nbytes
 
     size = nbytes
     __len__ = nbytes
@@ -66,39 +73,25 @@ class _Addresses:
         self._lock = threading.Lock()
         self._free = _FIRST
 
-    def of(self, cell: Storage) -> int:
-        """The cell's own; it is made when it is first asked for."""
+    def take(self, nbytes: int) -> AddressRange:
         with self._lock:
-            if not hasattr(cell, "address"):
-                cell.address = self._free
-                self._free += (_nbytes(cell) // _ALIGNMENT + 1) * _ALIGNMENT
-            return cell.address
+            first = self._free
+            self._free += (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
+        return AddressRange(first, nbytes)
 
 
 _ADDRESSES = _Addresses()
 
 
-def _nbytes(cell: Storage) -> int:
-    return cell.meta.extent * cell.meta.dtype.itemsize
+def new_range(nbytes: int) -> AddressRange:
+    """Addresses for so many bytes, which nothing else has or will have."""
+    return _ADDRESSES.take(nbytes)
 
 
-def untyped_storage(self: LazyTensor) -> LazyStorage:
+def storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:
     """The storage of a lazy tensor."""
-    storage: Any = torch.Tensor.untyped_storage(self)
+    storage: Any = torch.Tensor.untyped_storage(t)
     storage.__class__ = LazyStorage
-    storage.cell = self._storage
-    made: LazyStorage = storage
-    return made
-
-
-def data_ptr(self: LazyTensor) -> int:
-    """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
-    if not self.numel():
-        return 0
-    return _ADDRESSES.of(self._storage) + meta_of(self).offset * self.dtype.itemsize
-
-
-def install() -> None:
-    """Lazy tensors have storages."""
-    lazy: Any = LazyTensor
-    lazy.untyped_storage, lazy.data_ptr = untyped_storage, data_ptr
+    storage.range = addresses
+    lazy: LazyStorage = storage
+    return lazy

@@ -1,0 +1,177 @@
+"""Values of the client among lazy ones: uploads, single numbers that are computed here, and CPU
+tensors that an op may not take, for which the error gives the line to write.
+
+A single number that has met no worker data is computed here, at no message. An optimizer's step
+counter is one: a 0-dim tensor that torch reads back after every increment.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
+from lazygt.graph.ops import OpFacts
+from lazygt.graph.source import expand, is_library, user_call_site
+from lazygt.record.tensor import LazyTensor, Owner, Storage, wrapper
+
+if TYPE_CHECKING:
+    from lazygt.runtime.values import RemoteValue
+
+#: Ops that take CPU index tensors on any device.
+_CPU_INDICES = frozenset(
+    {
+        "aten.index.Tensor",
+        "aten.index_put.default",
+        "aten.index_put_.default",
+        "aten._index_put_impl_.default",
+        "aten._unsafe_index.Tensor",
+        "aten._unsafe_index_put.default",
+    }
+)
+
+
+# -- new handles ---------------------------------------------------------------------------
+
+
+def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
+    """``torch.empty``: memory that is only asked for when something is done with it."""
+    sizes = tuple(int(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
+    strides = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
+    meta = intern(sizes, strides, dtype or torch.get_default_dtype())
+    storage = Storage(owner, 0, 0, meta)
+    storage.blank = True
+    return wrapper(meta, storage, None)
+
+
+def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTensor:
+    """A handle for a value that the workers hold already."""
+    base = intern(meta.shape, meta.stride, meta.dtype)
+    storage = Storage(owner, 0, 0, base)
+    storage.set_remote(remote)
+    return wrapper(base, storage, None)
+
+
+def host_tensor(owner: Owner, value: torch.Tensor) -> LazyTensor:
+    """A handle for a single number kept on the host."""
+    storage = Storage(owner, 0, 0, TensorMeta.of(value))
+    storage.set_host(value)
+    return wrapper(storage.meta, storage, None)
+
+
+def to_lazy(owner: Owner, source: torch.Tensor) -> LazyTensor:
+    """Upload a CPU tensor: its values are taken now."""
+    source = source.detach()
+    shape = tuple(source.shape)
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
+    stride = source.stride() if dense else contiguous_stride(shape)
+    t = blank(owner, shape, stride, source.dtype)
+    fill(t, source)
+    return t
+
+
+def fill(t: LazyTensor, source: torch.Tensor) -> None:
+    """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
+    storage = t._storage
+    meta = storage.meta
+    value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
+    if tuple(value.shape) != meta.shape:
+        value = value.expand(meta.shape)
+    if meta.numel == 1 and not meta.dtype.is_complex:
+        storage.set_host(value.clone().reshape(meta.shape))
+    else:
+        storage.set_remote(storage.owner.upload(value, meta))
+
+
+# -- single numbers ------------------------------------------------------------------------
+
+
+class _NotHost(Exception):
+    """An argument is not a number of the host."""
+
+
+def is_host_scalar(tensors: list[Any]) -> bool:
+    """Whether a list begins with a number of the host."""
+    first = tensors[0] if tensors else None
+    return isinstance(first, LazyTensor) and first._storage.host is not None
+
+
+def compute(
+    owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An op on single numbers that have met no worker data; else NotImplemented."""
+    known: dict[int, LazyTensor] = {}
+
+    def leaf(a: Any) -> Any:
+        if isinstance(a, LazyTensor):
+            host = a._storage.host
+            if host is None or a._view is not None:
+                raise _NotHost
+            known[id(host)] = a
+            return host
+        if isinstance(a, torch.Tensor) and (a.numel() != 1 or a.device.type != "cpu"):
+            raise _NotHost
+        return [leaf(item) for item in a] if isinstance(a, (list, tuple)) else a
+
+    try:
+        host_args = [leaf(a) for a in args]
+        host_kwargs = {name: leaf(a) for name, a in kwargs.items()}
+    except _NotHost:
+        return NotImplemented
+    result = func(*host_args, **host_kwargs)
+
+    def show(r: Any) -> Any:
+        if isinstance(r, torch.Tensor):
+            return known.get(id(r)) if id(r) in known else host_tensor(owner, r)
+        return [show(item) for item in r] if isinstance(r, (list, tuple)) else r
+
+    return show(result)
+
+
+# -- CPU tensors among lazy ones -----------------------------------------------------------
+
+
+def foreign(owner: Owner, t: torch.Tensor, f: OpFacts) -> LazyTensor:
+    """A CPU tensor as an op's argument: torch lets 0-dim ones mix, and CPU indices."""
+    if t.device.type == "cpu" and (t.dim() == 0 or f.name in _CPU_INDICES):
+        return to_lazy(owner, t)
+    raise mixed_error(t, f)
+
+
+def mixed_error(t: torch.Tensor, f: OpFacts) -> RuntimeError:
+    """What is raised where torch's own error for tensors of two devices would be."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, "
+        f"lazygt:0 and {t.device}! {f.name} got a {TensorMeta.of(t)} on {t.device}; "
+        f"move it with .to('lazygt'): {_advice(t)}"
+    )
+
+
+def _advice(t: torch.Tensor) -> str:
+    here = expand(user_call_site(1))
+    source = t if t._base is None else t._base
+    if source.is_leaf and (source.requires_grad or isinstance(source, torch.nn.Parameter)):
+        return f"it is a model's weight. Before {here}, write\n    model.to('lazygt')"
+    name, place = _name_of(source) or _name_of(t) or ("x", here)
+    return (
+        f"what torch.from_numpy or a DataLoader's worker process makes is on the CPU. Before "
+        f"{place}, write\n    {name} = {name}.to('lazygt')"
+    )
+
+
+def _name_of(t: torch.Tensor) -> tuple[str, str] | None:
+    """What the outermost of the user's functions that has the tensor calls it, and its line."""
+    frame: FrameType | None = sys._getframe(1)
+    outermost = None
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            names = [name for name, value in frame.f_locals.items() if value is t]
+            if names:
+                outermost = names[0], expand((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return outermost
