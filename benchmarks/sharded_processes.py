@@ -147,9 +147,9 @@ def _train_lazygt(session: lazygt.Session, way: str, name: str, quick: bool) -> 
     torch.manual_seed(0)
     model, batch = workload.model(), workload.data()
     if way == TENSOR:
-        columns = dict.fromkeys(workload.columns, lazygt.column_parallel())
-        rows = dict.fromkeys(workload.rows, lazygt.row_parallel())
-        lazygt.parallelize(model, columns | rows)
+        columns = dict.fromkeys(workload.columns, lazygt.ColwiseParallel())
+        rows = dict.fromkeys(workload.rows, lazygt.RowwiseParallel())
+        lazygt.parallelize_module(model, "model", columns | rows)
     else:
         batch = tuple(lazygt.distribute(one, {"data": Shard(0)}) for one in batch)
     if way == FULL:

@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> Report:
         sender_to({}, kind=BroadcastTransferSender) as gloo_client,
     ):
         model = model_of(args.megabytes)
-        lazygt.parallelize(model, {"*": [Shard(0), Replicate()]})
+        lazygt.parallelize_module(model, parallelize_plan={"*": [Shard(0), Replicate()]})
         s.synchronize()
 
         def sent(sender: Sender, verify: str, source: Any) -> float:

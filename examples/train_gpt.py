@@ -92,10 +92,10 @@ def megatron() -> dict[str, Any]:
     import lazygt  # why: --eager does without it
 
     return {
-        "blocks.*.qkv": lazygt.column_parallel(),
-        "blocks.*.out": lazygt.row_parallel(),
-        "blocks.*.mlp.0": lazygt.column_parallel(),
-        "blocks.*.mlp.2": lazygt.row_parallel(),
+        "blocks.*.qkv": lazygt.ColwiseParallel(),
+        "blocks.*.out": lazygt.RowwiseParallel(),
+        "blocks.*.mlp.0": lazygt.ColwiseParallel(),
+        "blocks.*.mlp.2": lazygt.RowwiseParallel(),
     }
 
 
@@ -122,7 +122,7 @@ class Training:
 
         axes = lazygt.current().mesh.names
         if "model" in axes:
-            lazygt.parallelize(self.model, megatron())
+            lazygt.parallelize_module(self.model, "model", megatron())
         if self.args.fsdp:
             lazygt.fully_shard(self.model)
         if "data" in axes:

@@ -30,31 +30,37 @@ from lazygt.transfer import transfer_weights
 
 __version__ = "0.1.0"
 
-#: Where the names stand that are loaded when they are asked for: what looks at sessions, and in a
-#: worker all that users name. A worker process runs plans; the front (device, recorder, session)
-#: is the client's alone.
+#: Where the names stand that are loaded when they are asked for: what looks at sessions, torch's
+#: placements (0.3 s), and in a worker all that users name. A worker process runs plans; the front
+#: (device, recorder, session) is the client's alone.
 _WHERE = {
+    "ColwiseParallel": "lazygt.parallel.styles",
     "LazyTensor": "lazygt.record.tensor",
+    "ParallelStyle": "lazygt.parallel.styles",
+    "Partial": "torch.distributed.tensor",
+    "PrepareModuleInput": "lazygt.parallel.styles",
+    "PrepareModuleInputOutput": "lazygt.parallel.styles",
+    "PrepareModuleOutput": "lazygt.parallel.styles",
+    "Replicate": "torch.distributed.tensor",
+    "RowwiseParallel": "lazygt.parallel.styles",
+    "SequenceParallel": "lazygt.parallel.styles",
     "Session": "lazygt.session",
+    "Shard": "torch.distributed.tensor",
+    "VocabParallel": "lazygt.parallel.styles",
     "apply": "lazygt.record.functions",
-    "column_parallel": "lazygt.parallel.styles",
     "current": "lazygt.session",
     "data_parallel": "lazygt.parallel.tensor_parallel",
     "distribute": "lazygt.parallel.distribute",
     "explain": "lazygt.observe.explain",
     "fully_shard": "lazygt.parallel.fsdp",
-    "parallelize": "lazygt.parallel.tensor_parallel",
-    "prepare_module_input": "lazygt.parallel.styles",
+    "parallelize_module": "lazygt.parallel.tensor_parallel",
     "profile": "lazygt.observe.timeline",
     "redistribute": "lazygt.parallel.distribute",
     "render": "lazygt.observe.picture",
-    "row_parallel": "lazygt.parallel.styles",
-    "sequence_parallel": "lazygt.parallel.styles",
     "session": "lazygt.session",
     "shard_optimizer_state": "lazygt.parallel.optimizer_state",
     "stage": "lazygt.parallel.pipeline",
     "to_networkx": "lazygt.observe.picture",
-    "vocab_parallel": "lazygt.parallel.styles",
     "why": "lazygt.observe.why",
 }
 
@@ -68,6 +74,8 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
     from lazygt.observe.explain import explain
     from lazygt.observe.picture import render, to_networkx
     from lazygt.observe.timeline import profile
@@ -81,13 +89,16 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt.parallel.optimizer_state import shard_optimizer_state
     from lazygt.parallel.pipeline import stage
     from lazygt.parallel.styles import (
-        column_parallel,
-        prepare_module_input,
-        row_parallel,
-        sequence_parallel,
-        vocab_parallel,
+        ColwiseParallel,
+        ParallelStyle,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        VocabParallel,
     )
-    from lazygt.parallel.tensor_parallel import data_parallel, parallelize
+    from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
     from lazygt.record.device import register as _register
     from lazygt.record.functions import apply
     from lazygt.record.registrations import watch as _watch
@@ -109,6 +120,7 @@ if os.environ.get("LAZYGT_WORKER") != "1":
 __all__ = [
     "CodeError",
     "CollectiveMismatch",
+    "ColwiseParallel",
     "ExecutionError",
     "GatherWarning",
     "GraphError",
@@ -116,32 +128,37 @@ __all__ = [
     "LazyGTError",
     "LazyTensor",
     "NoSession",
+    "ParallelStyle",
+    "Partial",
     "PipelineWarning",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "ProtocolError",
+    "Replicate",
+    "RowwiseParallel",
     "SecurityError",
+    "SequenceParallel",
     "Session",
+    "Shard",
+    "VocabParallel",
     "WorkerDied",
     "WorkerFrozen",
     "apply",
-    "column_parallel",
     "current",
     "data_parallel",
     "distribute",
     "explain",
     "fully_shard",
-    "parallelize",
-    "prepare_module_input",
+    "parallelize_module",
     "profile",
     "redistribute",
     "render",
-    "row_parallel",
-    "sequence_parallel",
     "session",
     "shard_optimizer_state",
     "stage",
     "to_networkx",
     "transfer",
     "transfer_weights",
-    "vocab_parallel",
     "why",
 ]

@@ -86,6 +86,14 @@ class Mesh:
         """
         return Mesh.of(mesh_axes(text))
 
+    def __getitem__(self, axis: str) -> Mesh:
+        """One axis as a mesh, as ``DeviceMesh`` is sliced.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        return Mesh((axis,), (self.size(axis),))
+
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 

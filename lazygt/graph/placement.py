@@ -29,7 +29,9 @@ that outlive the run, and get memory of their own.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
@@ -176,30 +178,38 @@ def local_meta(meta: TensorMeta, placement: Placement, parts: int, index: int) -
     return intern(shape, contiguous_stride(shape), meta.dtype, 0, meta.conj, meta.neg)
 
 
-def placement_from_torch(placements: Any, rank: int) -> Placement:
-    """The placement of a ``torch.distributed.tensor`` placement for a tensor of ``rank`` dims.
+def as_placement(given: Any, dims: int | None = None) -> Placement:
+    """What a user gives as a placement, torch's own or lazygt's.
+
+    Args:
+        dims: of the tensor. A dim is counted from the front then; None: it stays as it is given.
 
     Raises:
-        ValueError: a dim that the tensor does not have, or a placement that lazygt has no placement
-            for.
+        ValueError: a dim that the tensor does not have, or no placement that lazygt knows.
     """
-    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
-    from torch.distributed.tensor import Partial as TorchPartial
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
+    placement = _known(given)
+    if dims is None or not isinstance(placement, Shard):
+        return placement
+    if not -dims <= placement.dim < dims:
+        raise ValueError(f"{given}: a tensor of {dims} dims has no dim {placement.dim}")
+    return Shard(placement.dim % dims)
 
-    if isinstance(placements, TorchReplicate):
+
+def _known(given: Any) -> Placement:
+    if isinstance(given, Replicate | Shard | Partial):
+        return given
+    # Whoever has one of torch's has loaded it, which takes 0.3 s.
+    torchs = sys.modules.get("torch.distributed.tensor")
+    if torchs is not None and isinstance(given, torchs.Replicate):
         return Replicate()
-    if type(placements) is TorchShard:
-        if not -rank <= placements.dim < rank:
-            raise ValueError(f"{placements}: a tensor of {rank} dims has no dim {placements.dim}")
-        return Shard(placements.dim % rank)
-    if isinstance(placements, TorchPartial):
-        op = {"product": "prod"}.get(placements.reduce_op, placements.reduce_op)
+    if torchs is not None and type(given) is torchs.Shard:
+        return Shard(given.dim)
+    if torchs is not None and isinstance(given, torchs.Partial):
+        op = {"product": "prod"}.get(given.reduce_op, given.reduce_op)
         if op in REDUCE_OPS:
             return Partial(op)
     raise ValueError(
-        f"{placements!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
+        f"{given!r} is no placement that lazygt knows: use Replicate(), Shard(dim) or "
         f"Partial(op) with op one of {', '.join(REDUCE_OPS)}"
     )
 
@@ -207,15 +217,11 @@ def placement_from_torch(placements: Any, rank: int) -> Placement:
 def placement_to_torch(placement: Placement) -> Any:
     """The ``torch.distributed.tensor`` placement of a placement; torch has none for ``SingleRank``,
     which stands for itself."""
-    # why: torch.distributed.tensor takes 0.3 s to load, and only users' annotations need it
-    from torch.distributed.tensor import Partial as TorchPartial
-    from torch.distributed.tensor import Replicate as TorchReplicate
-    from torch.distributed.tensor import Shard as TorchShard
-
-    if isinstance(placement, Shard):
-        return TorchShard(placement.dim)
-    if isinstance(placement, Partial):
-        return TorchPartial({"prod": "product"}.get(placement.op, placement.op))
     if isinstance(placement, SingleRank):
         return placement
-    return TorchReplicate()
+    torchs = import_module("torch.distributed.tensor")  # takes 0.3 s, so only what is shown does it
+    if isinstance(placement, Shard):
+        return torchs.Shard(placement.dim)
+    if isinstance(placement, Partial):
+        return torchs.Partial({"prod": "product"}.get(placement.op, placement.op))
+    return torchs.Replicate()

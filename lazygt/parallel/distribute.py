@@ -1,12 +1,12 @@
 """What a user says about where values lie on the mesh of workers.
 
     x = lazygt.distribute(batch.to("lazygt"), {"data": Shard(0)})
-    lazygt.parallelize(model, {"blocks.*.qkv.weight": {"model": Shard(0)}})
+    lazygt.parallelize_module(model, parallelize_plan={"blocks.*.qkv.weight": {"model": Shard(0)}})
 
-Placements are ``torch.distributed.tensor``'s, one for each axis of the mesh: a list in its order,
-or a dict by name. They say where a value is stored. What else is cut, and what is exchanged,
-follows; the numbers never change. Tables for whole modules are in
-``lazygt.parallel.tensor_parallel``.
+Placements are ``torch.distributed.tensor``'s (``lazygt.Shard`` is the same class), one for each
+axis of the mesh: a list in its order, or a dict by name. They say where a value is stored. What
+else is cut, and what is exchanged, follows; the numbers never change. Tables for whole modules are
+in ``lazygt.parallel.tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.placement import Partial, Placement, Replicate, Unspecified, placement_from_torch
+from lazygt.graph.placement import Partial, Placement, Replicate, Unspecified, as_placement
 from lazygt.record.annotate import record_place
 from lazygt.record.tensor import LazyTensor, meta_of
 from lazygt.session import current
@@ -60,12 +60,12 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
     return distribute(t, placements)
 
 
-def placed(t: LazyTensor, sharding: Sharding) -> torch.Tensor:
-    """``t`` with an annotation that has been checked."""
+def placed(t: LazyTensor, sharding: Sharding, with_gradient: bool = True) -> LazyTensor:
+    """``t`` with an annotation that has been checked; a pinned one is also its gradient's."""
     if meta_of(t).extent < t.numel():
         t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
-    found: torch.Tensor = _Place.apply(t, sharding)  # type: ignore[no-untyped-call]
-    return found
+    same: LazyTensor = _Place.apply(t, sharding, with_gradient)  # type: ignore[no-untyped-call]
+    return same
 
 
 def placements_for(
@@ -111,7 +111,7 @@ def placements_for(
 
 def _placement(what: str, rank: int, given: Any, axis: str, mesh: Mesh) -> Placement:
     try:
-        placement = placement_from_torch(given, rank)
+        placement = as_placement(given, rank)
     except ValueError as error:
         raise ValueError(f"{what} on axis {axis!r} of the mesh {mesh}: {error}") from None
     if isinstance(placement, Partial):
@@ -154,18 +154,20 @@ class _Place(torch.autograd.Function):
     """The annotation as autograd sees it: the identity."""
 
     @staticmethod
-    def forward(ctx: Any, t: LazyTensor, sharding: Sharding) -> LazyTensor:
-        ctx.sharding = sharding
+    def forward(ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool) -> LazyTensor:
+        ctx.sharding, ctx.with_gradient = sharding, with_gradient
         owner, meta = t._storage.owner, fresh_meta(meta_of(t))
         with owner.lock:
-            made = owner.show(record_place(t, meta, sharding), meta)
-        made._storage.placed = sharding
-        return made
+            same = owner.show(record_place(t, meta, sharding), meta)
+        same._storage.placed = sharding
+        return same
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        return placed(grad, ctx.sharding) if ctx.sharding.pinned else grad, None
+        if ctx.with_gradient and ctx.sharding.pinned:
+            grad = placed(grad, ctx.sharding)
+        return grad, None, None
 
 
 def fresh_meta(meta: TensorMeta) -> TensorMeta:

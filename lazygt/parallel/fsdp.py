@@ -102,13 +102,13 @@ def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
         ValueError: see ``fully_shard``.
     """
     roots = _roots(module, wrap)
-    found = {}
+    unit_of = {}
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]
         while owner and owner not in roots:
             owner = owner.rpartition(".")[0]
-        found[name] = roots.get(owner, "rest")
-    return found
+        unit_of[name] = roots.get(owner, "rest")
+    return unit_of
 
 
 def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
@@ -131,14 +131,14 @@ def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
 
 def repeated_blocks(module: nn.Module) -> list[str]:
     """The names of modules of one class, with modules inside, that stand in one list."""
-    found: list[str] = []
+    blocks: list[str] = []
     for name, inner in module.named_modules():
-        if not isinstance(inner, _LISTS) or any(name.startswith(f"{one}.") for one in found):
+        if not isinstance(inner, _LISTS) or any(name.startswith(f"{block}.") for block in blocks):
             continue
         kinds = Counter(type(child) for child in inner)
-        found += [
+        blocks += [
             f"{name}.{key}".lstrip(".")
             for key, child in inner.named_children()
             if kinds[type(child)] > 1 and any(True for _ in child.children())
         ]
-    return found
+    return blocks

@@ -1,157 +1,328 @@
-"""Styles: ways to lay out one module on an axis of the mesh, named as in torch's own
-``torch.distributed.tensor.parallel``. ``lazygt.parallelize`` gives modules their styles."""
+"""Styles: how one module lies on an axis of the mesh. ``lazygt.parallelize_module`` applies them.
+
+Names, arguments and meaning are those of ``torch.distributed.tensor.parallel``, whose own objects
+are taken as well. There a module sees the blocks of its rank where ``use_local_output`` says so;
+here every tensor is the whole value, wherever its blocks lie, so that argument changes nothing.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lazygt.graph.mesh import Sharding
-from lazygt.parallel.distribute import drop_hooks, placed, placements_for, unsaid
-from lazygt.record.annotate import mesh_of
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, as_placement
+from lazygt.parallel.style_hooks import Layout, Layouts
 
-
-@dataclass(frozen=True)
-class Style:
-    """How a module lies on one axis of the mesh.
-
-    Attributes:
-        mesh_dim: the axis.
-        parameters: placements of the module's own parameters, by name; others are whole.
-        inputs: placements of the arguments of ``forward``, in order; None: as it comes.
-        output: the placement of what it returns, or of the first tensor of that; None: as it is.
-    """
-
-    mesh_dim: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    inputs: tuple[Any, ...] = ()
-    output: Any = None
+_LAST = Shard(-1)
 
 
-def column_parallel(
-    mesh_dim: str = "model", input_layouts: Any = None, output_layouts: Any = None
-) -> Style:
-    """A linear layer cut by its outputs: each rank computes some of the features.
+class ParallelStyle(ABC):
+    """How a module lies on one axis of the mesh."""
+
+    @abstractmethod
+    def layouts(self, module: nn.Module) -> Layouts:
+        """What the style says of this module.
+
+        Raises:
+            NotImplementedError: the style is not for such modules.
+            ValueError: a layout that is no placement, or layouts that don't fit together.
+        """
+
+    def _not_for(self, module: nn.Module, kinds: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} is for {kinds}, not for {type(module).__name__}; give it to "
+            f"the layers inside, or say how each parameter is stored, by its name"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColwiseParallel(ParallelStyle):
+    """A linear layer cut by its outputs, or an embedding by its features.
+
+    Each rank computes some of the features. As the head that gives logits it is cut by words: a
+    cross-entropy of its output exchanges numbers a token, not logits.
 
     Args:
         input_layouts: how the input, and its gradient, lies; by default whole. ``Shard(1)``: in
             blocks of the sequence, which are gathered here.
         output_layouts: how the output lies; by default in blocks of features.
+        use_local_output: changes nothing, see above.
     """
-    shard, whole = torch_placements()
-    return Style(
-        mesh_dim, {"weight": shard(0), "bias": shard(0)}, (input_layouts or whole,), output_layouts
-    )
+
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        if isinstance(module, nn.Linear):
+            parameters: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+        elif isinstance(module, nn.Embedding):
+            parameters = {"weight": Shard(1)}
+        else:
+            raise self._not_for(module, "nn.Linear and nn.Embedding")
+        inputs = _single(self.input_layouts or Replicate())
+        return Layouts(parameters, inputs, outputs=_unless_last(self.output_layouts))
 
 
-def row_parallel(mesh_dim: str = "model", output_layouts: Any = None) -> Style:
-    """A linear layer cut by its inputs: each rank adds some of them, the sums are reduced.
+@dataclass(frozen=True, kw_only=True)
+class RowwiseParallel(ParallelStyle):
+    """A linear layer cut by its inputs, or an embedding by its words.
+
+    Each rank adds up, or looks up, what it has; the results are reduced.
 
     Args:
+        input_layouts: how the input, and its gradient, lies; by default, and for ``Shard(-1)``, as
+            the weight needs it.
         output_layouts: how the output, and its gradient, lies; by default whole. ``Shard(1)``: in
             blocks of the sequence.
+        use_local_output: changes nothing, see above.
     """
-    shard, whole = torch_placements()
-    return Style(mesh_dim, {"weight": shard(1)}, (), output_layouts or whole)
+
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise self._not_for(module, "nn.Linear and nn.Embedding")
+        weight = Shard(1 if isinstance(module, nn.Linear) else 0)
+        outputs = _single(self.output_layouts or Replicate())
+        return Layouts({"weight": weight}, _unless_last(self.input_layouts), outputs=outputs)
 
 
-def sequence_parallel(mesh_dim: str = "model", sequence_dim: int = 1) -> Style:
-    """A norm or dropout on blocks of the sequence; its parameters are whole."""
-    shard, _ = torch_placements()
-    return Style(mesh_dim, {}, (shard(sequence_dim),), shard(sequence_dim))
+@dataclass(frozen=True, kw_only=True)
+class VocabParallel(RowwiseParallel):
+    """``RowwiseParallel`` of an embedding, under the name that says what is cut: the words."""
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        if not isinstance(module, nn.Embedding):
+            raise self._not_for(module, "nn.Embedding")
+        return super().layouts(module)
 
 
-def vocab_parallel(mesh_dim: str = "model", output_layouts: Any = None) -> Style:
-    """An embedding cut by words: each rank looks up those it has, the results are reduced.
-
-    For the head that gives logits, ``column_parallel()`` cuts by words as well: a cross-entropy
-    of its output exchanges numbers a token, not logits.
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(ParallelStyle):
+    """A norm or dropout on blocks of the sequence; its parameters are whole.
 
     Args:
-        output_layouts: as in ``row_parallel``.
-    """
-    shard, whole = torch_placements()
-    return Style(mesh_dim, {"weight": shard(0)}, (), output_layouts or whole)
-
-
-def prepare_module_input(*input_layouts: Any, mesh_dim: str = "model") -> Style:
-    """How the arguments of any module lie, in order, for layers that share one input."""
-    return Style(mesh_dim, {}, input_layouts)
-
-
-def hold(module: nn.Module, style: Style) -> None:
-    """Place what goes into a module, and what comes out, whenever it is called."""
-    drop_hooks(module, _Laying, style.mesh_dim)
-    if style.inputs:
-        names = tuple(signature(module.forward).parameters)[: len(style.inputs)]
-        before = _Before(style.mesh_dim, style.inputs, names)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-    if style.output is not None:
-        module.register_forward_hook(_After(style.mesh_dim, style.output))
-
-
-@dataclass(frozen=True)
-class _Laying:
-    """The hook of a module that has a style."""
-
-    mesh_dim: str
-    layout: Any
-
-
-@dataclass(frozen=True)
-class _Before(_Laying):
-    """Lays what goes in.
-
-    Attributes:
-        names: of the arguments that have a layout.
+        sequence_dim: of the input and the output.
+        use_local_output: changes nothing, see above.
     """
 
-    names: tuple[str, ...]
+    sequence_dim: int = 1
+    use_local_output: bool = False
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        here = [_laid(arg, self.mesh_dim, one) for arg, one in zip(args, self.layout, strict=False)]
-        named = {
-            name: _laid(kwargs[name], self.mesh_dim, one)
-            for name, one in zip(self.names, self.layout, strict=False)
-            if name in kwargs
-        }
-        return (*here, *args[len(here) :]), kwargs | named
+    def layouts(self, module: nn.Module) -> Layouts:
+        blocks = _single(Shard(self.sequence_dim))
+        return Layouts({}, blocks, outputs=blocks)
 
 
-class _After(_Laying):
-    """Lays what comes out."""
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleInput(ParallelStyle):
+    """How the arguments of any module lie, for layers that share one input.
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        leaves, spec = tree_flatten(output)
-        at = next((n for n, leaf in enumerate(leaves) if isinstance(leaf, LazyTensor)), None)
-        if at is not None:
-            leaves[at] = _laid(leaves[at], self.mesh_dim, self.layout)
-        return tree_unflatten(leaves, spec)
+    Args:
+        input_layouts: how each argument, and its gradient, lies; None: as it comes. One placement:
+            of the only argument.
+        desired_input_layouts: how the module gets them; of the same length.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same of arguments given by name.
+        use_local_output: changes nothing, see above.
+    """
+
+    input_layouts: Any = None
+    desired_input_layouts: Any = None
+    input_kwarg_layouts: Mapping[str, Any] | None = None
+    desired_input_kwarg_layouts: Mapping[str, Any] | None = None
+    use_local_output: bool = False
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        given, desired = _several(self.input_layouts), _several(self.desired_input_layouts)
+        if len(given) != len(desired):
+            raise ValueError(
+                f"{len(given)} input_layouts, but {len(desired)} desired_input_layouts: say both "
+                f"of each argument"
+            )
+        by_name, wanted = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
+        if by_name.keys() != wanted.keys():
+            raise ValueError(
+                f"input_kwarg_layouts are of {', '.join(by_name) or 'nothing'}, but "
+                f"desired_input_kwarg_layouts of {', '.join(wanted) or 'nothing'}"
+            )
+        return Layouts(
+            inputs=tuple(map(_layout, given, desired)),
+            keywords={
+                name: layout
+                for name, placement in by_name.items()
+                if (layout := _layout(placement, wanted[name])) is not None
+            },
+            counted=True,
+        )
 
 
-def _laid(value: Any, mesh_dim: str, layout: Any) -> Any:
-    """A tensor pinned on one axis, if its session has that; anything else as it is."""
-    if layout is None or not isinstance(value, LazyTensor):
-        return value
-    mesh = mesh_of(value)
-    if mesh_dim not in mesh.names:
-        return value
-    what = f"a tensor of {meta_of(value)}"
-    placements = placements_for(what, value.dim(), {mesh_dim: layout}, mesh, unsaid(mesh))
-    return placed(value, Sharding(placements, pinned=True))
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleOutput(ParallelStyle):
+    """How what any module returns is to lie.
+
+    Args:
+        output_layouts: for each result, how it lies when it comes; None: it stays as it comes. A
+            value knows by itself where it is, so only None makes a difference.
+        desired_output_layouts: how each result, and its gradient, is to lie; of the same length.
+        use_local_output: changes nothing, see above.
+    """
+
+    output_layouts: Any
+    desired_output_layouts: Any
+    use_local_output: bool = True
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        given, desired = _several(self.output_layouts), _several(self.desired_output_layouts)
+        if len(given) != len(desired):
+            raise ValueError(
+                f"{len(given)} output_layouts, but {len(desired)} desired_output_layouts: say both "
+                f"of each result"
+            )
+        outputs = tuple(
+            None if placement is None else _layout(wanted, None)
+            for placement, wanted in zip(given, desired, strict=True)
+        )
+        return Layouts(outputs=outputs, counted=True)
 
 
-def torch_placements() -> tuple[Callable[[int], Any], Any]:
-    """torch's ``Shard`` and ``Replicate()``."""
-    # why: torch.distributed.tensor takes 0.3 s to load, and few sessions shard
-    from torch.distributed.tensor import Replicate, Shard
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleInputOutput(ParallelStyle):
+    """``PrepareModuleInput`` and ``PrepareModuleOutput`` in one.
 
-    return Shard, Replicate()
+    ``use_local_input`` is the former's ``use_local_output``.
+    """
+
+    input_layouts: Any = None
+    desired_input_layouts: Any = None
+    input_kwarg_layouts: Mapping[str, Any] | None = None
+    desired_input_kwarg_layouts: Mapping[str, Any] | None = None
+    use_local_input: bool = False
+    output_layouts: Any
+    desired_output_layouts: Any
+    use_local_output: bool = True
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        before = PrepareModuleInput(
+            input_layouts=self.input_layouts,
+            desired_input_layouts=self.desired_input_layouts,
+            input_kwarg_layouts=self.input_kwarg_layouts,
+            desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
+        ).layouts(module)
+        after = PrepareModuleOutput(
+            output_layouts=self.output_layouts, desired_output_layouts=self.desired_output_layouts
+        ).layouts(module)
+        return Layouts(None, before.inputs, before.keywords, after.outputs, counted=True)
+
+
+def _several(placements: Any) -> tuple[Any, ...]:
+    """One placement, or several, or None for none at all."""
+    if placements is None:
+        return ()
+    return tuple(placements) if isinstance(placements, tuple | list) else (placements,)
+
+
+def _layout(given: Any, desired: Any) -> Layout | None:
+    """The layout of a value that is used as desired."""
+    if given is None:
+        return None
+    placement = _stored(given)
+    wanted = placement if desired is None else _stored(desired)
+    return Layout(placement, None if wanted == placement else wanted)
+
+
+def _stored(given: Any) -> Placement:
+    placement = as_placement(given)
+    if isinstance(placement, Partial):
+        raise ValueError(
+            f"{given!r}: no value here waits for its sum; use Replicate() or Shard(dim)"
+        )
+    return placement
+
+
+def _single(given: Any) -> tuple[Layout | None, ...]:
+    return (_layout(given, None),)
+
+
+def _unless_last(given: Any) -> tuple[Layout | None, ...]:
+    """No layout for ``Shard(-1)``, which a weight in blocks needs, or gives, by itself."""
+    return () if given is None or as_placement(given) == _LAST else _single(given)
+
+
+# -- torch's own styles --------------------------------------------------------------------------
+
+_TORCH = "torch.distributed.tensor.parallel"
+
+
+def as_style(given: object) -> ParallelStyle | None:
+    """A style, also from an object of torch's own; None: it is none.
+
+    Raises:
+        TypeError: a style of torch's, or derived from one, that is not known here.
+    """
+    if isinstance(given, ParallelStyle):
+        return given
+    kind = type(given)
+    if not any(_is_torchs(base) and base.__name__ == "ParallelStyle" for base in kind.__mro__):
+        return None
+    read = _READERS.get(kind.__name__) if _is_torchs(kind) else None
+    if read is None:
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} is a style of its own, which works on the "
+            f"blocks of a rank; of torch's styles lazygt knows {', '.join(_READERS)}"
+        )
+    return read(given)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith(_TORCH)
+
+
+def _ends(style: Any) -> dict[str, Any]:
+    return {
+        "input_layouts": style.input_layouts[0],
+        "output_layouts": style.output_layouts[0],
+        "use_local_output": style.use_local_output,
+    }
+
+
+def _arguments(style: Any) -> dict[str, Any]:
+    return {
+        "input_layouts": style.input_layouts,
+        "desired_input_layouts": style.desired_input_layouts,
+        "input_kwarg_layouts": style.input_kwarg_layouts,
+        "desired_input_kwarg_layouts": style.desired_input_kwarg_layouts,
+    }
+
+
+def _results(style: Any) -> dict[str, Any]:
+    return {
+        "output_layouts": style.output_layouts,
+        "desired_output_layouts": style.desired_output_layouts,
+        "use_local_output": style.use_local_output,
+    }
+
+
+#: What a style of torch's own says, by its name.
+_READERS: Mapping[str, Callable[[Any], ParallelStyle]] = {
+    "ColwiseParallel": lambda style: ColwiseParallel(**_ends(style)),
+    "RowwiseParallel": lambda style: RowwiseParallel(**_ends(style)),
+    "SequenceParallel": lambda style: SequenceParallel(
+        sequence_dim=style.sequence_sharding[0].dim, use_local_output=style.use_local_output
+    ),
+    "PrepareModuleInput": lambda style: PrepareModuleInput(
+        **_arguments(style), use_local_output=style.use_local_output
+    ),
+    "PrepareModuleOutput": lambda style: PrepareModuleOutput(**_results(style)),
+    "PrepareModuleInputOutput": lambda style: PrepareModuleInputOutput(
+        **_arguments(style.prepare_module_input),
+        **_results(style.prepare_module_output),
+        use_local_input=style.prepare_module_input.use_local_output,
+    ),
+}

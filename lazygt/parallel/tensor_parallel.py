@@ -1,9 +1,9 @@
-"""Ways to lay out whole modules on the mesh.
+"""Tables for whole modules: which style each module has, or how each parameter is stored.
 
-    lazygt.parallelize(model, {
-        "tokens": lazygt.vocab_parallel(),
-        "blocks.*.qkv": lazygt.column_parallel(), "blocks.*.out": lazygt.row_parallel(),
-        "blocks.*.mlp.0": lazygt.column_parallel(), "blocks.*.mlp.2": lazygt.row_parallel(),
+    lazygt.parallelize_module(model, "model", {
+        "tokens": lazygt.VocabParallel(),
+        "blocks.*.qkv": lazygt.ColwiseParallel(), "blocks.*.out": lazygt.RowwiseParallel(),
+        "blocks.*.mlp.0": lazygt.ColwiseParallel(), "blocks.*.mlp.2": lazygt.RowwiseParallel(),
     })
 
 A style says how a module's own parameters are stored, and how what goes into the module and what
@@ -13,26 +13,49 @@ such a style wants its collectives. Styles change where values lie, never the nu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lazygt.graph.mesh import Mesh, Placements, Sharding
-from lazygt.graph.placement import Replicate, Unspecified, placement_to_torch
+from lazygt.graph.placement import Placement, Replicate, Unspecified
 from lazygt.parallel.distribute import UserPlacements, own_parameter, placements_for, unsaid
-from lazygt.parallel.styles import Style, hold, torch_placements
+from lazygt.parallel.style_hooks import Layouts, apply_style
+from lazygt.parallel.styles import ParallelStyle, as_style
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.record.tensor import LazyTensor, Storage, meta_of
 from lazygt.session import current
 
-Plan = Mapping[str, UserPlacements | Style]
-#: The name of a module -> the pattern that gives it a style, and the style.
-_Styles = Mapping[str, tuple[str, Style]]
+_Plan = dict[str, UserPlacements | ParallelStyle]
 #: Names that an error shows of a module's.
 _SHOWN = 8
+#: The axis that is meant where a mesh has several, and nobody says which.
+_USUAL_AXES = ("model", "tp")
+
+
+class _Styled(NamedTuple):
+    """A module's style.
+
+    Attributes:
+        pattern: that gives it the style.
+        axis: of the mesh.
+    """
+
+    pattern: str
+    axis: str
+    layouts: Layouts
+
+    @property
+    def parameters(self) -> Mapping[str, Placement]:
+        """How those lie that the style names."""
+        return self.layouts.parameters or {}
+
+
+#: By the module's name.
+_Styles = dict[str, _Styled]
 
 
 class _Said(NamedTuple):
@@ -59,19 +82,31 @@ def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
     Raises:
         ValueError: the mesh has no such axis, or a parameter is no lazygt tensor of its own.
     """
-    return parallelize(module, {"*": {mesh_dim: torch_placements()[1]}}, pinned=True)
+    return parallelize_module(module, mesh_dim, {"*": {mesh_dim: Replicate()}}, pinned=True)
 
 
-def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Module:
-    """Store a module's parameters as ``plan`` says; each stays the object that it is.
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    parallelize_plan: Any = None,
+    *,
+    src_data_rank: int | None = 0,
+    pinned: bool = False,
+) -> nn.Module:
+    """Store a module's parameters as a plan says; each stays the object that it is.
 
     Args:
-        plan: names of parameters -> placements, or names of modules -> styles, with ``*`` for any
-            text. The first pattern that fits a parameter's name counts; the style of its module
-            does where it names the parameter, and along the style's axis also where nothing else
-            speaks of it: it is whole then. Along an axis of which nothing is said a parameter
-            keeps what it has; whole at first. What is said of the names of one parameter (a tied
-            head) is said together.
+        device_mesh: the axis of the session's mesh that styles are for: its name, or a mesh of this
+            one axis, such as ``session.mesh["model"]``. None: the only axis; of several, the one
+            that is called ``model`` or ``tp``.
+        parallelize_plan: names of modules -> styles, lazygt's or torch's own, with ``*`` for any
+            text between two dots; ``""`` is the module itself, and a style alone is for that. Or
+            names of parameters -> placements, with ``*`` for any text. The first pattern that fits
+            a parameter's name counts; the style of its module does where it names the parameter,
+            and along the style's axis also where nothing else speaks of it: it is whole then.
+            Along an axis of which nothing is said a parameter keeps what it has; whole at first.
+            What is said of the names of one parameter (a tied head) is said together.
+        src_data_rank: changes nothing: there is one client, whose values all workers have.
         pinned: see ``distribute``; of placements only, styles are pinned.
 
     A module's style is also that of its copies, and counts in later sessions whose mesh has the
@@ -81,92 +116,147 @@ def parallelize(module: nn.Module, plan: Plan, pinned: bool = False) -> nn.Modul
         The module.
 
     Raises:
-        ValueError: a pattern that counts for nothing, a style for parameters that its module
-            does not have, a placement that a parameter can't have, or several for one parameter;
-            nothing has been placed then.
-        TypeError: a pattern of neither placements nor a style.
+        ValueError: a pattern that counts for nothing, a placement that a parameter can't have, or
+            several for one parameter, layouts that don't fit together, or a mesh that is none of
+            the session's; nothing has been placed then.
+        TypeError: no plan, or one of neither placements nor styles.
+        NotImplementedError: a style for a module that it does not fit.
     """
     mesh = current().mesh
-    _check_kinds(plan)
-    styles = _styles(module, plan, mesh)
+    plan = _plan(parallelize_plan)
+    styles = _styles(module, plan, device_mesh, mesh)
     _check_counted(module, plan, styles)
-    found: dict[Storage, _Said] = {}
+    together: dict[Storage, _Said] = {}
     for said in _said(module, plan, styles, pinned, mesh):
-        first = found.setdefault(said.parameter._storage, said)
+        first = together.setdefault(said.parameter._storage, said)
         _check_agree(first, said, mesh)
         both = first.pinned or said.pinned
-        found[said.parameter._storage] = _filled(first, said)._replace(pinned=both)
+        together[said.parameter._storage] = _filled(first, said)._replace(pinned=both)
     for said in _left_whole(module, styles, mesh):
-        first = found.setdefault(said.parameter._storage, said)
-        found[said.parameter._storage] = _filled(first, said)
-    _store(list(found.values()), mesh)
-    for name, (_, style) in styles.items():
-        hold(module.get_submodule(name), style)
+        first = together.setdefault(said.parameter._storage, said)
+        together[said.parameter._storage] = _filled(first, said)
+    _store(together.values(), mesh)
+    for name, styled in styles.items():
+        apply_style(module.get_submodule(name), styled.axis, styled.layouts)
     return module
+
+
+# -- what is meant -------------------------------------------------------------------------------
+
+
+def _plan(given: Any) -> _Plan:
+    """The table that a plan is, with lazygt's own styles."""
+    style = as_style(given)
+    if style is not None:
+        return {"": style}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"parallelize_plan={given!r}: expected a style, or a dict from names of modules to "
+            f"styles; the plan is the third argument, after the axis of the mesh"
+        )
+    return {pattern: _entry(pattern, value) for pattern, value in given.items()}
+
+
+def _entry(pattern: str, given: object) -> UserPlacements | ParallelStyle:
+    style = as_style(given)
+    if style is not None:
+        return style
+    if isinstance(given, Mapping | Sequence) and not isinstance(given, str):
+        return given
+    raise TypeError(
+        f"{pattern!r}: {given!r} is neither placements, as a list or a dict by axis, nor a "
+        f"style, such as lazygt.ColwiseParallel()"
+    )
+
+
+def _axis(given: Any, mesh: Mesh) -> str:
+    """The axis of the session's mesh that is meant by ``device_mesh``."""
+    usual = [name for name in _USUAL_AXES if name in mesh.names]
+    if given is None and (len(mesh.names) == 1 or usual):
+        return (*usual, *mesh.names)[0]
+    if isinstance(given, str):
+        mesh.size(given)
+        return given
+    names = given.names if isinstance(given, Mesh) else getattr(given, "mesh_dim_names", None)
+    if names is not None and len(names) == 1 and names[0] in mesh.names:
+        sizes = given.sizes if isinstance(given, Mesh) else tuple(given.shape)
+        if sizes == (mesh.size(names[0]),):
+            return str(names[0])
+    raise ValueError(
+        f"device_mesh={given!r}: styles are for one axis of the session's mesh {mesh}; name it, as "
+        f"in parallelize_module(module, {mesh.names[-1]!r}, plan)"
+    )
 
 
 # -- what counts ---------------------------------------------------------------------------------
 
 
-def _check_kinds(plan: Plan) -> None:
-    given: Mapping[str, object] = plan
-    for pattern, one in given.items():
-        if not isinstance(one, Style | Mapping | Sequence) or isinstance(one, str):
-            raise TypeError(
-                f"{pattern!r}: {one!r} is neither placements, as a list or a dict by axis, nor a "
-                f"style of lazygt's, such as lazygt.column_parallel()"
-            )
-
-
-def _styles(module: nn.Module, plan: Plan, mesh: Mesh) -> _Styles:
+def _styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _Styles:
     """The style of each module that has one, by name."""
-    tables = [(pattern, one) for pattern, one in plan.items() if isinstance(one, Style)]
-    found = {}
+    tables = {pattern: style for pattern, style in plan.items() if isinstance(style, ParallelStyle)}
+    if not tables and device_mesh is None:
+        return {}
+    axis = _axis(device_mesh, mesh)
+    styled = {}
     for name, inner in module.named_modules():
-        fits = next((table for table in tables if fnmatchcase(name, table[0])), None)
-        if fits is not None:
-            _check_style(name, inner, fits[1], mesh)
-            found[name] = fits
-    return found
+        pattern = next((pattern for pattern in tables if _fits(name, pattern)), None)
+        if pattern is not None:
+            styled[name] = _Styled(pattern, axis, _layouts(name, inner, tables[pattern]))
+    return styled
 
 
-def _check_style(name: str, module: nn.Module, style: Style, mesh: Mesh) -> None:
-    mesh.size(style.mesh_dim)
-    own = [one for one, _ in module.named_parameters(recurse=False)]
-    if style.parameters and style.parameters.keys().isdisjoint(own):
-        cut = " and ".join(map(repr, style.parameters))
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module's name fits, each part of it between dots by itself."""
+    parts, patterns = name.split("."), pattern.split(".")
+    if not name or len(parts) != len(patterns):
+        return name == pattern
+    return all(map(fnmatchcase, parts, patterns))
+
+
+def _layouts(name: str, module: nn.Module, style: ParallelStyle) -> Layouts:
+    try:
+        layouts = style.layouts(module)
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"module {name!r}: {error}") from None
+    names = [parameter for parameter, _ in module.named_parameters(recurse=False)]
+    if layouts.parameters and layouts.parameters.keys().isdisjoint(names):
+        cut = " and ".join(map(repr, layouts.parameters))
         raise ValueError(
             f"the style of module {name!r} places its {cut}, but {type(module).__name__} has no "
-            f"such parameter of its own; give the style to the layers inside it"
+            f"such parameter of its own"
         )
+    return layouts
 
 
-def _pattern(name: str, plan: Plan, styles: _Styles) -> str | None:
+def _pattern(name: str, plan: _Plan, styles: _Styles) -> str | None:
     """The pattern that counts for a parameter of this name; None: none speaks of it."""
-    module, _, own = name.rpartition(".")
-    for pattern, one in plan.items():
-        if isinstance(one, Style):
-            if styles.get(module) == (pattern, one) and own in one.parameters:
+    path, _, last = name.rpartition(".")
+    styled = styles.get(path)
+    for pattern, entry in plan.items():
+        if isinstance(entry, ParallelStyle):
+            if styled is not None and pattern == styled.pattern and last in styled.parameters:
                 return pattern
         elif fnmatchcase(name, pattern):
             return pattern
     return None
 
 
-def _check_counted(module: nn.Module, plan: Plan, styles: _Styles) -> None:
+def _check_counted(module: nn.Module, plan: _Plan, styles: _Styles) -> None:
     """Raise ValueError for a pattern that counts for no name."""
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in module.named_modules()]
     counted = {_pattern(name, plan, styles) for name in parameters}
-    counted |= {pattern for pattern, _ in styles.values()}
+    counted |= {styled.pattern for styled in styles.values()}
     for pattern in (one for one in plan if one not in counted):
-        is_style = isinstance(plan[pattern], Style)
+        is_style = isinstance(plan[pattern], ParallelStyle)
         what, names = ("module", modules) if is_style else ("parameter", parameters)
-        fits = next((name for name in names if fnmatchcase(name, pattern)), None)
-        if fits is None:
-            raise ValueError(f"no {what} fits {pattern!r}; {_nearest(pattern, names)}")
+        fitting = (name for name in names if (_fits if is_style else fnmatchcase)(name, pattern))
+        name = next(fitting, None)
+        if name is None:
+            stars = ", where * is for what stands between two dots" * (is_style and "*" in pattern)
+            raise ValueError(f"no {what} fits {pattern!r}{stars}; {_nearest(pattern, names)}")
         raise ValueError(
-            f"{pattern!r} counts for no {what}: for {fits!r} a pattern before it does; put what "
+            f"{pattern!r} counts for no {what}: for {name!r} a pattern before it does; put what "
             f"is special first"
         )
 
@@ -180,26 +270,28 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 
 def _said(
-    module: nn.Module, plan: Plan, styles: _Styles, pinned: bool, mesh: Mesh
+    module: nn.Module, plan: _Plan, styles: _Styles, pinned: bool, mesh: Mesh
 ) -> Iterator[_Said]:
     """What the pattern that counts says, for each name of a parameter that has one."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         pattern = _pattern(name, plan, styles)
-        one = None if pattern is None else plan[pattern]
-        if isinstance(one, Style):
-            placements = one.parameters[name.rpartition(".")[2]]
-            yield _of(name, parameter, {one.mesh_dim: placements}, True, mesh)
-        elif one is not None:
-            yield _of(name, parameter, one, pinned, mesh)
+        entry = None if pattern is None else plan[pattern]
+        if isinstance(entry, ParallelStyle):
+            path, _, last = name.rpartition(".")
+            styled = styles[path]
+            yield _of(name, parameter, {styled.axis: styled.parameters[last]}, True, mesh)
+        elif entry is not None:
+            yield _of(name, parameter, entry, pinned, mesh)
 
 
 def _left_whole(module: nn.Module, styles: _Styles, mesh: Mesh) -> Iterator[_Said]:
     """What a style says of its module's parameters where nothing else does."""
-    _, whole = torch_placements()
-    for name, (_, style) in styles.items():
-        for own, parameter in module.get_submodule(name).named_parameters(recurse=False):
-            full = f"{name}.{own}".lstrip(".")
-            yield _of(full, parameter, {style.mesh_dim: whole}, True, mesh)
+    for name, styled in styles.items():
+        if styled.layouts.parameters is None:
+            continue
+        for last, parameter in module.get_submodule(name).named_parameters(recurse=False):
+            full = f"{name}.{last}".lstrip(".")
+            yield _of(full, parameter, {styled.axis: Replicate()}, True, mesh)
 
 
 def _of(
@@ -216,23 +308,24 @@ def _check_agree(first: _Said, other: _Said, mesh: Mesh) -> None:
         if a != b and not isinstance(a, Unspecified) and not isinstance(b, Unspecified):
             raise ValueError(
                 f"parameters {first.name!r} and {other.name!r} are one tensor, but on axis "
-                f"{axis!r} of the mesh {mesh} the plan says {placement_to_torch(a)!r} of the first and "
-                f"{placement_to_torch(b)!r} of the second; say the same of both"
+                f"{axis!r} of the mesh {mesh} the plan says {a!r} of the first and {b!r} of the "
+                f"second; say the same of both"
             )
 
 
 def _filled(first: _Said, other: _Said) -> _Said:
     """The first; of what it says nothing of, what the other says."""
     placements = tuple([
-        b if isinstance(a, Unspecified) else a for a, b in zip(first.placements, other.placements, strict=True)
+        b if isinstance(a, Unspecified) else a
+        for a, b in zip(first.placements, other.placements, strict=True)
     ])  # fmt: skip
     if placements == first.placements:
         return first
     return first._replace(placements=placements, pinned=first.pinned or other.pinned)
 
 
-def _store(found: Collection[_Said], mesh: Mesh) -> None:
-    for said in found:
+def _store(everything: Iterable[_Said], mesh: Mesh) -> None:
+    for said in everything:
         before = stored_now(said.parameter)
         placements = tuple([
             had if isinstance(placement, Unspecified) else placement

@@ -16,9 +16,9 @@ from lazygt.graph.placement import (
     Placement,
     Replicate,
     Shard,
+    as_placement,
     local_meta,
     local_shape,
-    placement_from_torch,
     placement_to_torch,
     shard_bounds,
 )
@@ -52,12 +52,12 @@ def test_blocks_are_those_of_dtensor(size: int, parts: int, data: st.DataObject)
 )
 def test_there_and_back(placement: Placement, placements: object, text: str) -> None:
     assert placement_to_torch(placement) == placements
-    assert placement_from_torch(placements, rank=2) == placement
+    assert as_placement(placements, dims=2) == placement
     assert str(placement) == text
 
 
 def test_dims_are_counted_from_the_front() -> None:
-    assert placement_from_torch(TorchShard(-1), rank=3) == Shard(2)
+    assert as_placement(TorchShard(-1), dims=3) == Shard(2)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_dims_are_counted_from_the_front() -> None:
 )
 def test_a_placement_that_cannot_be(placements: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        placement_from_torch(placements, rank=2)
+        as_placement(placements, dims=2)
 
 
 def test_local_shapes() -> None:

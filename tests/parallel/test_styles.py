@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
-from lazygt.parallel.styles import Style
 from tests.sharding.counting import GPT
 
 WORDS, DIM = 20, 32
@@ -29,33 +28,33 @@ def test_what_is_said_of_a_parameter_counts_before_a_style_that_does_not_name_it
     session: lazygt.Session,
 ) -> None:
     norm = nn.LayerNorm(8)
-    plan = {"": lazygt.sequence_parallel(), "weight": {"model": S0}}
-    lazygt.parallelize(norm, plan)
+    plan = {"": lazygt.SequenceParallel(), "weight": {"model": S0}}
+    lazygt.parallelize_module(norm, None, plan)
     assert norm.weight.placements == (R, S0)
     assert norm.bias.placements == (R, R)
 
 
 def test_the_first_pattern_that_names_a_parameter_counts(session: lazygt.Session) -> None:
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-    lazygt.parallelize(first, {"weight": [S0, R], "": lazygt.column_parallel()})
+    lazygt.parallelize_module(first, None, {"weight": [S0, R], "": lazygt.ColwiseParallel()})
     assert (first.weight.placements, first.bias.placements) == ((S0, R), (R, S0))
     second.gain = nn.Parameter(torch.ones(4))
-    lazygt.parallelize(second, {"": lazygt.column_parallel(), "*": [S0, R]})
+    lazygt.parallelize_module(second, None, {"": lazygt.ColwiseParallel(), "*": [S0, R]})
     assert (second.weight.placements, second.bias.placements) == ((R, S0), (R, S0))
     assert second.gain.placements == (S0, R)
 
 
 def test_what_the_names_of_a_tied_parameter_say_is_said_together(session: lazygt.Session) -> None:
     model = GPT(WORDS, DIM, 0, tied=True)
-    column = lazygt.column_parallel()
-    lazygt.parallelize(model, {"head": column, "tokens.weight": {"data": S1}})
+    column = lazygt.ColwiseParallel()
+    lazygt.parallelize_module(model, None, {"head": column, "tokens.weight": {"data": S1}})
     assert model.tokens.weight.placements == (S1, S0)
     refused = (
         r"'tokens.weight' and 'head.weight' are one tensor, but on axis 'model' of the mesh "
         r"data=2,model=2 the plan says Replicate\(\) of the first and Shard\(dim=0\) of the second"
     )
     with pytest.raises(ValueError, match=refused):
-        lazygt.parallelize(model, {"head": column, "tokens.weight": [R, R]})
+        lazygt.parallelize_module(model, None, {"head": column, "tokens.weight": [R, R]})
     assert model.tokens.weight.placements == (S1, S0)
 
 
@@ -64,10 +63,10 @@ def test_a_pattern_with_a_slip_gets_the_nearest_names(session: lazygt.Session) -
     with pytest.raises(
         ValueError, match=r"no parameter fits .*: blocks\.\d\.attn\.qkv\."
     ) as caught:
-        lazygt.parallelize(model, {"blocks.*.atn.qkv.weight": {"model": S0}})
+        lazygt.parallelize_module(model, None, {"blocks.*.atn.qkv.weight": {"model": S0}})
     assert str(caught.value).count("blocks.") < sum(1 for _ in model.parameters()) / 2
-    with pytest.raises(ValueError, match=r"no module fits 'blocks.*.mpl.0'; .*: blocks.2.mlp.0,"):
-        lazygt.parallelize(model, {"blocks.*.mpl.0": lazygt.column_parallel()})
+    with pytest.raises(ValueError, match=r"no module fits 'blocks.*.mpl.0', .*: blocks.2.mlp.0,"):
+        lazygt.parallelize_module(model, None, {"blocks.*.mpl.0": lazygt.ColwiseParallel()})
 
 
 class Pair(NamedTuple):
@@ -89,7 +88,16 @@ def test_arguments_by_name_are_laid_and_what_is_returned_keeps_its_type(
     session: lazygt.Session,
 ) -> None:
     module = Named()
-    lazygt.parallelize(module, {"": Style("model", {}, (None, S1), S0)})
+    lazygt.parallelize_module(
+        module,
+        "model",
+        lazygt.PrepareModuleInputOutput(
+            input_layouts=(None, S1),
+            desired_input_layouts=(None, S1),
+            output_layouts=(None, R),
+            desired_output_layouts=(None, S0),
+        ),
+    )
     for made in (module(scale=2.0, hidden=torch.ones(4, 4)), module(2.0, torch.ones(4, 4))):
         assert module.seen == (R, S1)
         assert made.name == "tanh"

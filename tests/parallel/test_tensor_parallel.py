@@ -76,11 +76,11 @@ def test_only_modules_with_a_cap_that_can_be_are_sharded(
 
 def test_a_parameter_keeps_what_it_has_on_other_axes(session: lazygt.Session) -> None:
     layer = nn.Linear(8, 4)
-    lazygt.parallelize(layer, {"": lazygt.column_parallel()})
+    lazygt.parallelize_module(layer, None, {"": lazygt.ColwiseParallel()})
     lazygt.fully_shard(layer)
     assert layer.weight.placements == (S1, S0)
     assert layer.bias.placements == (R, S0)
-    lazygt.parallelize(layer, {"weight": {"model": R}})
+    lazygt.parallelize_module(layer, None, {"weight": {"model": R}})
     assert layer.weight.placements == (S1, R)
     lazygt.data_parallel(layer)
     assert layer.weight.placements == (R, R)
@@ -117,24 +117,26 @@ def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -
     lazygt.fully_shard(model.blocks[0], bucket_cap_mb=1)
     lazygt.fully_shard(model, bucket_cap_mb=2)
     session.flush()
-    found = {p._storage.remote.stored.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
+    found = {p._storage.remote.sharding.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
     assert found == {1}
-    assert model.head.weight._storage.remote.stored.unit.cap_bytes >> 20 == 2
+    assert model.head.weight._storage.remote.sharding.unit.cap_bytes >> 20 == 2
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: lazygt.parallelize(m, {"1": lazygt.row_parallel()}), "no module fits '1'"),
         (
-            lambda m: lazygt.parallelize(m, {"": lazygt.row_parallel()}),
-            "module '' places its 'weight', but Sequential has no such parameter of its own",
+            lambda m: lazygt.parallelize_module(m, None, {"1": lazygt.RowwiseParallel()}),
+            "no module fits '1'",
         ),
         (
-            lambda m: lazygt.parallelize(m, {"*.weight": [R, R], "0.weight": [S0, R]}),
+            lambda m: lazygt.parallelize_module(m, None, {"*.weight": [R, R], "0.weight": [S0, R]}),
             "'0.weight' counts for no parameter: for '0.weight' a pattern before it does",
         ),
-        (lambda m: lazygt.parallelize(m, {"0": lazygt.row_parallel("x")}), "has no axis 'x'"),
+        (
+            lambda m: lazygt.parallelize_module(m, "x", {"0": lazygt.RowwiseParallel()}),
+            "has no axis 'x'",
+        ),
         (lambda m: lazygt.fully_shard(m, "x"), "has no axis 'x'"),
         (lambda m: lazygt.data_parallel(m, "x"), "has no axis 'x'"),
         (lambda m: lazygt.fully_shard(m.cpu()), "'0.weight' is no lazygt tensor of its own"),
@@ -149,7 +151,7 @@ def test_what_cannot_be_is_refused(
 
 def test_a_layout_that_an_input_cannot_have_is_refused(session: lazygt.Session) -> None:
     layer = nn.Linear(4, 4)
-    lazygt.parallelize(layer, {"": lazygt.column_parallel(input_layouts=Shard(3))})
+    lazygt.parallelize_module(layer, None, {"": lazygt.ColwiseParallel(input_layouts=Shard(3))})
     with pytest.raises(ValueError, match="has no dim 3"):
         layer(torch.ones(2, 4))
 
@@ -181,20 +183,20 @@ def train(
 
 
 def megatron(model: nn.Module) -> nn.Module:
-    column, row = lazygt.column_parallel(), lazygt.row_parallel()
-    return lazygt.parallelize(model, {
-        "tokens": lazygt.vocab_parallel(), "head": column,
+    column, row = lazygt.ColwiseParallel(), lazygt.RowwiseParallel()
+    return lazygt.parallelize_module(model, None, {
+        "tokens": lazygt.VocabParallel(), "head": column,
         "blocks.*.attn.qkv": column, "blocks.*.attn.out": row,
         "blocks.*.mlp.0": column, "blocks.*.mlp.2": row,
     })  # fmt: skip
 
 
 def sequence(model: nn.Module) -> nn.Module:
-    column = lazygt.column_parallel(input_layouts=S1)
-    row = lazygt.row_parallel(output_layouts=S1)
-    return lazygt.parallelize(model, {
-        "tokens": lazygt.vocab_parallel(output_layouts=S1), "head": column,
-        "*norm*": lazygt.sequence_parallel(),
+    column = lazygt.ColwiseParallel(input_layouts=S1)
+    row = lazygt.RowwiseParallel(output_layouts=S1)
+    return lazygt.parallelize_module(model, None, {
+        "tokens": lazygt.VocabParallel(output_layouts=S1), "head": column,
+        "norm": lazygt.SequenceParallel(), "blocks.*.norm*": lazygt.SequenceParallel(),
         "blocks.*.attn.qkv": column, "blocks.*.attn.out": row,
         "blocks.*.mlp.0": column, "blocks.*.mlp.2": row,
     })  # fmt: skip

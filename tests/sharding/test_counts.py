@@ -72,12 +72,14 @@ def words(*axes: str) -> Callable[[nn.Module], torch.Tensor]:
 
 def megatron(model: nn.Module, prefix: str = "", sequence: bool = False) -> nn.Module:
     layout = S1 if sequence else None
-    column = lazygt.column_parallel(input_layouts=layout)
-    row = lazygt.row_parallel(output_layouts=layout)
+    column = lazygt.ColwiseParallel(input_layouts=layout)
+    row = lazygt.RowwiseParallel(output_layouts=layout)
     table = {"attn.qkv": column, "attn.out": row, "mlp.0": column, "mlp.2": row}
     if sequence:
-        table["norm?"] = lazygt.sequence_parallel()
-    return lazygt.parallelize(model, {prefix + name: style for name, style in table.items()})
+        table["norm?"] = lazygt.SequenceParallel()
+    return lazygt.parallelize_module(
+        model, None, {prefix + name: style for name, style in table.items()}
+    )
 
 
 def counts(
@@ -145,8 +147,8 @@ def test_zero_beside_megatron_moves_what_a_rank_of_the_model_has() -> None:
         return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def place(model: nn.Module) -> nn.Module:
-        table = {"0": lazygt.column_parallel(), "2": lazygt.row_parallel()}
-        return lazygt.data_parallel(lazygt.parallelize(model, table))
+        table = {"0": lazygt.ColwiseParallel(), "2": lazygt.RowwiseParallel()}
+        return lazygt.data_parallel(lazygt.parallelize_module(model, None, table))
 
     mesh = {"data": 2, "model": 2}
     found = counts(mesh, mlp, place, squares("data"), "zero")
@@ -196,8 +198,8 @@ def test_a_megatron_mlp_reduces_its_output_and_nothing_of_its_weights(
     ranks: int, optimizer: str
 ) -> None:
     def place(model: nn.Module) -> nn.Module:
-        table = {"0": lazygt.column_parallel(), "2": lazygt.row_parallel()}
-        return lazygt.parallelize(model, table)
+        table = {"0": lazygt.ColwiseParallel(), "2": lazygt.RowwiseParallel()}
+        return lazygt.parallelize_module(model, None, table)
 
     def mlp() -> nn.Module:
         return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
@@ -215,7 +217,7 @@ def test_placed_weights_stay_where_they_are(optimizer: str, pinned: bool) -> Non
 
     def place(model: nn.Module) -> nn.Module:
         plan = {"0.weight": {"model": S0}, "1.weight": {"model": S1}}
-        return lazygt.parallelize(model, plan, pinned=pinned)
+        return lazygt.parallelize_module(model, None, plan, pinned=pinned)
 
     def mlp() -> nn.Module:
         layers = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
@@ -248,8 +250,8 @@ def test_sequence_parallel_gathers_and_scatters_twice_a_direction(ranks: int) ->
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_loss_over_a_cut_vocabulary_moves_numbers_a_token(ranks: int) -> None:
     def place(model: nn.Module) -> nn.Module:
-        table = {"tokens": lazygt.vocab_parallel(), "head": lazygt.column_parallel()}
-        return lazygt.parallelize(model, table)
+        table = {"tokens": lazygt.VocabParallel(), "head": lazygt.ColwiseParallel()}
+        return lazygt.parallelize_module(model, None, table)
 
     found = counts({"model": ranks}, lambda: GPT(WORDS, DIM, 0), place, words())
     assert found == Counter({

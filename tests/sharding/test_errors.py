@@ -48,23 +48,23 @@ def test_a_pattern_that_fits_nothing_places_nothing() -> None:
     with lazygt.session(launcher="inline"):
         layer = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match=r"no parameter fits 'wieght'.*weight, bias"):
-            lazygt.parallelize(layer, {"weight": [S0], "wieght": [S0]})
+            lazygt.parallelize_module(layer, None, {"weight": [S0], "wieght": [S0]})
         with pytest.raises(ValueError, match=r"parameter 'bias' of f32\[2\].*no dim 1"):
-            lazygt.parallelize(layer, {"bias": [Shard(1)]})
+            lazygt.parallelize_module(layer, None, {"bias": [Shard(1)]})
         outside = torch.nn.Linear(2, 2, device="cpu")
         with pytest.raises(ValueError, match="make the module inside the session"):
-            lazygt.parallelize(outside, {"*": [R]})
+            lazygt.parallelize_module(outside, None, {"*": [R]})
 
 
 @pytest.mark.parametrize(
-    "other", [ColwiseParallel(), S0, "S(0)", None], ids=lambda one: type(one).__name__
+    "other", [ColwiseParallel, S0, "S(0)", None], ids=lambda one: type(one).__name__
 )
 def test_what_is_neither_a_style_nor_placements_is_refused(other: object) -> None:
     told = pytest.raises(
-        TypeError, match=r"'': .* is neither .* such as lazygt\.column_parallel\(\)"
+        TypeError, match=r"'': .* is neither .* such as lazygt\.ColwiseParallel\(\)"
     )
     with lazygt.session(launcher="inline"), told:
-        lazygt.parallelize(torch.nn.Linear(4, 4), {"": other})  # type: ignore[dict-item]
+        lazygt.parallelize_module(torch.nn.Linear(4, 4), None, {"": other})
 
 
 def test_workers_follow_from_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ def mlp(cut: str, steps: int) -> State:
     torch.manual_seed(5)
     model = dropping()
     if PLANS[cut]:
-        lazygt.parallelize(model, PLANS[cut])
+        lazygt.parallelize_module(model, None, PLANS[cut])
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     draw = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -289,8 +289,10 @@ def gpt(cut: str, steps: int) -> State:
     model = zoo.MODELS["gpt"][0]()
     *_, axis = lazygt.current().mesh.names
     if cut in ("weights", "both"):
-        lazygt.parallelize(
-            model, {name: {axis: to["model"]} for name, to in MEGATRON["gpt"].items()}
+        lazygt.parallelize_module(
+            model,
+            None,
+            {name: {axis: to["model"]} for name, to in MEGATRON["gpt"].items()},
         )
     if cut == "fsdp":
         lazygt.fully_shard(model, mesh_dim="data")

@@ -75,7 +75,7 @@ def test_parameters_stay_the_objects_they_are() -> None:
         before = layer.weight.cpu()
         opt = torch.optim.AdamW(layer.parameters(), lr=0.1)
         weight = layer.weight
-        assert lazygt.parallelize(layer, {"weight": [Shard(0)]}) is layer
+        assert lazygt.parallelize_module(layer, None, {"weight": [Shard(0)]}) is layer
         assert layer.weight is weight
         assert weight.placements == (Shard(0),)
         assert torch.equal(weight.cpu(), before)

@@ -54,7 +54,9 @@ def in_stages(model: nn.Sequential) -> nn.Sequential:
 
 
 def by_columns(model: nn.Sequential) -> nn.Sequential:
-    lazygt.parallelize(model, {"0": lazygt.column_parallel(), "2": lazygt.row_parallel()})
+    lazygt.parallelize_module(
+        model, None, {"0": lazygt.ColwiseParallel(), "2": lazygt.RowwiseParallel()}
+    )
     return model
 
 
@@ -196,12 +198,12 @@ def test_a_tied_parameter_is_found_by_each_of_its_names() -> None:
     with lazygt.session(mesh=MODEL, threads=1):
         for plan in (
             {"head.weight": {"model": Shard(0)}},
-            {"head": lazygt.column_parallel()},
-            {"tokens": lazygt.vocab_parallel()},
+            {"head": lazygt.ColwiseParallel()},
+            {"tokens": lazygt.VocabParallel()},
         ):
             model = Tied()
             expected = F.embedding(torch.tensor([1, 5], device="cpu"), values(model)[0])
-            lazygt.parallelize(model, plan)
+            lazygt.parallelize_module(model, None, plan)
             assert model.tokens.weight.placements == (Shard(0),)
             agree([model.tokens(torch.tensor([1, 5])).detach().cpu()], [expected])
 

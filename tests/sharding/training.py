@@ -43,7 +43,7 @@ def train(
     torch.manual_seed(3)
     model = zoo.MODELS[name][0]()
     if "model" in mesh:
-        lazygt.parallelize(model, MEGATRON[name])
+        lazygt.parallelize_module(model, None, MEGATRON[name])
     opt = zoo.OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS)
     losses = []

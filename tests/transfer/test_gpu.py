@@ -124,7 +124,7 @@ def test_gpu_workers_write_their_own_blocks() -> None:
     ):
         made.wait_for_receivers(1, 30.0)
         model = torch.nn.Linear(300, 201)
-        lazygt.parallelize(model, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        lazygt.parallelize_module(model, None, {"weight": [Shard(0)], "bias": [Shard(0)]})
         s.synchronize()
         fetched = s.stats()["bytes_fetched"]
         report = lazygt.transfer_weights(model, made, timeout=30.0)
@@ -148,7 +148,7 @@ def test_gpu_workers_send_their_own_blocks(kind: str) -> None:
     ):
         made.wait_for_receivers(2, 60.0)
         model = torch.nn.Linear(300, 201)
-        lazygt.parallelize(model, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        lazygt.parallelize_module(model, None, {"weight": [Shard(0)], "bias": [Shard(0)]})
         s.synchronize()
         fetched = s.stats()["bytes_fetched"]
         for _ in range(3):

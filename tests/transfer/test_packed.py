@@ -68,7 +68,7 @@ def sender_of(here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch) 
 def model_of(width: int, layers: int = 6) -> nn.Module:
     """FSDP."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    lazygt.parallelize(model, {"*": [Shard(0)]})
+    lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
     return model
 
 
@@ -154,7 +154,7 @@ def test_one_sender_for_sessions_and_plain_models(here: Stage) -> None:
     for _ in range(2):
         with lazygt.session(mesh={"data": 2}, threads=1):
             model = nn.Linear(40, 40)
-            lazygt.parallelize(model, {"*": [Shard(0)]})
+            lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
             for source in (model, {n: p + 1 for n, p in state(model).items()}, model):
                 version += 1
                 lazygt.transfer_weights(source, sender, timeout=20.0)

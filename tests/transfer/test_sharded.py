@@ -97,7 +97,7 @@ def here(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_to_whole_and_to_tensor_parallel(session: lazygt.Session, here: Stage, layout: str) -> None:
     model = Model()
-    lazygt.parallelize(model, LAYOUTS[layout])
+    lazygt.parallelize_module(model, None, LAYOUTS[layout])
     sender = here.sender()
     (whole,) = here.readers(sender)
     ranks = [
@@ -119,7 +119,7 @@ def test_the_client_sees_no_weights(
     session: lazygt.Session, here: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(512, 1024)
-    lazygt.parallelize(model, {"weight": [Shard(0), Shard(1)]})
+    lazygt.parallelize_module(model, None, {"weight": [Shard(0), Shard(1)]})
     monkeypatch.setattr(broadcast, "REQUEST_BYTES", 1024 * KIB)
     sender = here.sender(**({} if here.strategy == "broadcast" else {"threshold_gb": 1 / 1024}))
     (reader,) = here.readers(sender)
@@ -139,7 +139,7 @@ def test_the_client_sees_no_weights(
 def test_the_same_layout_is_not_cut(session: lazygt.Session, here: Stage) -> None:
     model = nn.Linear(12, 8, bias=False)
     placements = {"weight": [Shard(0), Shard(1)]}
-    lazygt.parallelize(model, placements)
+    lazygt.parallelize_module(model, None, placements)
     sender = here.sender()
     readers = [
         here.readers(sender, mesh="data=2,model=2", rank=rank, placements=placements)[0]
@@ -163,7 +163,7 @@ def test_copies_share_the_work(session: lazygt.Session, here: Stage) -> None:
 
 def test_a_layout_is_planned_once(session: lazygt.Session, here: Stage) -> None:
     model = Model()
-    lazygt.parallelize(model, LAYOUTS["FSDP"])
+    lazygt.parallelize_module(model, None, LAYOUTS["FSDP"])
     sender = here.sender()
     here.readers(sender)
     moves.cache_clear()
@@ -175,7 +175,7 @@ def test_a_layout_is_planned_once(session: lazygt.Session, here: Stage) -> None:
 
 def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
     model = Model()
-    lazygt.parallelize(model, LAYOUTS["HSDP and TP"])
+    lazygt.parallelize_module(model, None, LAYOUTS["HSDP and TP"])
     sender = here.sender()
     (reader,) = here.readers(sender)
     extractor = ModuleExtractor(model, cast={"*": torch.bfloat16})
@@ -217,7 +217,7 @@ def test_a_plain_model_is_cut_for_its_receivers(here: Stage) -> None:
 def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
     with lazygt.session(mesh={"data": 2}, threads=1) as s:
         model = nn.Linear(64, 64)
-        lazygt.parallelize(model, {"*": [Shard(0)]})
+        lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
         model.weight.sum().item()
         before = descriptors(s)
         sender = here.sender()
@@ -283,7 +283,7 @@ def test_a_flipped_bit_is_refused(
 ) -> None:
     here = stage("shared-memory")  # for the others see test_packed.py
     model = Model()
-    lazygt.parallelize(model, LAYOUTS["FSDP over both axes"])
+    lazygt.parallelize_module(model, None, LAYOUTS["FSDP over both axes"])
     sender = here.sender()
     (reader,) = here.readers(sender)
     lazygt.transfer_weights(model, sender, timeout=20.0)
@@ -330,7 +330,7 @@ def test_no_reading_is_torn(session: lazygt.Session, here: Stage) -> None:
 def large() -> nn.Module:
     """A model of many requests."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    lazygt.parallelize(model, {"*": [Shard(0)]})
+    lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
     return model
 
 
@@ -395,7 +395,7 @@ def test_a_receiver_is_killed(session: lazygt.Session, here: Stage) -> None:
     sender = here.sender()
     dies, lives = here.readers(sender, 2)
     model = Model()
-    lazygt.parallelize(model, LAYOUTS["FSDP"])
+    lazygt.parallelize_module(model, None, LAYOUTS["FSDP"])
     lazygt.transfer_weights(model, sender, timeout=20.0)
     old = checksums(state(model))
     train(model)

@@ -1,0 +1,174 @@
+"""What a style does to its module: places what goes in and what comes out, whenever it is called.
+
+A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
+so already stays the object that it is: what several layers share is gathered once, and the sum of
+its gradients is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lazygt.graph.mesh import Sharding
+from lazygt.graph.placement import Placement
+from lazygt.parallel.distribute import drop_hooks, placed, placements_for, unsaid
+from lazygt.record.annotate import mesh_of
+from lazygt.record.tensor import LazyTensor, meta_of
+
+
+class Layout(NamedTuple):
+    """How a tensor lies that goes into a module or comes out of it.
+
+    Attributes:
+        placement: of the tensor and of its gradient.
+        desired: how the module gets the tensor; its gradient comes as it comes. None: likewise.
+    """
+
+    placement: Placement
+    desired: Placement | None = None
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What a style says of one module.
+
+    Attributes:
+        parameters: how its own lie, by name, others are whole; None: nothing is said of them.
+        inputs: for the arguments of ``forward``, in order; None: as it comes.
+        keywords: for those that are given by name.
+        outputs: for what it returns.
+        counted: there is one for each argument that is given by position, and for each result.
+    """
+
+    parameters: Mapping[str, Placement] | None = None
+    inputs: tuple[Layout | None, ...] = ()
+    keywords: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: tuple[Layout | None, ...] = ()
+    counted: bool = False
+
+
+def apply_style(module: nn.Module, mesh_dim: str, layouts: Layouts) -> None:
+    """Place what goes into a module, and what comes out, whenever it is called.
+
+    What an earlier style along the axis did is forgotten; where a style says nothing of the
+    parameters, only as far as the new one speaks of the same side.
+    """
+    arguments = layouts.inputs or layouts.keywords
+    if layouts.parameters is not None or arguments:
+        drop_hooks(module, _InputHook, mesh_dim)
+    if layouts.parameters is not None or layouts.outputs:
+        drop_hooks(module, _OutputHook, mesh_dim)
+    if arguments:
+        names = tuple(signature(module.forward).parameters)[: len(layouts.inputs)]
+        module.register_forward_pre_hook(
+            _InputHook(mesh_dim, layouts.inputs, layouts.counted, names, layouts.keywords),
+            with_kwargs=True,
+        )
+    if layouts.outputs:
+        module.register_forward_hook(_OutputHook(mesh_dim, layouts.outputs, layouts.counted))
+
+
+@dataclass(frozen=True)
+class _StyleHook:
+    """The hook of a module that has a style."""
+
+    mesh_dim: str
+    layouts: tuple[Layout | None, ...]
+    counted: bool
+
+    def _check_count(self, what: str, number: int) -> None:
+        if self.counted and number > len(self.layouts):
+            raise ValueError(
+                f"{number} {what}, but {len(self.layouts)} layouts: say one of each, None for what "
+                f"stays as it comes"
+            )
+
+
+@dataclass(frozen=True)
+class _InputHook(_StyleHook):
+    """Places what goes in.
+
+    Attributes:
+        names: of the arguments that ``layouts`` are for.
+        keywords: layouts of further arguments that are given by name.
+    """
+
+    names: tuple[str, ...]
+    keywords: Mapping[str, Layout]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.layouts:
+            self._check_count(f"arguments of {type(module).__name__}", len(args))
+        by_name = {**dict(zip(self.names, self.layouts, strict=False)), **self.keywords}
+        named = {
+            name: _constrain(f"argument {name!r}", value, self.mesh_dim, by_name.get(name))
+            for name, value in kwargs.items()
+        }
+        padded = (*self.layouts, *(None,) * len(args))
+        listed = tuple(
+            _constrain(f"argument {number}", arg, self.mesh_dim, layout)
+            for number, (arg, layout) in enumerate(zip(args, padded, strict=False))
+        )
+        return listed, named
+
+
+@dataclass(frozen=True)
+class _OutputHook(_StyleHook):
+    """Places what comes out: the tensors in it, in order."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        self._check_count(f"results of {type(module).__name__}", len(leaves))
+        if len(leaves) < len(self.layouts):
+            raise ValueError(
+                f"{type(module).__name__} returned {len(leaves)} results, but the style has "
+                f"{len(self.layouts)} layouts for them"
+            )
+        for number, layout in enumerate(self.layouts):
+            what = f"result {number} of {type(module).__name__}"
+            leaves[number] = _constrain(what, leaves[number], self.mesh_dim, layout)
+        return tree_unflatten(leaves, spec)
+
+
+def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
+    """A tensor pinned on one axis, if its session has that.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it has no such dim.
+    """
+    if layout is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{what} has the layout {layout.placement!r}, but is a {type(value).__name__}; say "
+            f"None for what is no tensor"
+        )
+    if not isinstance(value, LazyTensor) or mesh_dim not in mesh_of(value).names:
+        return value
+    value = _pinned(what, value, mesh_dim, layout.placement, with_gradient=True)
+    if layout.desired is not None:
+        value = _pinned(what, value, mesh_dim, layout.desired, with_gradient=False)
+    return value
+
+
+def _pinned(
+    what: str, value: LazyTensor, mesh_dim: str, placement: Placement, with_gradient: bool
+) -> LazyTensor:
+    mesh, before = mesh_of(value), value._storage.placed
+    at = mesh.names.index(mesh_dim)
+    full = f"{what}, a tensor of {meta_of(value)},"
+    placements = placements_for(full, value.dim(), {mesh_dim: placement}, mesh, unsaid(mesh))
+    is_so = before is not None and before.pinned and before.placements[at] == placements[at]
+    if is_so and value._view is None:
+        return value
+    return placed(value, Sharding(placements, pinned=True), with_gradient)
