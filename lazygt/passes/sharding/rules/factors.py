@@ -4,7 +4,7 @@
 
 A text names the dims of the tensor arguments in the order of the op's schema, then those of its
 results. Dims of one name are one *factor*: split together they are one way to run the op on the
-ranks of an axis, so one strategy. Operands and results that a text does not reach stay whole.
+ranks of an axis, so one row. Operands and results that a text does not reach stay whole.
 
 Dims, separated by spaces:
 
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,17 @@ import torch
 from lazygt.graph.node import Node
 from lazygt.graph.ops import overload
 from lazygt.graph.placement import Partial, Placement
-from lazygt.passes.sharding.rules.base import Call, Metas, P, R, Rule, S, Strategy, zeros_when_empty
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Metas,
+    P,
+    R,
+    Rule,
+    S,
+    Strategy,
+    table,
+    zeros_when_empty,
+)
 from lazygt.passes.sharding.rules.text import Dims, Text, parse
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
@@ -71,12 +82,11 @@ def rule(
     parsed = parse(text, ops)
     for op in ops.split():
         _check(op, parsed, text, sizes)
-    made = _rule(parsed, no_empty, sizes, keeping)
-    return {f"aten.{op}": made for op in ops.split()}
+    return table(ops, _rule(parsed, no_empty, sizes, keeping))
 
 
-def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
-    """The strategies of one call by a text that depends on it."""
+def rows_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
+    """The rows of one call by a text that depends on it."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
 
@@ -102,8 +112,8 @@ def _check(op: str, text: Text, written: str, sizes: str) -> None:
         wrong = f"it has {tensors} tensor arguments, not {len(text.operands)}"
     if len(text.results) > len(schema.returns):
         wrong = f"it has {len(schema.returns)} results, not {len(text.results)}"
-    asked = [sizes, *(dims.argument for dims in (*text.operands, *text.results))]
-    unknown = {name for name in asked if name} - {a.name for a in schema.arguments}
+    asked = {sizes, *(dims.argument for dims in (*text.operands, *text.results))} - {""}
+    unknown = asked - {a.name for a in schema.arguments}
     if unknown:
         wrong = f"it has no argument {' or '.join(sorted(unknown))}"
     if wrong:
@@ -119,130 +129,168 @@ def _tensor_arguments(op: str) -> tuple[str, ...]:
     return tuple([a.name for a in arguments if str(a.type) in _TENSORS])
 
 
-class _Tensor(NamedTuple):
-    """An operand or result: its text, its shape, and the factor of each dim; None: whole."""
+class _Place(NamedTuple):
+    """Where a factor is.
 
-    dims: Dims
-    shape: tuple[int, ...]
-    factors: tuple[Factor | None, ...]
+    Attributes:
+        operands: their names, and the dim of each that has it.
+        results: the dim in each; -1: it lacks it, so it is summed over; None: it is whole.
+    """
 
-    def dim(self, factor: Factor) -> int:
-        """Where the factor is split; -1: the tensor does not have it, or in size 1."""
-        if factor not in self.factors:
-            return -1
-        dim = self.factors.index(factor)
-        return dim if self.shape[dim] > 1 else -1
+    factor: Factor
+    operands: tuple[tuple[str, int], ...]
+    results: tuple[int | None, ...]
 
 
 class _Match:
-    """A text laid over a call: which factors there are, in which dims and sizes."""
+    """A text laid over a call."""
 
     def __init__(self, call: Call, text: Text, kept: str = "") -> None:
-        self.call, self.kept = call, text.kept.union(kept)
-        names = zip(_tensor_arguments(call.node.op), text.operands, strict=False)
-        self.along: set[Factor] = set()  # what arguments name
+        self.call, self.text, self.kept = call, text, frozenset(kept)
+        names = _tensor_arguments(call.node.op)
         self.operands = {
-            name: self._operand(dims, call.shape(name)) for name, dims in names if call.has(name)
+            name: dims for name, dims in zip(names, text.operands, strict=False) if call.has(name)
         }
-        metas = call.node.results
-        self.results = [
-            self._result(dims, meta.shape) if meta is not None else None
-            for dims, meta in zip(text.results, metas, strict=False)
-        ]
-        self.results += [None] * (len(metas) - len(self.results))
+        self.shapes = {name: call.shape(name) for name in self.operands}
+        self.added = [name for name, dims in self.operands.items() if dims.mark == "+"]
 
     def strategies(self, no_empty: bool = False, sizes: str = "") -> list[Strategy]:
-        """A strategy a factor, and those with partial operands."""
-        found = []
-        for factor in self._factors():
-            strategy = self._split(factor)
+        """One a factor, and those with partial operands."""
+        strategies = []
+        for place in self._places():
+            if place.factor in self.kept or not self._fits(place):
+                continue
+            strategy = self._split(place)
             strategy = strategy.by(sized(tuple(self.call[sizes]), sizes)) if sizes else strategy
-            found.append(zeros_when_empty(self.call, strategy) if no_empty else strategy)
-        return found + self._partial_strategies()
+            strategies.append(zeros_when_empty(self.call, strategy) if no_empty else strategy)
+        return strategies + self._of_partials()
 
-    def _operand(self, dims: Dims, shape: tuple[int, ...]) -> _Tensor:
-        if dims.whole:
-            return _Tensor(dims, shape, (None,) * len(shape))
-        lead = len(shape) - len(dims.before) - len(dims.after)
-        self.along |= {lead - 1 - dim for dim in self._named(dims, lead)}
-        return _Tensor(dims, shape, _laid(dims, range(lead)[::-1], len(shape)))
+    def _places(self) -> tuple[_Place, ...]:
+        ranks = tuple([(name, len(shape)) for name, shape in self.shapes.items()])
+        results = tuple(
+            [-1 if meta is None else _rank(meta.shape, dims)
+             for meta, dims in zip(self.call.node.results, self.text.results, strict=False)]
+        )  # fmt: skip
+        keeps = bool(self.call.args.get("keepdim", True))
+        return _places(self.text, self.call.node.op, ranks, results, self._along(), keeps)
 
-    def _result(self, dims: Dims, shape: tuple[int, ...]) -> _Tensor | None:
-        letters = len(dims.before) + len(dims.after)
-        if dims.whole or (len(shape) < letters and 0 in shape):
-            return None
-        rest: Sequence[int] = range(max(len(shape) - letters, 0))[::-1]
-        if dims.argument and not self.call.args.get("keepdim", True):
-            every = range(len(rest) + len(self.along))[::-1]
-            rest = [dim for dim in every if dim not in self.along]
-        return _Tensor(dims, shape, _laid(dims, rest, len(shape)))
+    def _along(self) -> frozenset[int]:
+        """The dims of "..." that an argument names, from the right."""
+        for name, dims in self.operands.items():
+            if dims.argument:
+                lead = len(self.shapes[name]) - len(dims.before) - len(dims.after)
+                given = self.call[dims.argument]
+                given = given if type(given) is tuple else () if given is None else (given,)
+                named = [dim % lead for dim in given] if lead else []
+                return frozenset(lead - 1 - dim for dim in named or range(lead))
+        return frozenset()
 
-    def _named(self, dims: Dims, lead: int) -> Sequence[int]:
-        """The dims of "..." that an argument names, from the front."""
-        if not dims.argument or lead < 1:
-            return ()
-        given = self.call[dims.argument]
-        if given is None or given == ():
-            return range(lead)
-        return [dim % lead for dim in (given if type(given) is tuple else (given,))]
-
-    def _factors(self) -> list[Factor]:
-        """Those that can be split, in the order of the results' dims, then of the operands'."""
-        tensors = [*(made for made in self.results if made), *self.operands.values()]
-        sizes: dict[Factor, set[int]] = {}
-        for tensor in tensors:
-            for factor, size in zip(tensor.factors, tensor.shape, strict=True):
-                if factor is not None:
-                    sizes.setdefault(factor, set()).update({size} - {0, 1})
-        return [factor for factor, have in sizes.items() if self._splits(factor, have)]
-
-    def _splits(self, factor: Factor, sizes: set[int]) -> bool:
+    def _fits(self, place: _Place) -> bool:
         """Whether some operand is split, and ranks have the same of every tensor."""
-        if factor in self.kept or factor in self.along:
+        sizes = {self.shapes[name][dim] for name, dim in place.operands}
+        if max(sizes, default=0) < 2:
             return False
-        alike = len(sizes) == 1 or all(size % self.call.parts == 0 for size in sizes)
-        return alike and any(tensor.dim(factor) >= 0 for tensor in self.operands.values())
+        for meta, dim in zip(self.call.node.results, place.results, strict=False):
+            if meta is not None and dim is not None and dim >= 0:
+                sizes.add(meta.shape[dim])
+        sizes -= {0, 1}
+        return len(sizes) == 1 or all(size % self.call.parts == 0 for size in sizes)
 
-    def _split(self, factor: Factor) -> Strategy:
-        outputs = [_of_result(tensor, factor) for tensor in self.results]
-        placements = {
-            name: _of_operand(tensor, factor, outputs[0]) for name, tensor in self.operands.items()
+    def _split(self, place: _Place) -> Strategy:
+        results = self.call.node.results
+        outputs: list[Placement] = [R] * len(results)
+        for number, dim in enumerate(place.results):
+            meta = results[number]
+            if dim is not None and meta is not None:
+                split = dim >= 0 and meta.shape[dim] > 1
+                reduced = self.text.results[number].mark or "sum"
+                outputs[number] = S(dim) if split else Partial(reduced)
+        placements: dict[str, Placement] = {
+            name: S(dim) for name, dim in place.operands if self.shapes[name][dim] > 1
         }
+        if self.added and isinstance(outputs[0], Partial):
+            placements = dict.fromkeys(self.added, outputs[0]) | placements
         return self.call.strategy(outputs, **placements)
 
-    def _partial_strategies(self) -> list[Strategy]:
-        marked = {mark: [name for name, tensor in self.operands.items() if tensor.dims.mark == mark]
-                  for mark in "*+="}  # fmt: skip
-        wanted: list[tuple[list[str], Placement]] = [
-            ([name, *marked["+"]], P) for name in marked["*"]
-        ]
-        wanted += [(marked["="], placement) for placement in PARTIALS if marked["="]]
+    def _of_partials(self) -> list[Strategy]:
+        moved = [name for name, dims in self.operands.items() if dims.mark == "="]
+        linear = [name for name, dims in self.operands.items() if dims.mark == "*"]
+        wanted: list[tuple[list[str], Placement]] = [([name, *self.added], P) for name in linear]
+        wanted += [(moved, placement) for placement in PARTIALS if moved]
         return [
-            self.call.strategy(
-                [placement if made else R for made in self.results],
-                **dict.fromkeys(names, placement),
-            )
+            self.call.strategy(self._outputs(placement), **dict.fromkeys(names, placement))
             for names, placement in wanted
         ]
 
-
-def _laid(dims: Dims, rest: Sequence[int], rank: int) -> tuple[Factor | None, ...]:
-    """The factors of all dims; the last ones where there are fewer than letters."""
-    middle = [None] * len(rest) if dims.rest_whole or not dims.rest else rest
-    factors = (*dims.before, *middle, *dims.after)
-    more = rank - len(factors)
-    return (None,) * more + factors if more > 0 else factors[-more:]
-
-
-def _of_operand(tensor: _Tensor, factor: Factor, output: Placement) -> Placement:
-    dim = tensor.dim(factor)
-    if dim >= 0:
-        return S(dim)
-    return output if tensor.dims.mark == "+" and isinstance(output, Partial) else R
+    def _outputs(self, placement: Placement) -> list[Placement]:
+        """The placement for all results that the text has."""
+        results = self.text.results
+        count = len(self.call.node.results)
+        return [
+            placement if number < len(results) and not results[number].whole else R
+            for number in range(count)
+        ]
 
 
-def _of_result(tensor: _Tensor | None, factor: Factor) -> Placement:
-    if tensor is None:
-        return R
-    dim = tensor.dim(factor)
-    return S(dim) if dim >= 0 else Partial(tensor.dims.mark or "sum")
+def _rank(shape: tuple[int, ...], dims: Dims) -> int:
+    """Of a result; -1: it was not asked for."""
+    rank = len(shape)
+    return -1 if rank < len(dims.before) + len(dims.after) and 0 in shape else rank
+
+
+@lru_cache(maxsize=4096)
+def _places(
+    text: Text,
+    op: str,
+    operands: tuple[tuple[str, int], ...],
+    results: tuple[int, ...],
+    along: frozenset[int],
+    keeps: bool,
+) -> tuple[_Place, ...]:
+    """Where each factor is that may be split, in the order of the results' dims, then of the
+    operands'.
+
+    Args:
+        operands: those that a call has, with their ranks.
+        results: their ranks; -1: whole.
+        along: dims of "..." that are not split.
+        keeps: whether results have those too.
+    """
+    texts = dict(zip(_tensor_arguments(op), text.operands, strict=False))
+    taken = {name: _laid(texts[name], rank, frozenset()) for name, rank in operands}
+    gone: frozenset[int] = frozenset() if keeps else along
+    given = [
+        None if rank < 0 or dims.whole else _laid(dims, rank, gone)
+        for dims, rank in zip(text.results, results, strict=False)
+    ]
+    kept = {None, *text.kept, *along}
+    every = [factors for factors in (*given, *taken.values()) if factors is not None]
+    return tuple(
+        _Place(
+            factor,
+            tuple([(name, f.index(factor)) for name, f in taken.items() if factor in f]),
+            tuple([None if f is None else _at(factor, f) for f in given]),
+        )
+        for factor in dict.fromkeys(chain.from_iterable(every))
+        if factor is not None and factor not in kept
+    )
+
+
+def _at(factor: Factor, factors: Sequence[Factor | None]) -> int:
+    return factors.index(factor) if factor in factors else -1
+
+
+def _laid(dims: Dims, rank: int, gone: frozenset[int]) -> tuple[Factor | None, ...]:
+    """The factor of each dim of a tensor; None: it is whole.
+
+    Args:
+        gone: dims that "..." does not have here, though others have them.
+    """
+    if dims.whole:
+        return (None,) * rank
+    lead = max(rank - len(dims.before) - len(dims.after), 0)
+    gone = gone if dims.argument else frozenset()
+    rest = [dim for dim in range(lead + len(gone))[::-1] if dim not in gone]
+    middle = rest if dims.rest and not dims.rest_whole else [None] * lead
+    factors: tuple[Factor | None, ...] = (*dims.before, *middle, *dims.after)
+    return factors[len(factors) - rank :]

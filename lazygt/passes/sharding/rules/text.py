@@ -36,9 +36,9 @@ class Dims:
     whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """A text; ``kept``: the letters that stay whole."""
+    """A text, itself alone; ``kept``: the letters that stay whole."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
