@@ -18,8 +18,7 @@ from lazygt.graph.alias import op_facts
 from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph, Node
-from lazygt.graph.text import print_graph
+from lazygt.graph.node import Graph, Node, print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
 from lazygt.runtime.plan import Plan, PlanEntry, Schedule
 from lazygt.session import Session

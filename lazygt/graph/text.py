@@ -1,4 +1,4 @@
-"""The canonical text of a graph: printed, and parsed back to an equal graph.
+"""The canonical text of a graph, parsed back to an equal graph; ``node.print_graph`` prints it.
 
     graph {
       %0: f32[64, 784] = input
@@ -20,93 +20,20 @@ again by the parser:
 from __future__ import annotations
 
 import ast
-import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
-def print_graph(
-    graph: Graph, name: str = "graph", notes: Sequence[str] = (), placements: Sequence[str] = ()
-) -> str:
-    """The canonical text.
-
-    Args:
-        notes: a remark after each node's line.
-        placements: what stands behind each value's meta, in braces.
-    """
-    lines = [f"{name} {{"]
-    for number, meta in enumerate(graph.inputs):
-        lines.append(f"  %{number}: {_placed(meta, number, placements)} = input")
-    for number, kind in enumerate(graph.params):
-        lines.append(f"  ${number}: {kind} = param")
-    for number, (node, results) in enumerate(graph.numbered()):
-        remark = graph.line(number) if graph.lines else ""
-        if number < len(notes) and notes[number]:
-            remark = f"{remark}  [{notes[number]}]" if remark else f"[{notes[number]}]"
-        text = print_node(node, results, placements)
-        if node.body is not None:
-            text = print_graph(node.body, name=text).replace("\n", "\n  ")
-        lines.append(f"  {text}" + (f"  # {remark}" if remark else ""))
-    lines.append(("  return " + ", ".join(f"%{value}" for value in graph.outputs)).rstrip())
-    lines.append("}")
-    return "\n".join(lines)
-
-
-def print_node(node: Node, results: range, placements: Sequence[str] = ()) -> str:
-    """One node: its results with their metas, the op, the arguments."""
-    shown = [
-        f"%{number}: {_placed(meta, number, placements)}"
-        for number, meta in zip(results, node.results, strict=True)
-    ]
-    args = [_arg(arg) for arg in node.args] + [f"{key}={_arg(arg)}" for key, arg in node.kwargs]
-    text = f"{', '.join(shown) or '_'} = {node.op}({', '.join(args)})"
-    if node.writes:
-        text += " writes " + ", ".join(f"%{value}" for value in node.writes)
-    return text + (" dynamic" if node.dynamic else "")
-
-
-def _placed(meta: TensorMeta | None, number: int, placements: Sequence[str]) -> str:
-    text = "none" if meta is None else str(meta)
-    return (
-        f"{text} {placements[number]}" if number < len(placements) and placements[number] else text
-    )
-
-
-def _arg(arg: Arg) -> str:
-    if type(arg) is Ref:
-        return f"%{arg.index}"
-    if type(arg) is Param:
-        return f"${arg.index}"
-    if arg is DEVICE:
-        return "device"
-    if type(arg) is tuple:
-        return "[" + ", ".join(_arg(item) for item in arg) + "]"
-    if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
-        return str(arg)
-    odd = isinstance(arg, complex) or (isinstance(arg, float) and not math.isfinite(arg))
-    return _spelled(arg) if odd else repr(arg)
-
-
-def _spelled(number: float | complex) -> str:
-    """A number that has no literal: as its type reads it, an unusual NaN by its bits."""
-    kind, text = type(number), str(number)
-    if exact(kind(text)) != exact(number):
-        parts = (number.real, number.imag) if kind is complex else (number,)
-        text = "0x" + struct.pack(f">{len(parts)}d", *parts).hex()
-    return f"{kind.__name__}({text!r})"
-
-
 def _read_spelled(token: str) -> Any:
-    """The number that ``_spelled`` wrote."""
+    """The number that ``node`` spelled so."""
     name, _, inner = token.partition("(")
     kind: Any = {"float": float, "complex": complex}[name]
     text = ast.literal_eval(inner[:-1])
@@ -281,7 +208,6 @@ class _Reader:
 
 
 # A graph prints as its text; set here because text knows nodes and not the reverse.
-Graph.__str__ = print_graph  # type: ignore[assignment]
 
 
 # -- numbers as people read them: three digits and a unit ------------------------------------------

@@ -14,8 +14,7 @@ from lazygt.graph.alias import Writes, analyse, last_uses
 from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.node import Graph
-from lazygt.graph.text import print_graph
+from lazygt.graph.node import Graph, print_graph
 from lazygt.graph.verify import verify
 from lazygt.runtime import wire
 from lazygt.runtime.foreign import schema

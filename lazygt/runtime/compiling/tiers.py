@@ -271,7 +271,8 @@ class Tiers:
             self._warned = True
             warnings.warn(
                 f"lazygt: {what}\nIt runs op by op, as before, which is right but slower. "
-                f"session.why() lists every compile; lazygt.session(compile='off') asks for none.",
+                f"lazygt.why(session) lists every compile; lazygt.session(compile='off') asks for "
+                f"none.",
                 RuntimeWarning,
                 stacklevel=2,
             )
