@@ -85,7 +85,7 @@ def rule(
     return table(ops, _rule(parsed, no_empty, sizes, keeping))
 
 
-def rows_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
+def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
     """The rows of one call by a text that depends on it."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
