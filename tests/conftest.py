@@ -13,12 +13,15 @@ os.environ["LAZYGT_CHECK_PASSES"] = "1"
 os.environ["LAZYGT_COMPILE"] = "off"
 
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests import forking
 
 # A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,6 +56,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork what the test starts from a process with torch, its sessions' workers too."""
+    anew = item.get_closest_marker("anew") is not None
+    subprocess.Popen = forking.Popen if anew else forking.Forked  # type: ignore[misc]
+
+
 def child_pids() -> set[int]:
     """Direct children of this process, zombies included."""
     found: set[int] = set()
@@ -65,9 +75,10 @@ def child_pids() -> set[int]:
     return found
 
 
-def is_python_bookkeeping(process: psutil.Process) -> bool:
-    """multiprocessing's own tracker lives as long as the interpreter, by design."""
-    return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+def lives_on(process: psutil.Process) -> bool:
+    """multiprocessing's own tracker and what we fork live as long as the interpreter, by design."""
+    tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    return tracker or forking.is_template(process.pid)
 
 
 def left_behind(before: set[int]) -> list[str]:
@@ -76,7 +87,7 @@ def left_behind(before: set[int]) -> list[str]:
     for pid in child_pids() - before:
         try:
             process = psutil.Process(pid)
-            if not is_python_bookkeeping(process):
+            if not lives_on(process):
                 started.append(process)
         except psutil.NoSuchProcess:
             continue

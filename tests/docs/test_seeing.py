@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,6 @@ def test_there_is_an_example_of_every_command() -> None:
 def test_commands_print_what_is_said(tmp_path: Path) -> None:
     for name, script in zip(("step.py", "sharded.py"), blocks("py"), strict=True):
         (tmp_path / name).write_text(script)
-    shell = f'lazygt() {{ "{sys.executable}" -m lazygt.cli "$@"; }}\n'
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -56,13 +56,38 @@ def test_commands_print_what_is_said(tmp_path: Path) -> None:
         "LAZYGT_COMPILE": "off",
     }
     for command, output in commands():
-        done = subprocess.run(
-            ["bash", "-c", shell + command],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = shell(command, tmp_path, env)
         assert scrubbed(done.stdout) == scrubbed(output), f"{command}\n{done.stderr}"
+
+
+def shell(command: str, folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A line of shell; what `lazygt` prints goes on to what stands behind it."""
+    for part in command.split(" && "):
+        call = re.fullmatch(r"((?:\w+=\S+ )*)lazygt ([^|>]*)(.*)", part)
+        if call is None:
+            done = run(["bash", "-c", part], folder, env)
+        else:
+            variables, arguments, rest = call.groups()
+            given = env | dict(variable.split("=", 1) for variable in variables.split())
+            program = [sys.executable, "-m", "lazygt.cli", *shlex.split(arguments)]
+            done = run(program, folder, given)
+            if rest:
+                done = run(["bash", "-c", f"cat {rest}"], folder, env, input=done.stdout)
+        if done.returncode:
+            break
+    return done
+
+
+def run(
+    program: list[str], folder: Path, env: dict[str, str], input: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        program,
+        cwd=folder,
+        env=env,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )

@@ -160,6 +160,7 @@ def test_workers_of_a_killed_client_are_gone(start: Callable[[str], Script], wor
     script.assert_gone()
 
 
+@pytest.mark.anew
 def test_workers_are_gone_whenever_the_client_is_killed(start: Callable[[str], Script]) -> None:
     """Kill points from the import of torch to the middle of the training."""
     draw = random.Random(8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.anew, pytest.mark.timeout(180)]
 
 PROGRAM = """
 import os, sys, torch, lazygt

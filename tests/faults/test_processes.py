@@ -21,7 +21,7 @@ from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.worker_pool import LinkSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.anew, pytest.mark.timeout(120)]
 WAIT = 60.0
 ROOT = Path(__file__).parents[2]
 

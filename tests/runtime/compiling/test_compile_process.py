@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 SLOW = "import sys, signal; print('loading', file=sys.stderr, flush=True); signal.pause()"
 
 
+@pytest.mark.anew
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["the pipe is closed", "the client is gone"])
 def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:

@@ -81,6 +81,7 @@ def test_the_error_says_what_to_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.anew  # all of a group's memory is its own
 @pytest.mark.timeout(100)
 def test_a_worker_that_the_kernel_kills() -> None:
     group = _group()

@@ -21,7 +21,7 @@ from lazygt.runtime.launch.worker_pool import LinkSpec
 from lazygt.runtime.shared_memory import tensor_over
 from tests.descriptors import descriptors_before, open_descriptors
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.anew, pytest.mark.timeout(60)]
 LOCAL, TCP = "ipc", "tcp://127.0.0.1"
 PATIENCE = 30.0
 
