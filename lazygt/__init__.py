@@ -47,7 +47,7 @@ _WHERE = {
     "Session": "lazygt.session",
     "Shard": "torch.distributed.tensor",
     "VocabParallel": "lazygt.parallel.styles",
-    "apply": "lazygt.record.functions",
+    "apply": "lazygt.record.foreign.functions",
     "current": "lazygt.session",
     "data_parallel": "lazygt.parallel.tensor_parallel",
     "distribute": "lazygt.parallel.distribute",
@@ -100,8 +100,8 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     )
     from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
     from lazygt.record.device import register as _register
-    from lazygt.record.functions import apply
-    from lazygt.record.registrations import watch as _watch
+    from lazygt.record.foreign.functions import apply
+    from lazygt.record.foreign.registry import watch as _watch
     from lazygt.record.tensor import LazyTensor
     from lazygt.record.tensor import show_with as _show_with
     from lazygt.session import Session, current

@@ -17,10 +17,9 @@ from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Templates
-from lazygt.record.provenance import line_of, lines_of
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
-from lazygt.record.trie import TrieNode, build_graph, makers
+from lazygt.record.trie import TrieNode, build_graph, line_of, lines_of, makers
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan, PlanEntry

@@ -16,10 +16,10 @@ from lazygt.graph.source import CallSite
 from lazygt.history import Flush, History
 from lazygt.planner import Kept, Planner
 from lazygt.record.infer import learn
-from lazygt.record.provenance import Provenance
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import Storage
 from lazygt.record.trace import Trace
+from lazygt.record.trie import Provenance
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.messages import Made, Plain, Several

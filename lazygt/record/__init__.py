@@ -1,1 +1,1 @@
-"""TODO."""
+"""How torch reaches the graph: device, tensors, traces."""

@@ -43,3 +43,13 @@ def recorder() -> Recorder:
             "device 'lazygt' needs an open session: do this inside `with lazygt.session():`"
         )
     return session_stack[-1].recorder
+
+
+def workers_device() -> str:
+    """What the open session's workers compute on."""
+    return session_stack[-1].device_type if session_stack else "cpu"
+
+
+def computes_values() -> bool:
+    """Whether the open session computes values, so that one can be asked for."""
+    return bool(session_stack) and session_stack[-1].config.launcher != "dry"

@@ -22,13 +22,13 @@ from torch.utils.backend_registration import (
 )
 
 from lazygt.record import autograd, dataloader, factories, host_rng, rng, subclasses, swap, tensor
-from lazygt.record.autocast import fall_through, register_autocast
 from lazygt.record.context import NAME, OpenSession, recorder, session_stack
-from lazygt.record.decompositions import register_decompositions
-from lazygt.record.derivatives import register_formulas
+from lazygt.record.formulas.autocast import fall_through, register_autocast
+from lazygt.record.formulas.decompositions import register_decompositions
+from lazygt.record.formulas.derivatives import register_derivatives
+from lazygt.record.formulas.optimizers import register_optimizers
+from lazygt.record.formulas.recurrent import register_recurrent
 from lazygt.record.host_values import blank
-from lazygt.record.optimizers import register_optimizers
-from lazygt.record.recurrent import register_packed
 from lazygt.record.tensor import LazyTensor
 from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import HOLD
@@ -62,16 +62,6 @@ def close_session(session: OpenSession) -> None:
         factories.unpatch()
     if not any(s.device_type == "cpu" for s in session_stack):
         host_rng.uninstall()
-
-
-def _workers_device() -> str:
-    """What the open session's workers compute on."""
-    return session_stack[-1].device_type if session_stack else "cpu"
-
-
-def _computes() -> bool:
-    """Whether values can be asked for."""
-    return bool(session_stack) and session_stack[-1].config.launcher != "dry"
 
 
 def _after_fork() -> None:
@@ -329,11 +319,11 @@ def register() -> None:
         everything.fallback(_refuse_layout, key)
     fall_through(everything)
     _libraries.extend((everything, aten))
-    _libraries.append(register_decompositions(_workers_device, _fallback))
-    _libraries.append(register_formulas(_computes))
-    _libraries.append(register_packed())
+    _libraries.append(register_decompositions(_fallback))
+    _libraries.append(register_derivatives())
+    _libraries.append(register_recurrent())
     _libraries.append(register_autocast())
-    register_optimizers(_workers_device)
+    register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
     # set here, not defined there: it saves a Python call an op

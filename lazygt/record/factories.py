@@ -2,7 +2,7 @@
 
 The functions are replaced in ``torch``, and wherever a module has imported one by name
 (``from torch import randn``). ``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make
-tensors, too: see ``constructors``.
+tensors, too: what they say names no device, so torch makes CPU tensors of it; these are uploaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from lazygt.record import constructors
-from lazygt.record.defaults import stays_free
-from lazygt.record.tensor import DEVICE_0
+from lazygt.record.context import session_stack
+from lazygt.record.tensor import DEVICE_0, LazyTensor
 
 _builtins: Any = torch.jit._builtins
+_TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_torch_new: Any = torch._C.TensorBase.__new__
+_torch_set_default_type: Any = torch.set_default_tensor_type
 #: (namespace, name, torch's own, what stands in for it)
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 #: Constructors of what lazygt has none of: they go on making CPU tensors.
@@ -57,10 +59,10 @@ def patch() -> None:
             if getattr(owner, name, None) is function and name not in _NOT_STRIDED:
                 _patch(owner, name, _defaulting(function))
     _patch(torch, "normal", _defaulting_normal(torch.normal))
-    for name, kind in constructors.typed().items():
+    for name, kind in _typed().items():
         _replace(vars(torch), name, kind)
-    _replace(vars(torch), "set_default_tensor_type", constructors.set_default_type)
-    constructors.patch_tensor()
+    _replace(vars(torch), "set_default_tensor_type", _set_default_type)
+    _patch_tensor()
     _patch_imported({id(own): standin for _, _, own, standin in _replaced})
 
 
@@ -91,7 +93,7 @@ def _patch_imported(standins: dict[int, Any]) -> None:
 def unpatch() -> None:
     """Give torch its own factories back."""
     if _replaced:
-        constructors.unpatch_tensor()
+        _unpatch_tensor()
     while _replaced:
         namespace, name, own, standin = _replaced.pop()
         if namespace.get(name) is standin:
@@ -106,7 +108,7 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
     def factory(*args: Any, **kwargs: Any) -> Any:
         if (
             kwargs.get("device") is None
-            and stays_free(kwargs)
+            and _stays_free(kwargs)
             and not (converts and args and isinstance(args[0], torch.Tensor))
         ):
             kwargs["device"] = DEVICE_0
@@ -126,3 +128,96 @@ def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
         return (factory if sized else function)(*args, **kwargs)
 
     return normal
+
+
+# -- constructors --------------------------------------------------------------------------
+
+
+def _placed(fresh: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What a constructor made, in the session; not if it shows the memory of its argument."""
+    shown = isinstance(args[0], torch.Tensor | torch.UntypedStorage) if args else False
+    if shown or kwargs or not _stays_free({}):
+        return fresh
+    return fresh.to(DEVICE_0)
+
+
+def _new_tensor(*args: Any, **kwargs: Any) -> Any:
+    """``torch.Tensor.__new__``; torch.compile takes no narrower signature for it."""
+    fresh = _torch_new(*args, **kwargs)
+    return _placed(fresh, args[1:], kwargs) if args[0] is torch.Tensor else fresh
+
+
+def _patch_tensor() -> None:
+    """Have ``torch.Tensor(...)`` make lazy tensors."""
+    torch.Tensor.__new__ = _new_tensor  # type: ignore[method-assign]
+
+
+def _unpatch_tensor() -> None:
+    """Undo ``_patch_tensor``."""
+    del torch.Tensor.__new__
+
+
+class _Typed(type):
+    """Stands for a tensor type, such as ``torch.FloatTensor``."""
+
+    own: Any
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _placed(cls.own(*args, **kwargs), args, kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        lazily = isinstance(value, LazyTensor) and value.dtype == cls.dtype
+        return lazily or isinstance(value, cls.own)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(type.__getattribute__(cls, "own"), name)
+
+    def __repr__(cls) -> str:
+        return repr(cls.own)
+
+
+@functools.cache
+def _typed() -> dict[str, Any]:
+    """What stands for each tensor type of ``torch``, by its name there."""
+    standins = {}
+    for name in _TYPES:
+        own = getattr(torch, f"{name}Tensor")
+        # Tensor.type() reads the name of a type, and wants to find the module in it
+        standins[f"{name}Tensor"] = _Typed(
+            f"torch.{name}Tensor", (), {"own": own, "dtype": own.dtype}
+        )
+    return standins
+
+
+def _set_default_type(given: Any) -> None:
+    """``torch.set_default_tensor_type``, which knows torch's own types only."""
+    named = _typed().get(given.removeprefix("torch."), given) if isinstance(given, str) else given
+    _torch_set_default_type(named.own if isinstance(named, _Typed) else named)
+
+
+# -- where a new tensor goes ---------------------------------------------------------------
+
+
+def _stays_free(kwargs: dict[str, Any]) -> bool:
+    """Whether nothing else says where the tensor is to be."""
+    if not session_stack:  # a module that was imported in a session keeps what it was given there
+        return False
+    lock: Any = session_stack[-1].recorder.lock
+    if lock._is_owned():  # lazygt itself, or torch working for it
+        return False
+    if torch._C._len_torch_function_stack() and _inner_device_context():
+        return False
+    generator = kwargs.get("generator")
+    if generator is not None and not session_stack[-1].recorder.generator.is_own(generator):
+        return False
+    out = kwargs.get("out")
+    return out is None
+
+
+def _inner_device_context() -> bool:
+    """Whether the user has set a device of his own (``with torch.device("cpu")``)."""
+    return any(
+        isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
+        for i in range(torch._C._len_torch_function_stack())
+    )

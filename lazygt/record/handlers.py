@@ -18,10 +18,10 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.record.annotate import is_placed
-from lazygt.record.definitions import Definitions
+from lazygt.record.foreign.definitions import Definitions
+from lazygt.record.foreign.registry import is_foreign
 from lazygt.record.host_values import fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
-from lazygt.record.sources import is_foreign
 from lazygt.record.tensor import LazyTensor, Storage, alias, rebind, wrapper
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
 from lazygt.record.untyped_storage import LazyStorage

@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 
-aten: Any = torch.ops.aten
-_device_type: Callable[[], str] = lambda: "cpu"  # noqa: E731
+from lazygt.record.context import workers_device
 
+aten: Any = torch.ops.aten
 
 #: Composite ops that have a kernel on CPUs: decomposed, they round differently. torch decomposes
 #: them for a device without a kernel of its own.
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
 
 
-def register_decompositions(
-    device_type: Callable[[], str], record: Callable[..., Any]
-) -> torch.library.Library:
+def register_decompositions(record: Callable[..., Any]) -> torch.library.Library:
     """Register the choices.
 
     Args:
-        device_type: tells what the open session's workers compute on.
         record: takes an op and its arguments, and records it as it is.
     """
-    global _device_type
-    _device_type = device_type
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _COMPOSITES.items():
+    for name, kernel in _DECOMPOSITIONS.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")
     for name in KERNELS_OF_THEIR_OWN:
@@ -49,7 +44,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return x
     if p == 1:
         return x.mul(torch.zeros((), dtype=x.dtype, device=x.device))
-    if _device_type() != "cpu":
+    if workers_device() != "cpu":
         return aten.native_dropout.default(x, p, train)[0]
     noise = torch.empty_like(x).bernoulli_(1 - p)
     noise.div_(1 - p)
@@ -84,7 +79,7 @@ def _attention(
         raise RuntimeError(
             "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
         )
-    on_cpus = _device_type() == "cpu"
+    on_cpus = workers_device() == "cpu"
     if on_cpus and 0 in (query.numel(), key.numel(), value.numel()):
         return _empty_attention(query, key, value)
     mask = _additive(attn_mask, query)
@@ -194,210 +189,6 @@ def _fused_attention(
 _CPU_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-def _lstm_cell(
-    x: torch.Tensor,
-    hx: list[torch.Tensor],
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None = None,
-    b_hh: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gates = torch.nn.functional.linear(x, w_ih, b_ih)
-    return lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
-
-
-def lstm_step(
-    gates: torch.Tensor,
-    h: torch.Tensor,
-    c: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_hh: torch.Tensor | None,
-    w_hr: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.nn.functional.linear(h, w_hh, b_hh).add_(gates)
-    i, f, g, o = aten.unsafe_chunk.default(total, 4, 1)
-    c = f.sigmoid_().mul(c).add_(i.sigmoid_().mul(g.tanh_()))
-    h = o.sigmoid_().mul(c.tanh())
-    if w_hr is not None:
-        h = torch.nn.functional.linear(h, w_hr)
-    return h, c
-
-
-def _gru_cell(
-    x: torch.Tensor,
-    h: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None = None,
-    b_hh: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
-
-
-def gru_step(
-    gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
-) -> torch.Tensor:
-    chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
-    chunked_h = aten.unsafe_chunk.default(torch.nn.functional.linear(h, w_hh, b_hh), 3, 1)
-    reset = chunked_h[0].add_(chunked_x[0]).sigmoid_()
-    update = chunked_h[1].add_(chunked_x[1]).sigmoid_()
-    new = chunked_x[2].add(chunked_h[2].mul_(reset)).tanh_()
-    return (h - new).mul_(update).add_(new)
-
-
-def _lstm(
-    x: torch.Tensor,
-    hx: list[torch.Tensor],
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``aten::lstm.input`` as on a CPU: oneDNN's fused layer for float32, else step by step."""
-    projected = hx[0].shape[2] != hx[1].shape[2]
-    fused = (
-        _device_type() == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and not projected
-        and x.numel() != 0
-        and x.dtype == torch.float32
-        and torch._C._get_mkldnn_enabled()
-    )
-    directions = 2 if bidirectional else 1
-    size = 2 + 2 * has_biases + projected
-    weights = [params[i : i + size] for i in range(0, len(params), size)]
-
-    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
-        h, c = hx[0].select(0, index), hx[1].select(0, index)
-        own = weights[index]
-        if fused:
-            return _onednn_lstm(steps.contiguous(), own, h, c, reverse, has_biases, num_layers,
-                                train, bidirectional)  # fmt: skip
-        return _lstm_layer(steps, own, h, c, reverse, has_biases, projected)
-
-    def finals(states: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.stack([s[0] for s in states], 0), torch.stack([s[1] for s in states], 0)
-
-    out, states = stack(x, layer, num_layers, directions, dropout, train, batch_first)
-    h, c = finals(states)
-    return out, h, c
-
-
-def stack(
-    x: torch.Tensor,
-    layer: Callable[[torch.Tensor, int, bool], Any],
-    num_layers: int,
-    directions: int,
-    dropout: float,
-    train: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, list[Any]]:
-    """Layers over layers, each in one or both directions; returns output and final states."""
-    steps = x.transpose(0, 1) if batch_first else x
-    states: list[Any] = []
-    for number in range(num_layers):
-        outs = []
-        for direction in range(directions):
-            out, state = layer(steps, number * directions + direction, direction == 1)
-            outs.append(out)
-            states.append(state)
-        steps = outs[0] if directions == 1 else torch.cat(outs, outs[0].dim() - 1)
-        if dropout != 0 and train and number < num_layers - 1:
-            steps = torch.dropout(steps, dropout, True)
-    return (steps.transpose(0, 1) if batch_first else steps), states
-
-
-def _onednn_lstm(
-    steps: torch.Tensor,
-    weights: list[torch.Tensor],
-    h: torch.Tensor,
-    c: torch.Tensor,
-    reverse: bool,
-    has_biases: bool,
-    num_layers: int,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
-    if not has_biases:
-        b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
-    hidden = h.shape[1]
-    out, hy, cy, _ = aten.mkldnn_rnn_layer.default(
-        steps, weights[0], weights[1], b_ih, b_hh, h, c, reverse, [], 2, hidden, num_layers,
-        has_biases, bidirectional, False, train,
-    )  # fmt: skip
-    return out, (hy, cy)
-
-
-def _lstm_layer(
-    steps: torch.Tensor,
-    weights: list[torch.Tensor],
-    h: torch.Tensor,
-    c: torch.Tensor,
-    reverse: bool,
-    has_biases: bool,
-    projected: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    b_ih, b_hh = weights[2:4] if has_biases else (None, None)
-    w_hr = weights[-1] if projected else None
-    gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
-    outs = []
-    for gate in reversed(gates) if reverse else gates:
-        h, c = lstm_step(gate, h, c, weights[1], b_hh, w_hr)
-        outs.append(h)
-    return torch.stack(outs[::-1] if reverse else outs, 0), (h, c)
-
-
-def _gru(
-    x: torch.Tensor,
-    hx: torch.Tensor,
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _simple_rnn(
-        gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-    )
-
-
-def _simple_rnn(
-    step: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    hx: torch.Tensor,
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = 2 + 2 * has_biases
-    weights = [params[i : i + size] for i in range(0, len(params), size)]
-
-    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
-        own = weights[index]
-        b_ih, b_hh = own[2:4] if has_biases else (None, None)
-        h = hx[index]
-        gates = torch.nn.functional.linear(steps, own[0], b_ih).unbind(0)
-        outs = []
-        for gate in reversed(gates) if reverse else gates:
-            h = step(gate, h, own[1], b_hh)
-            outs.append(h)
-        return torch.stack(outs[::-1] if reverse else outs, 0), h
-
-    out, states = stack(x, layer, num_layers, 2 if bidirectional else 1, dropout, train,
-                         batch_first)  # fmt: skip
-    return out, torch.stack(states, 0)
-
-
 def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,
              pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
     """torch's own writes through a view that it resizes."""
@@ -441,7 +232,7 @@ def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> list
     return list(torch.tensor_split(x, sections.tolist(), dim))
 
 
-_COMPOSITES: dict[str, Callable[..., Any]] = {
+_DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "fft_fftfreq": _fftfreq,
     "kaiser_window": _kaiser_window,
@@ -453,8 +244,4 @@ _COMPOSITES: dict[str, Callable[..., Any]] = {
     "linalg_eigvalsh": _eigvalsh,
     "linalg_svdvals": _svdvals,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
-    "lstm_cell": _lstm_cell,
-    "gru_cell": _gru_cell,
-    "lstm.input": _lstm,
-    "gru.input": _gru,
 }

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import lazygt
-from lazygt.record.decompositions import KERNELS_OF_THEIR_OWN
+from lazygt.record.formulas.decompositions import KERNELS_OF_THEIR_OWN
 from tests.bits import drawn, same
 from tests.conformance import streams
 

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import Foreign, undispatched
-from lazygt.record.bundles import bundle
 from lazygt.record.context import recorder
-from lazygt.record.definitions import known_op
+from lazygt.record.foreign.definitions import known_op
+from lazygt.record.foreign.pickling import bundle
+from lazygt.record.foreign.witness import Witness
 from lazygt.record.host_values import foreign
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import LazyTensor, meta_of
-from lazygt.record.witness import Witness
 from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction
 from lazygt.runtime.foreign.schema import Definition, code_name
 

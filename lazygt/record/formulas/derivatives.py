@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from lazygt.record.context import computes_values
 from lazygt.record.tensor import LazyTensor
 
 aten: Any = torch.ops.aten
 _Kernel = Callable[..., torch.Tensor]
 
 
-def register_formulas(computes: Callable[[], bool]) -> torch.library.Library:
-    """Register the formulas.
-
-    Args:
-        computes: tells whether the open session computes values, so that one can be asked for.
-    """
+def register_derivatives() -> torch.library.Library:
+    """Register the formulas."""
     library = torch.library.Library("aten", "IMPL")
     for op in (aten.max, aten.min, aten.median, aten.nanmedian):
         _register(library, op.default, _extreme(op.default))
@@ -32,11 +29,11 @@ def register_formulas(computes: Callable[[], bool]) -> torch.library.Library:
     _register(library, aten.prod.dim_int, _product_along)
 
     def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        plain = value.requires_grad and computes()
+        plain = value.requires_grad and computes_values()
         return _Filled.apply(x, mask, value) if plain else NotImplemented  # type: ignore[no-untyped-call]
 
     def filled_(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        plain = value.requires_grad and computes()
+        plain = value.requires_grad and computes_values()
         return x.copy_(x.masked_fill(mask, value)) if plain else NotImplemented
 
     _register(library, aten.masked_fill.Tensor, filled)

@@ -18,7 +18,7 @@ import torch
 from torch.optim import swa_utils
 from torch.optim.optimizer import _foreach_supported_types
 
-from lazygt.record.context import NAME
+from lazygt.record.context import NAME, workers_device
 from lazygt.record.tensor import LazyTensor
 
 #: Optimizer (its module and its function have one name) -> whether foreach rounds differently.
@@ -30,23 +30,18 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def register_optimizers(device_type: Callable[[], str]) -> None:
-    """Let optimizers take foreach formulas where they give the bits of eager torch.
-
-    Args:
-        device_type: tells what the open session's workers compute on.
-    """
+def register_optimizers() -> None:
+    """Let optimizers take foreach formulas where they give the bits of eager torch."""
     _foreach_supported_types.append(LazyTensor)
     for name, differs in _ROUNDS_DIFFERENTLY.items():
         module = importlib.import_module(f"torch.optim.{name}")
-        setattr(module, name, _choosing(getattr(module, name), differs, device_type))
-    _let_averages_loop(device_type)
+        setattr(module, name, _choosing(getattr(module, name), differs))
+    _let_averages_loop()
 
 
 def _choosing(
     update: Callable[..., None],
     differs: Callable[[dict[str, Any]], bool],
-    device_type: Callable[[], str],
 ) -> Callable[..., None]:
     """torch's function of an optimizer, which loops where foreach would round differently."""
     signature = inspect.signature(update)
@@ -56,20 +51,20 @@ def _choosing(
         given = signature.bind(*args, **kwargs)
         arguments = given.arguments
         lazy = any(type(p) is LazyTensor for p in arguments["params"])
-        if lazy and arguments.get("foreach") is None and device_type() == "cpu":
+        if lazy and arguments.get("foreach") is None and workers_device() == "cpu":
             arguments["foreach"] = False if differs(arguments) else None
         update(*given.args, **given.kwargs)
 
     return chosen
 
 
-def _let_averages_loop(device_type: Callable[[], str]) -> None:
+def _let_averages_loop() -> None:
     """``AveragedModel`` (SWA) asks for the devices on which a horizontal lerp is to be used."""
     averages: Any = swa_utils
     everywhere = averages._get_foreach_kernels_supported_devices
 
     @functools.wraps(everywhere)
     def devices() -> list[str]:
-        return [d for d in everywhere() if d != NAME or device_type() != "cpu"]
+        return [d for d in everywhere() if d != NAME or workers_device() != "cpu"]
 
     averages._get_foreach_kernels_supported_devices = devices

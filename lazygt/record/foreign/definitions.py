@@ -20,11 +20,9 @@ from torch._subclasses import fake_tensor
 
 from lazygt.errors import CodeError
 from lazygt.graph.ops import Foreign, OpFacts, add_foreign, overload
-from lazygt.record.bundles import bundle
-from lazygt.record.pickling import importable
-from lazygt.record.registrations import ANY_DEVICE
-from lazygt.record.sources import source_of
-from lazygt.record.witness import Witness
+from lazygt.record.foreign.pickling import bundle
+from lazygt.record.foreign.registry import ANY_DEVICE, importable, source_of
+from lazygt.record.foreign.witness import Witness
 from lazygt.runtime.foreign.schema import Definition, code_name, tag_names
 
 _ONLY_VALUES_TELL = (

@@ -13,8 +13,9 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from lazygt.record import registrations
-from lazygt.record.pickling import importable, is_imported, kernel_function
+from lazygt.record.foreign import registry
+from lazygt.record.foreign.pickling import kernel_function
+from lazygt.record.foreign.registry import importable, is_imported
 
 #: What never changes, and refers to nothing that may.
 _ATOMS = frozenset(
@@ -63,7 +64,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 def _seen(value: Any) -> list[Any]:
     seen: list[Any] = []
     _walk(value, seen, set())
-    seen.append(registrations.count())  # a small number is one object, a new one is another
+    seen.append(registry.count())  # a small number is one object, a new one is another
     return seen
 
 

@@ -1,64 +1,99 @@
-"""Pickling of code: functions by their content where no worker could import them."""
+"""Pickling of code: functions by their content where no worker could import them, with the ops that
+they may call."""
 
 from __future__ import annotations
 
 import inspect
 import io
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
-from torch._library.custom_ops import CustomOpDef
+import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from lazygt.errors import CodeError
+from lazygt.record.foreign.registry import (
+    defined,
+    importable,
+    inner_kernels,
+    is_imported,
+    source_of,
+)
 from lazygt.record.tensor import LazyTensor
-from lazygt.runtime.foreign.loader import OPTIONS, jitted
+from lazygt.runtime.foreign.loader import (
+    OPTIONS,
+    Bundle,
+    InnerOp,
+    NamedOp,
+    jitted,
+    namespace,
+)
 
-#: module -> (its spec, its file) when it was first asked about, and whether workers can import it
-_modules: dict[str, tuple[Any, bool]] = {}
 
+def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
+    """``value`` pickled, with the ops that it may call.
 
-def importable(name: str) -> bool:
-    """Whether workers that import a module get what the client has.
+    Returns:
+        It, and the modules and shared libraries that define other such ops.
 
-    They do not for a script, for a module that was made by hand, and for one that has been loaded
-    again since it was first used: its file may have changed in between.
+    Raises:
+        CodeError: something of it can't be pickled.
     """
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    if module is None or name == "__main__" or spec is None:
-        return False
-    known = _modules.get(name)
-    if known is None:
-        known = _modules[name] = spec, _is_found(name, module)
-    return known[1] and known[0] is spec
+    main = pickled(value, title, module, _reduced)
+    inner: dict[str, bytes] = {}
+    modules: dict[str, None] = {}
+    todo = [main]
+    while todo:
+        for func in _named_in(todo.pop()):
+            qualname = func.name()
+            if qualname in inner:
+                continue
+            source = source_of(func, "cpu")
+            if source.can_be_imported:
+                modules.update(dict.fromkeys(source.modules))
+            else:
+                inner[qualname] = pickled(
+                    _inner(func), qualname, ", ".join(source.modules), _reduced
+                )
+                todo.append(inner[qualname])
+    libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
+    return pickle.dumps(Bundle(main, tuple(inner.items()))), tuple(modules), tuple(libraries)
 
 
-def is_imported(obj: Any) -> bool:
-    """Whether workers get a function, class or kernel by importing its module, by its name."""
-    found: Any = sys.modules.get(obj.__module__)
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj and importable(obj.__module__)
+def _named_in(text: bytes) -> Iterator[OpOverload]:
+    """The ops defined in Python whose names stand in pickled code: it may call them."""
+    for qualname in {**dict(OPDEFS), **defined()}:
+        space, _, name = qualname.partition("::")
+        if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
+            packet = getattr(getattr(torch.ops, space), name.partition(".")[0], None)
+            found = getattr(packet, name.partition(".")[2] or "default", None)
+            if found is not None:
+                yield found
 
 
-def _is_found(name: str, module: ModuleType) -> bool:
-    if name.partition(".")[0] in sys.stdlib_module_names or name in sys.builtin_module_names:
-        return True
-    parent = name.rpartition(".")[0]
-    if parent and not importable(parent):
-        return False
-    above = sys.modules.get(parent)
-    path = getattr(above, "__path__", None)
-    for finder in sys.meta_path:  # not importlib.util.find_spec: that asks the module itself
-        found = finder.find_spec(name, path, None)
-        if found is not None:
-            return found.origin == getattr(module.__spec__, "origin", None)
-    return False
+def _inner(func: OpOverload) -> InnerOp:
+    schema = str(func._schema)
+    defined = OPDEFS.get(func.name())
+    backward = None if defined is None else defined._backward_fn
+    context = None if defined is None else defined._setup_context_fn
+    return InnerOp(schema[schema.index("(") :], inner_kernels(func), backward, context)
+
+
+def _reduced(operation: Any) -> Any:
+    """What stands for a torch op, or a namespace of them, in pickled code."""
+    if isinstance(operation, OpOverload):
+        return NamedOp, (operation.name(), operation._overloadname)
+    if isinstance(operation, OpOverloadPacket):
+        return NamedOp, (operation._qualified_op_name, "")
+    if isinstance(operation, torch._ops._OpNamespace):
+        return namespace, (operation.name,)
+    return NamedOp, (operation._qualname, "default")
 
 
 def kernel_function(obj: Any) -> FunctionType | None:

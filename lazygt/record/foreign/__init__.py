@@ -1,0 +1,1 @@
+"""Code that torch alone does not have: users' ops and functions, found here for the workers."""

@@ -1,0 +1,295 @@
+"""Who has defined an op that torch alone does not have, and with which functions or libraries.
+
+torch keeps such functions in C++, where nobody finds them again, so they are noted as they are
+registered: from lazygt's import on.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._library.simple_registry import singleton as fake_kernels
+from torch.library import Library
+
+#: Dispatch keys of kernels that compute on any device.
+ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
+              "CompositeImplicitAutograd")  # fmt: skip
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+#: What a library names that is linked with torch's.
+_LINKED = (b"libc10", b"libtorch")
+_REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
+#: module -> (its spec, its file) when it was first asked about, and whether workers can import it
+_modules: dict[str, tuple[Any, bool]] = {}
+
+
+# -- what is registered ---------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Noted:
+    """What has been registered for an op.
+
+    Attributes:
+        kernels: dispatch key -> function.
+        modules: that registered something, in order.
+        times: how often it was defined.
+    """
+
+    kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+    times: int = 0
+
+    def by(self, module: str) -> None:
+        """A module has registered something."""
+        global _count
+        _count += 1
+        if module not in self.modules:
+            self.modules.append(module)
+
+
+_noted: dict[str, Noted] = {}
+_count = 0
+
+
+def noted(qualname: str) -> Noted:
+    """What has been registered for ``namespace::op`` or ``namespace::op.overload``."""
+    return _noted.get(qualname) or Noted()
+
+
+def defined() -> dict[str, Noted]:
+    """All ops of which something was noted."""
+    return _noted
+
+
+def count() -> int:
+    """How many registrations have been noted."""
+    return _count
+
+
+def watch() -> None:
+    """Note registrations from now on; done once, at import."""
+    for qualname in torch.library._defs:
+        _noted[qualname] = Noted(times=1)
+    define: Any = Library.define
+    impl: Any = Library.impl
+
+    @functools.wraps(define)
+    def noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any:
+        result = define(self, schema, *args, **kwargs)
+        qualname = _qualname(self, schema.split("(")[0])
+        _noted[qualname] = made = Noted(times=noted(qualname).times + 1)
+        made.by(_registering_module())
+        return result
+
+    @functools.wraps(impl)
+    def noting_impl(
+        self: Library, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any
+    ) -> Any:
+        result = impl(self, op_name, fn, dispatch_key, **kwargs)
+        key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
+        if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
+            note = _noted.setdefault(_qualname(self, op_name), Noted())
+            note.kernels[key] = fn
+            note.by(_registering_module())
+        return result
+
+    Library.define = noting_define  # type: ignore[method-assign]
+    Library.impl = noting_impl  # type: ignore[method-assign]
+
+
+def _qualname(library: Library, op: Any) -> str:
+    name = str(op._schema.name) if isinstance(op, torch._ops.OpOverload) else str(op)
+    which = op._schema.overload_name if isinstance(op, torch._ops.OpOverload) else ""
+    name = name.split("::")[-1].strip().removesuffix(".default")
+    return f"{library.ns}::{name}" + (f".{which}" if which else "")
+
+
+def _registering_module() -> str:
+    """The module that is being run: to import it is to register this again."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+# -- where an op comes from -------------------------------------------------------------------
+
+
+def is_foreign(func: Any) -> bool:
+    """Whether an overload is one that a process has only once somebody has defined it."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim", "prims"):
+        return False
+    qualname = func.name()
+    if qualname in OPDEFS or qualname in torch.library._defs:
+        return True
+    return bool(libraries_with(func.namespace, _opname(func)))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the code of an op is.
+
+    Attributes:
+        kernel: the Python function that computes it on the workers' device; None: it has none, or
+            it is not known.
+        modules: that have registered something for it.
+        libraries: shared libraries that may have.
+        again: it was defined more than once, so what a module defines may be another one.
+    """
+
+    kernel: Callable[..., Any] | None
+    modules: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+    again: bool = False
+
+    @property
+    def can_be_imported(self) -> bool:
+        """Whether a worker that loads all of it knows the op as it is here."""
+        named = bool(self.modules or self.libraries)
+        return named and not self.again and all(map(importable, self.modules))
+
+
+def source_of(func: Any, device_type: str) -> Source:
+    """Where the code of a foreign op is.
+
+    Raises:
+        CodeError: nobody knows.
+    """
+    qualname = func.name()
+    note, defined = noted(qualname), OPDEFS.get(qualname)
+    kernels = inner_kernels(func)
+    kernel = kernels.get(device_type) or kernels.get(None)
+    if defined is not None:
+        own = note.modules or [defined._init_fn.__module__]
+        own = [*own, *([kernel.__module__] if kernel else [])]
+        return Source(kernel, tuple(dict.fromkeys(own)), again=note.times > 1)
+    modules = list(note.modules)
+    if kernel is None and not modules and qualname in torch.library._defs:
+        modules = _registered_by(qualname)
+    found = () if kernel else libraries_with(func.namespace, _opname(func))
+    by_module = [(module_of(path), path) for path in found]
+    modules += [name for name, _ in by_module if name and name not in modules]
+    alone = tuple(path for name, path in by_module if not name)
+    return Source(kernel, tuple(modules), alone, again=note.times > 1)
+
+
+def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
+    """The Python functions that compute an op, by type of device; None: on any."""
+    defined = OPDEFS.get(func.name())
+    if defined is not None:
+        return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
+    return {
+        None if key in ANY_DEVICE else key.lower(): kernel
+        for key, kernel in noted(func.name()).kernels.items()
+    }
+
+
+def _opname(func: Any) -> str:
+    return str(func._schema.name).split("::")[1]
+
+
+def _plain(kernel: Any) -> Any:
+    """The user's function inside what ``CustomOpDef.register_kernel`` keeps."""
+    inner = getattr(kernel, "__wrapped__", kernel)
+    names = getattr(inner, "__code__", None)
+    if names is None or "fn" not in names.co_freevars:
+        return kernel
+    return inner.__closure__[names.co_freevars.index("fn")].cell_contents
+
+
+def _registered_by(qualname: str) -> list[str]:
+    """Modules that have registered an op before lazygt was imported, as far as torch says so."""
+    files = _REGISTERED_AT.findall(torch._C._dispatch_dump(qualname))
+    ours = {file for file in files if not file.startswith(_TORCH)}
+    holder = fake_kernels.find(qualname).fake_impl.kernel
+    if holder is not None:
+        ours.add(str(holder.source).rpartition(":")[0])
+    known = {getattr(module, "__file__", None): name for name, module in sys.modules.items()}
+    return [known[file] for file in ours if file in known]
+
+
+# -- shared libraries ------------------------------------------------------------------------
+
+
+def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
+    """The loaded libraries, besides torch's own, that have these names in them."""
+    wanted = namespace.encode(), op.encode()
+    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, wanted))
+
+
+def module_of(path: str) -> str:
+    """The Python module that a library is; empty if it is none."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and os.path.realpath(file) == path:
+            return name
+    return ""
+
+
+def _loaded() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
+    return sorted(p for p in paths if not p.startswith(_TORCH) and os.path.isfile(p))
+
+
+@cache
+def _linked(path: str) -> bool:
+    return any(_names_all(path, (name,)) for name in _LINKED)
+
+
+def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return all(data.find(name) >= 0 for name in names)
+
+
+# -- modules that workers can import ---------------------------------------------------------
+
+
+def importable(name: str) -> bool:
+    """Whether workers that import a module get what the client has.
+
+    They do not for a script, for a module that was made by hand, and for one that has been loaded
+    again since it was first used: its file may have changed in between.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is None or name == "__main__" or spec is None:
+        return False
+    known = _modules.get(name)
+    if known is None:
+        known = _modules[name] = spec, _is_found(name, module)
+    return known[1] and known[0] is spec
+
+
+def is_imported(obj: Any) -> bool:
+    """Whether workers get a function, class or kernel by importing its module, by its name."""
+    reached: Any = sys.modules.get(obj.__module__)
+    for name in obj.__qualname__.split("."):
+        reached = getattr(reached, name, None)
+    return reached is obj and importable(obj.__module__)
+
+
+def _is_found(name: str, module: ModuleType) -> bool:
+    if name.partition(".")[0] in sys.stdlib_module_names or name in sys.builtin_module_names:
+        return True
+    parent = name.rpartition(".")[0]
+    if parent and not importable(parent):
+        return False
+    above = sys.modules.get(parent)
+    path = getattr(above, "__path__", None)
+    for finder in sys.meta_path:  # not importlib.util.find_spec: that asks the module itself
+        spec = finder.find_spec(name, path, None)
+        if spec is not None:
+            return spec.origin == getattr(module.__spec__, "origin", None)
+    return False

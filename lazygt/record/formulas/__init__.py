@@ -1,0 +1,1 @@
+"""Which formula torch takes: the one that eager torch takes on the workers' device."""

@@ -1,0 +1,374 @@
+"""Recurrent layers, step by step or fused as torch's CPU kernels do it.
+
+Over packed sequences fewer samples are left at each step, or more where time runs backwards. The
+numbers of samples are the client's (``PackedSequence.batch_sizes`` is a CPU tensor on every
+device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from lazygt.record.context import workers_device
+
+aten: Any = torch.ops.aten
+#: Of a layer: one tensor, or two for an LSTM.
+State = tuple[torch.Tensor, ...]
+#: From a step's gates, the state before, and the weights besides those of the input.
+Cell = Callable[[torch.Tensor, State, list[Any]], State]
+
+
+def register_recurrent() -> torch.library.Library:
+    """Register the layers."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in _RECURRENT.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")
+        library.impl(name, kernel, "PrivateUse1")
+    return library
+
+
+# -- cells and whole sequences -------------------------------------------------------------
+
+
+def _lstm_cell_op(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gates = torch.nn.functional.linear(x, w_ih, b_ih)
+    return _lstm_step(gates, hx[0], hx[1], w_hh, b_hh, None)
+
+
+def _lstm_step(
+    gates: torch.Tensor,
+    h: torch.Tensor,
+    c: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_hh: torch.Tensor | None,
+    w_hr: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.nn.functional.linear(h, w_hh, b_hh).add_(gates)
+    i, f, g, o = aten.unsafe_chunk.default(total, 4, 1)
+    c = f.sigmoid_().mul(c).add_(i.sigmoid_().mul(g.tanh_()))
+    h = o.sigmoid_().mul(c.tanh())
+    if w_hr is not None:
+        h = torch.nn.functional.linear(h, w_hr)
+    return h, c
+
+
+def _gru_cell_op(
+    x: torch.Tensor,
+    h: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _gru_step(torch.nn.functional.linear(x, w_ih, b_ih), h, w_hh, b_hh)
+
+
+def _gru_step(
+    gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
+) -> torch.Tensor:
+    chunked_x = aten.unsafe_chunk.default(gates, 3, 1)
+    chunked_h = aten.unsafe_chunk.default(torch.nn.functional.linear(h, w_hh, b_hh), 3, 1)
+    reset = chunked_h[0].add_(chunked_x[0]).sigmoid_()
+    update = chunked_h[1].add_(chunked_x[1]).sigmoid_()
+    new = chunked_x[2].add(chunked_h[2].mul_(reset)).tanh_()
+    return (h - new).mul_(update).add_(new)
+
+
+def _lstm_input(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``aten::lstm.input`` as on a CPU: oneDNN's fused layer for float32, else step by step."""
+    projected = hx[0].shape[2] != hx[1].shape[2]
+    fused = (
+        workers_device() == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and not projected
+        and x.numel() != 0
+        and x.dtype == torch.float32
+        and torch._C._get_mkldnn_enabled()
+    )
+    directions = 2 if bidirectional else 1
+    size = 2 + 2 * has_biases + projected
+    weights = [params[i : i + size] for i in range(0, len(params), size)]
+
+    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        h, c = hx[0].select(0, index), hx[1].select(0, index)
+        layer_weights = weights[index]
+        if fused:
+            return _onednn_lstm(steps.contiguous(), layer_weights, h, c, reverse, has_biases,
+                                num_layers, train, bidirectional)  # fmt: skip
+        return _lstm_layer(steps, layer_weights, h, c, reverse, has_biases, projected)
+
+    def finals(states: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([s[0] for s in states], 0), torch.stack([s[1] for s in states], 0)
+
+    out, states = _stack(x, layer, num_layers, directions, dropout, train, batch_first)
+    h, c = finals(states)
+    return out, h, c
+
+
+def _stack(
+    x: torch.Tensor,
+    layer: Callable[[torch.Tensor, int, bool], Any],
+    num_layers: int,
+    directions: int,
+    dropout: float,
+    train: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Layers over layers, each in one or both directions; returns output and final states."""
+    steps = x.transpose(0, 1) if batch_first else x
+    states: list[Any] = []
+    for number in range(num_layers):
+        outs = []
+        for direction in range(directions):
+            out, state = layer(steps, number * directions + direction, direction == 1)
+            outs.append(out)
+            states.append(state)
+        steps = outs[0] if directions == 1 else torch.cat(outs, outs[0].dim() - 1)
+        if dropout != 0 and train and number < num_layers - 1:
+            steps = torch.dropout(steps, dropout, True)
+    return (steps.transpose(0, 1) if batch_first else steps), states
+
+
+def _onednn_lstm(
+    steps: torch.Tensor,
+    weights: list[torch.Tensor],
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    has_biases: bool,
+    num_layers: int,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
+    if not has_biases:
+        b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
+    hidden = h.shape[1]
+    out, hy, cy, _ = aten.mkldnn_rnn_layer.default(
+        steps, weights[0], weights[1], b_ih, b_hh, h, c, reverse, [], 2, hidden, num_layers,
+        has_biases, bidirectional, False, train,
+    )  # fmt: skip
+    return out, (hy, cy)
+
+
+def _lstm_layer(
+    steps: torch.Tensor,
+    weights: list[torch.Tensor],
+    h: torch.Tensor,
+    c: torch.Tensor,
+    reverse: bool,
+    has_biases: bool,
+    projected: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    b_ih, b_hh = weights[2:4] if has_biases else (None, None)
+    w_hr = weights[-1] if projected else None
+    gates = torch.nn.functional.linear(steps, weights[0], b_ih).unbind(0)
+    outs = []
+    for gate in reversed(gates) if reverse else gates:
+        h, c = _lstm_step(gate, h, c, weights[1], b_hh, w_hr)
+        outs.append(h)
+    return torch.stack(outs[::-1] if reverse else outs, 0), (h, c)
+
+
+def _gru_input(
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _simple_rnn(
+        _gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    )
+
+
+def _simple_rnn(
+    step: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = 2 + 2 * has_biases
+    weights = [params[i : i + size] for i in range(0, len(params), size)]
+
+    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        layer_weights = weights[index]
+        b_ih, b_hh = layer_weights[2:4] if has_biases else (None, None)
+        h = hx[index]
+        gates = torch.nn.functional.linear(steps, layer_weights[0], b_ih).unbind(0)
+        outs = []
+        for gate in reversed(gates) if reverse else gates:
+            h = step(gate, h, layer_weights[1], b_hh)
+            outs.append(h)
+        return torch.stack(outs[::-1] if reverse else outs, 0), h
+
+    out, states = _stack(x, layer, num_layers, 2 if bidirectional else 1, dropout, train,
+                         batch_first)  # fmt: skip
+    return out, torch.stack(states, 0)
+
+
+# -- packed sequences ----------------------------------------------------------------------
+
+
+def _join(states: list[State]) -> State:
+    return tuple(torch.cat(parts, 0) for parts in zip(*states, strict=True))
+
+
+def _cut(state: State, start: int, end: int) -> State:
+    return tuple(part[start:end] for part in state)
+
+
+def _forwards(
+    gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
+) -> tuple[list[torch.Tensor], State]:
+    """Samples that end are put aside with their last state."""
+    outs, ended, state = [], [], first
+    for gate in gates:
+        left, before = gate.shape[0], state[0].shape[0]
+        if left < before:
+            ended.append(_cut(state, left, before))
+            state = _cut(state, 0, left)
+        state = cell(gate, state)
+        outs.append(state[0])
+    return outs, _join([state, *reversed(ended)])
+
+
+def _backwards(
+    gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
+) -> tuple[list[torch.Tensor], State]:
+    """Samples that begin come with their first state."""
+    outs: list[torch.Tensor] = []
+    state = _cut(first, 0, gates[-1].shape[0])
+    for gate in reversed(gates):
+        now, before = gate.shape[0], state[0].shape[0]
+        if now > before:
+            state = _join([state, _cut(first, before, now)])
+        state = cell(gate, state)
+        outs.append(state[0])
+    return outs[::-1], state
+
+
+def _layers(
+    cell: Cell,
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    first: State,
+    params: list[torch.Tensor],
+    per_layer: int,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, State]:
+    """The layers' output and last states; ``first`` has the states of all layers."""
+    sizes = batch_sizes.tolist()
+    weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
+
+    def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
+        w_ih, w_hh, *others = weights[index]
+        biases, rest = (others[:2], others[2:]) if has_biases else ((None, None), others)
+        b_ih, b_hh = biases
+        whole = torch.nn.functional.linear(steps, w_ih, b_ih)
+        gates = [
+            whole.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        own = tuple(part[index] for part in first)
+        run = _backwards if reverse else _forwards
+        outs, state = run(gates, own, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest]))
+        return torch.cat(outs, 0), state
+
+    directions = 2 if bidirectional else 1
+    out, states = _stack(data, layer, num_layers, directions, dropout, train, False)
+    return out, tuple(torch.stack(parts, 0) for parts in zip(*states, strict=True))
+
+
+def _lstm_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+    w_hh, b_hh, *projection = weights
+    return _lstm_step(gate, state[0], state[1], w_hh, b_hh, projection[0] if projection else None)
+
+
+def _gru_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+    return (_gru_step(gate, state[0], weights[0], weights[1]),)
+
+
+def _lstm(
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    hx: list[torch.Tensor],
+    params: list[torch.Tensor],
+    has_biases: bool,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    per_layer = 2 + 2 * has_biases + (hx[0].shape[2] != hx[1].shape[2])
+    out, (h, c) = _layers(
+        _lstm_cell, data, batch_sizes, (hx[0], hx[1]), params, per_layer, has_biases, *rest
+    )
+    return out, h, c
+
+
+def _one_state(cell: Cell) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def layers(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: torch.Tensor,
+        params: list[torch.Tensor],
+        has_biases: bool,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        per_layer = 2 + 2 * has_biases
+        out, (h,) = _layers(cell, data, batch_sizes, (hx,), params, per_layer, has_biases, *rest)
+        return out, h
+
+    return layers
+
+
+def _elman(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Cell:
+    def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+        total = torch.nn.functional.linear(state[0], weights[0], weights[1])
+        return (nonlinearity(total.add_(gate)),)
+
+    return cell
+
+
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    "lstm_cell": _lstm_cell_op,
+    "gru_cell": _gru_cell_op,
+    "lstm.input": _lstm_input,
+    "gru.input": _gru_input,
+    "lstm.data": _lstm,
+    "gru.data": _one_state(_gru_cell),
+    "rnn_tanh.data": _one_state(_elman(torch.tanh)),
+    "rnn_relu.data": _one_state(_elman(torch.relu)),
+}
