@@ -297,7 +297,8 @@ RULES: dict[str, Rule] = {
     **table("gather.default", _gather),
     **table("scatter_add.default scatter_add_.default", _scatter(added=True)),
     **table(
-        "scatter.src scatter_.src scatter.value scatter_.value scatter_reduce.two ",
+        "scatter.src scatter_.src scatter.value scatter_.value scatter_reduce.two "
+        "scatter.reduce scatter_.reduce scatter.value_reduce scatter_.value_reduce",
         _scatter(added=False),
     ),
     **table("index_add.default index_add_.default", _index_add),

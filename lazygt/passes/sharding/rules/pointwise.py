@@ -33,6 +33,7 @@ from lazygt.passes.sharding.rules.base import (
 _LINEAR: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("PP",),
     "sub.Tensor": ("PP",),
+    "rsub.Tensor": ("PP",),
     "mul.Tensor": ("P", "PR", "RP"),
     "mul.Scalar": ("P",),
     "div.Tensor": ("P", "PR"),
@@ -168,6 +169,7 @@ _UNTAGGED = (
     "elu_backward.default hardshrink_backward.default hardsigmoid_backward.default "
     "hardtanh_backward.default hardswish.default hardswish_.default hardswish_backward.default "
     "leaky_relu_backward.default softplus_backward.default softshrink_backward.default "
-    "rrelu_with_noise_backward.default"
+    "rrelu_with_noise_backward.default rsub.Tensor floor_divide.default floor_divide_.Tensor "
+    "isin.Tensor_Scalar"
 )
 RULES: dict[str, Rule] = dict(table(_UNTAGGED, strategies))

@@ -45,6 +45,26 @@ def _isin(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
+def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """renorm: what has one number along ``dim`` is scaled by its norm, which all of it makes."""
+    call = Call(node, metas, parts)
+    rank = len(call.shape("self"))
+    dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]
+    dims[call["dim"]] = "z"
+    text = " ".join(dims)
+    return strategies_by(call, f"{text} -> {text}")
+
+
+def _averaged(call: Call) -> str:
+    """A mean over samples counts those of all ranks."""
+    return "n" if call["reduction"] == 1 else ""
+
+
+def _unsorted(call: Call) -> str:
+    """Places in a sorter are those of the whole sequence."""
+    return "s" if call.has("sorter") else ""
+
+
 def _attended(call: Call) -> str:
     """Dropout is drawn for the whole; a causal mask counts from the first query."""
     if call["dropout_p"] != 0:
@@ -63,6 +83,9 @@ _PRODUCTS: dict[str, Rule] = {
     **rule("addmv.default addmv_.default", "+ i, * i k, * k -> i"),
     **rule("addbmm.default addbmm_.default", "+ i j, * b i k, * b k j -> i j"),
     **rule("addr.default addr_.default", "+ i j, * i, * j -> i j"),
+    **rule("_addmm_activation.default", "i j, i !k, !k j -> i j"),
+    **rule("_int_mm.default", "i k, k j -> i j"),
+    **rule("_embedding_bag_per_sample_weights_backward.default", "* !b e, * !v e -> !k"),
     **rule("linalg_cross.default", "* ...@dim, * ...@dim -> ...@dim"),
     **_filled("_cdist_forward.default _euclidean_dist.default", "... i !m, ... j !m -> ... i j"),
     **_filled("_cdist_backward.default", "* ... i j, ... i !m, ... j !m, ... i j -> ... i !m"),
@@ -73,7 +96,12 @@ _BATCHES: dict[str, Rule] = {
     **_filled("_linalg_det.default", "... !n !n -> ..., ... !n !n, ... !n"),
     **_filled("_linalg_slogdet.default", "... !n !n -> ..., ..., ... !n !n, ... !n"),
     **_filled("linalg_inv_ex.default linalg_cholesky_ex.default", "... !n !n -> ... !n !n, ..."),
-    **_filled("cholesky_inverse.default linalg_matrix_exp.default", "... !n !n -> ... !n !n"),
+    **_filled(
+        "cholesky.default cholesky_inverse.default linalg_matrix_exp.default",
+        "... !n !n -> ... !n !n",
+    ),
+    **_filled("linalg_qr.default", "... !m !n -> ... !m !p, ... !q !n"),
+    **_filled("linalg_ldl_solve.default", "... !n !n, ... !n, ... !n !k -> ... !n !k"),
     **_filled(
         "cholesky_solve.default linalg_solve_triangular.default",
         "... !m !n, ... !p !q -> ... !r !s",
@@ -138,22 +166,25 @@ _ATTENTION: dict[str, Rule] = {
 _PICTURES: dict[str, Rule] = {
     **_filled(
         "avg_pool1d.default adaptive_avg_pool1d.default reflection_pad1d.default "
-        "replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default "
-        "_upsample_nearest_exact1d.default",
+        "replication_pad1d.default upsample_nearest1d.default upsample_nearest1d.vec "
+        "upsample_linear1d.default upsample_linear1d.vec _upsample_nearest_exact1d.default "
+        "_upsample_nearest_exact1d.vec",
         "* ... !w -> ... !w",
     ),
     **_filled(
         "avg_pool2d.default _adaptive_avg_pool2d.default reflection_pad2d.default "
         "replication_pad2d.default upsample_nearest2d.default upsample_nearest2d.vec "
         "upsample_bilinear2d.default upsample_bilinear2d.vec upsample_bicubic2d.default "
-        "_upsample_nearest_exact2d.default _upsample_bilinear2d_aa.default "
-        "_upsample_bicubic2d_aa.default",
+        "upsample_bicubic2d.vec _upsample_nearest_exact2d.default _upsample_nearest_exact2d.vec "
+        "_upsample_bilinear2d_aa.default _upsample_bilinear2d_aa.vec "
+        "_upsample_bicubic2d_aa.default _upsample_bicubic2d_aa.vec",
         "* ... !h !w -> ... !h !w",
     ),
     **_filled(
         "avg_pool3d.default _adaptive_avg_pool3d.default reflection_pad3d.default "
-        "replication_pad3d.default upsample_nearest3d.default upsample_trilinear3d.default "
-        "_upsample_nearest_exact3d.default",
+        "replication_pad3d.default upsample_nearest3d.default upsample_nearest3d.vec "
+        "upsample_trilinear3d.default upsample_trilinear3d.vec _upsample_nearest_exact3d.default "
+        "_upsample_nearest_exact3d.vec",
         "* ... !d !h !w -> ... !d !h !w",
     ),
     **_filled(
@@ -233,23 +264,39 @@ _ALONG: dict[str, Rule] = {
     ),
     **rule(
         "argsort.default cumprod.default logcumsumexp.default index_fill.int_Scalar "
-        "index_fill_.int_Scalar index_fill.int_Tensor",
+        "index_fill_.int_Scalar index_fill.int_Tensor index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
     **rule(
-        "index_copy.default index_copy_.default index_reduce.default",
+        "index_copy.default index_copy_.default index_reduce.default index_reduce_.default",
         "...@dim, _, ...@dim -> ...@dim",
     ),
-    **rule("unfold.default", "= ...@dimension -> ...@dimension !w"),
+    **rule("unfold.default unfold_copy.default", "= ...@dimension -> ...@dimension !w"),
     **rule("unfold_backward.default", "* ...@dim !w -> ...@dim", sizes="input_sizes"),
     **_filled("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),
 }
-#: Where values stand among others: each rank looks up its own in the whole of the others.
+_losses = partial(_filled, keeping=_averaged)
+#: Losses of each sample.
+_SAMPLES: dict[str, Rule] = {
+    **_losses("multi_margin_loss.default", "n !c, n -> n"),
+    **_losses("multilabel_margin_loss_forward.default", "n !c, n !c -> n, n !c"),
+}
+#: Where values stand among others: each rank looks up its own in the whole of the others, or all
+#: in its own block, which gives how many of that are smaller.
 _SEARCHES: dict[str, Rule] = {
-    **rule("bucketize.Tensor", "... -> ..."),
-    **rule("searchsorted.Tensor", "... !n, ... v, ... !n -> ... v"),
+    **rule("bucketize.Tensor", "..., s -> ..."),
+    **rule("searchsorted.Tensor", "... s, ... v, ... s -> ... v", keeping=_unsorted),
     **rule("take.default", "* _, ... -> ..."),
     **table("isin.Tensor_Tensor", _isin),
+    **table("renorm.default renorm_.default", _scaled_down),
 }
 
-RULES: dict[str, Rule] = {**_PRODUCTS, **_BATCHES, **_ATTENTION, **_PICTURES, **_ALONG, **_SEARCHES}
+RULES: dict[str, Rule] = {
+    **_PRODUCTS,
+    **_BATCHES,
+    **_ATTENTION,
+    **_PICTURES,
+    **_ALONG,
+    **_SAMPLES,
+    **_SEARCHES,
+}
