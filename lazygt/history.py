@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -185,10 +185,6 @@ class History:
         self.plans_built = self.plan_hits = 0
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None
-
-    def flushing(self) -> AbstractContextManager[None]:
-        """What a flush runs in: it is drawn when one ends up in ``recent``."""
-        return nullcontext() if self.probe is None else self.probe.flush(self.recent)
 
     def missed(self, miss: Miss, plan: Plan, begin: int) -> None:
         """Note a miss whose plan has been built since ``begin``."""

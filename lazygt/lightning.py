@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lazygt.record.context import NAME, current_session, recorder
+from lazygt.session import current
 
 # Lightning has two packages with the same classes; what a program has imported is what it uses.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -83,7 +84,7 @@ class LazyGTAccelerator(Accelerator):
         """Counts of the session, for Lightning's DeviceStatsMonitor."""
         return {
             f"{NAME}.{name}": value
-            for name, value in recorder().sink.stats().items()  # type: ignore[attr-defined]
+            for name, value in current().stats().items()
             if isinstance(value, int)
         }
 

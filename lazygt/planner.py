@@ -1,4 +1,4 @@
-"""Planning: from a recorded trace to the plans that the ranks run, once for each new trace."""
+"""Planner: from a recorded trace to the plans that the ranks run, once for each new trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Stages = tuple[tuple[str, Graph], ...]
 
 
-class Kept(NamedTuple):
+class CachedPlan(NamedTuple):
     """A plan as the trie keeps it.
 
     Attributes:
@@ -61,11 +61,11 @@ class Kept(NamedTuple):
 
 
 class Planner:
-    """Finds the plan of a trace in the trie, or has the passes make one.
+    """Has the passes make the plan of a trace that has none yet.
 
     Args:
         mesh: the ranks that plans are made for, on the workers there are.
-        history: gets hits, misses and gathers.
+        history: gets misses and gathers.
     """
 
     def __init__(
@@ -84,35 +84,21 @@ class Planner:
         self._history = history
         self._told_of_turns = False
 
-    def plan_of(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
-        """The plan of a trace that needs ``outputs``, built if it is a new one."""
-        trie = self._recorder.trie
-        found: Kept | None = trie.find(trace.step, outputs)
-        if found is not None:
-            self._history.plan_hits += 1
-        else:
-            found = self._build(trace, outputs, reason)
-            dropped = trie.keep(trace.step, outputs, found, found.entry.nbytes)
-            self._client.entries.forget([old.entry for old in dropped])
-        self._history.last_plan = found.entry.plan
-        return found
+    def build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
+        """The plan of a trace that needs ``outputs``, from now on in the trie."""
+        plan = self._build(trace, outputs, reason)
+        dropped = self._recorder.trie.keep(trace.step, outputs, plan, plan.entry.nbytes)
+        self._client.entries.forget([old.entry for old in dropped])
+        return plan
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[CachedPlan]:
         """The plans there are, least recently used first."""
         return self._recorder.trie.kept()
-
-    def is_sharded(self, trace: Trace) -> bool:
-        """Whether anything in a trace is placed on the mesh."""
-        if self._mesh.ranks.world_size == 1:
-            return False
-        if any(remote.sharding is not None for _, remote in trace.inputs):
-            return True
-        return any(step.node is not None and step.node.op in MARKS for step in trace.step.path())
 
     # -- a new plan ----------------------------------------------------------------------
 
     @uncollected()
-    def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Kept:
+    def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
         begin = time.monotonic_ns()
         steps = trace.step.path()
         lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
@@ -129,7 +115,7 @@ class Planner:
             self._history.plans_built += 1
         self._tiers.built(entry)
         made = makers(steps)
-        return Kept(
+        return CachedPlan(
             entry,
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),

@@ -16,26 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
-from lazygt.graph.meta import TensorMeta
-from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import History, Probe
-from lazygt.planner import Kept, Planner, Stages
+from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
-from lazygt.record.context import NAME, current_session
+from lazygt.record.context import NAME, current_session, session_stack
 from lazygt.record.idle import Idle
 from lazygt.record.recorder import Recorder, recorder_of
-from lazygt.record.tensor import LazyTensor, Storage, viewer
-from lazygt.record.trace import Trace
+from lazygt.record.tensor import LazyTensor, viewer
 from lazygt.record.trie import TraceTrie
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.tiers import Compile, Tiers
-from lazygt.runtime.console import InstructionLog
+from lazygt.runtime.console import Console
 from lazygt.runtime.launch.interrupts import HOLD
 from lazygt.runtime.launch.opening import device_type, open_link
 from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.runtime.values import RemoteValue
-from lazygt.submit import Shipping
+from lazygt.submit import Submitter
 from lazygt.transfer import origins
 
 if TYPE_CHECKING:
@@ -57,13 +54,13 @@ class Session:
         self._logical = VirtualMesh.of(self.mesh, config.invariant)
         self._link = open_link(config, self.mesh)
         self.device_type = kind = device_type(config)
-        self._log = InstructionLog(config.log)
-        self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._log)
+        self._console = Console.of(config.log)
+        self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._console)
         trie = TraceTrie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
-        self.recorder = Recorder(self, trie, kind, config.ship_code)
+        self.recorder = Recorder(trie, kind, config.ship_code)
         self._tiers = Tiers(
             self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
             config.compile_timeout,
@@ -72,7 +69,7 @@ class Session:
         self._planner = Planner(
             config, self._logical, kind, self.recorder, self._client, self._tiers, self._history
         )
-        self._shipping = Shipping(
+        self._submitter = Submitter(
             config, self._logical, self.recorder, self._client, self._planner, self._tiers,
             self._history,
         )  # fmt: skip
@@ -90,7 +87,7 @@ class Session:
         self._check_open()
         device.open_session(self)
         if self._logical.ranks.world_size > 1:
-            self._hook = register_optimizer_step_post_hook(self._after_step)
+            self._hook = register_optimizer_step_post_hook(self._submitter.after_step)
         return self
 
     def __exit__(
@@ -128,7 +125,8 @@ class Session:
             self._tiers.close()
             self._link.close()
         self._client.close()
-        self._log.close()
+        if self._console is not None:
+            self._console.close()
 
     # -- sync points ---------------------------------------------------------------------
 
@@ -196,54 +194,15 @@ class Session:
         with self.recorder.lock, HOLD:
             return self._tiers.wait(timeout)
 
-    def after_backward(self) -> None:
-        """The sync point at the end of ``.backward()``.
-
-        A sharded step is shipped after its update: where gradients are reduced, and whether they
-        are cut into blocks, is decided together with what the optimizer does with them.
-        """
-        self._flush_after("backward", sharded=False)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The sync point at the end of an optimizer's step, of sharded programs only."""
-        self._flush_after("optimizer step", sharded=True)
-
-    def _flush_after(self, reason: str, sharded: bool) -> None:
-        recorder = self.recorder
-        if not self.config.flush_on_backward or recorder.closed:
-            return
-        if self._planner.is_sharded(recorder.trace) == sharded:
-            recorder.flush(reason)
-
     def _check_used(self) -> None:
         """For what makes sense in an entered session only."""
-        self._idle.used()
+        if not self._idle.entered:
+            self._idle.used()
         self._check_open()
 
     def _check_open(self) -> None:
         if self.recorder.closed:
             raise NoSession("this session is closed; open a new one with lazygt.session()")
-
-    # -- what the recorder asks for --------------------------------------------------------
-
-    def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
-        """Take a copy of a CPU tensor for the workers."""
-        value = self._client.upload(source, meta)
-        value.call_site = user_call_site(1)
-        return value
-
-    def ship(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
-        """Turn the trace into a run and begin a new one.
-
-        Returns:
-            The fetched CPU tensor, the Reply to a data-dependent op, or None.
-        """
-        with HOLD, self._history.flushing():
-            return self._shipping.ship(trace, reason, self.forced_by(), fetch, ask)
-
-    def forced_by(self) -> CallSite | None:
-        """The user's line that forces a flush now."""
-        return user_call_site(1) or self.recorder.backward_call_site
 
     # -- seeing --------------------------------------------------------------------------
 
@@ -297,7 +256,7 @@ class Session:
         """
         return self._kept(plan).decided
 
-    def _kept(self, plan: Plan) -> Kept:
+    def _kept(self, plan: Plan) -> CachedPlan:
         if not self.config.keep_stages:
             raise ValueError("stages() needs lazygt.session(keep_stages=True)")
         for kept in self._planner.kept():
@@ -397,8 +356,11 @@ def overseen(
 
 
 def _origin(tensor: LazyTensor) -> Workers | None:
-    session = recorder_of(tensor).sink
-    return session.origin if isinstance(session, Session) else None
+    recorder = recorder_of(tensor)
+    for session in session_stack:
+        if isinstance(session, Session) and session.recorder is recorder:
+            return session.origin
+    return None
 
 
 origins.BY_DEVICE[NAME] = _origin

@@ -1,4 +1,4 @@
-"""Shipping: from a recorded trace to a run on the workers, and back to what was asked of it."""
+"""Submit: from a recorded trace to a run on the workers, and back to what was asked of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lazygt.errors import ProtocolError, exception_class
 from lazygt.graph.mesh import VirtualMesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.regions import sent
-from lazygt.graph.source import CallSite
+from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import Flush, History
-from lazygt.planner import Kept, Planner
+from lazygt.planner import CachedPlan, Planner
 from lazygt.record.infer import learn
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import Storage
@@ -22,6 +22,7 @@ from lazygt.record.trace import Trace
 from lazygt.record.trie import Provenance
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
+from lazygt.runtime.launch.interrupts import HOLD
 from lazygt.runtime.messages import Made, Plain, Several
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 
@@ -37,58 +38,108 @@ class Reply(NamedTuple):
     written: list[tuple[TensorMeta, RemoteValue]]
 
 
-class Shipping:
-    """Ships one trace after another.
+class Submitter:
+    """Submits one trace after another: the sink of a session's recorder.
 
     Args:
-        mesh: the ranks that plans are made for, on the workers there are.
+        logical: the ranks that plans are made for, on the workers there are.
         history: gets the flushes.
+
+    Attributes:
+        mesh: the workers.
+        names_lines: whether flushes are told with the user's line that forces them.
     """
 
     def __init__(
         self,
         config: Config,
-        mesh: VirtualMesh,
+        logical: VirtualMesh,
         recorder: Recorder,
         client: Client,
         planner: Planner,
         tiers: Tiers,
         history: History,
     ) -> None:
-        self._mesh, self._recorder, self._client = mesh, recorder, client
+        self.mesh, self.names_lines = logical.workers, True
+        self._logical, self._recorder, self._client = logical, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
         #: one worker stands for all
         self._dry = config.launcher == "dry"
         #: a value may have several blocks on a worker
         self._in_blocks = bool(config.invariant)
+        self._flushes_on_backward = config.flush_on_backward
+        self._may_shard = logical.ranks.world_size > 1
+        recorder.sink = self
 
-    def ship(
-        self,
-        trace: Trace,
-        reason: str,
-        call_site: CallSite | None,
-        fetch: Storage | None,
-        ask: bool,
-    ) -> Any:
-        """See ``Session.ship``.
+    # -- what the recorder asks for --------------------------------------------------------
 
-        Args:
-            call_site: the user's line that forces it.
+    def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
+        """Take a copy of a CPU tensor for the workers."""
+        value = self._client.upload(source, meta)
+        value.call_site = user_call_site(1)
+        return value
+
+    def submit(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
+        """Turn the trace into a run and begin a new one.
+
+        Returns:
+            The fetched CPU tensor, the Reply to a data-dependent op, or None.
         """
+        with HOLD:
+            if self._history.probe is None:
+                return self._submit(trace, reason, fetch, ask)
+            with self._history.probe.flush(self._history.recent):
+                return self._submit(trace, reason, fetch, ask)
+
+    def after_backward(self) -> None:
+        """The sync point at the end of ``.backward()``.
+
+        A sharded step is submitted after its update: where gradients are reduced, and whether they
+        are cut into blocks, is decided together with what the optimizer does with them.
+        """
+        self._flush_after("backward", sharded=False)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The sync point at the end of an optimizer's step, of sharded programs only."""
+        self._flush_after("optimizer step", sharded=True)
+
+    def _flush_after(self, reason: str, sharded: bool) -> None:
+        recorder = self._recorder
+        if not self._flushes_on_backward or recorder.closed:
+            return
+        if (self._may_shard and recorder.trace.step.placed) == sharded:
+            recorder.flush(reason)
+
+    # -- one run -------------------------------------------------------------------------
+
+    def _submit(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
         storages, outputs = trace.alive()
         if not trace.call_sites and fetch is None and self._client.idle:
             return None
-        self._history.flushes[reason.split(":")[0]] += 1
-        hits = self._history.plan_hits
-        kept = self._planner.plan_of(trace, outputs, reason) if trace.call_sites else None
-        hit = self._history.plan_hits > hits
+        history, kept, hit = self._history, None, False
+        history.flushes[reason.split(":")[0]] += 1
+        if trace.call_sites:
+            kept = self._recorder.trie.find(trace.step, outputs)
+            hit = kept is not None
+            if kept is None:
+                kept = self._planner.build(trace, outputs, reason)
+            history.plan_hits += hit
+            history.last_plan = kept.entry.plan
         seq, values, provenance, regions = self._run(trace, kept, reason, fetch)
-        digest = None if kept is None else kept.entry.plan.digest
-        self._history.recent.append(
-            Flush(reason, call_site, len(trace.call_sites), digest, hit, seq)
+        forced_by = user_call_site(1) or self._recorder.backward_call_site
+        history.recent.append(
+            Flush(
+                reason,
+                forced_by if self.names_lines else None,
+                len(trace.call_sites),
+                None if kept is None else kept.entry.plan.digest,
+                hit,
+                seq,
+            )
         )
         if kept is not None:
-            self._tiers.ran(kept.entry)
+            if self._tiers.busy or kept.entry.runs <= self._tiers.settled:
+                self._tiers.ran(kept.entry)
             self._rebind(kept, outputs, storages, values, trace.call_sites)
         del values
         answer: Any = None
@@ -103,7 +154,7 @@ class Shipping:
         return answer
 
     def _run(
-        self, trace: Trace, kept: Kept | None, reason: str, fetch: Storage | None
+        self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
     ) -> tuple[int, list[RemoteValue], Provenance, Regions | None]:
         """Send the run of a trace and begin a new one; does not wait.
 
@@ -127,7 +178,7 @@ class Shipping:
         return seq, values, provenance, regions
 
     def _wanted(
-        self, fetch: Storage | None, trace: Trace, kept: Kept | None
+        self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
     ) -> tuple[tuple[int, ...], Regions | None]:
         """The ids that the fetched storage's blocks will have, and which ranks have what of it.
 
@@ -144,11 +195,11 @@ class Shipping:
             sharding = kept.sharding[position]
         if sharding is None or self._dry:
             return keys[:1], None
-        return keys, sent(self._mesh, sharding.placements, fetch.meta.shape)
+        return keys, sent(self._logical, sharding.placements, fetch.meta.shape)
 
     def _rebind(
         self,
-        kept: Kept,
+        kept: CachedPlan,
         outputs: tuple[int, ...],
         storages: list[Storage],
         values: list[RemoteValue],
@@ -174,10 +225,12 @@ class Shipping:
 
     def _wait(self, seq: int) -> dict[int, Answer]:
         """The answers to a run, of the ranks that were asked."""
+        probe = self._history.probe
+        if probe is None:
+            return self._client.wait(seq)
         begin = time.monotonic_ns()
         answers = self._client.wait(seq)
-        if self._history.probe is not None:
-            self._history.probe.did("wait for the answer", begin, {"run": seq})
+        probe.did("wait for the answer", begin, {"run": seq})
         return answers
 
     def _fetched(self, seq: int, storage: Storage, regions: Regions | None) -> torch.Tensor:

@@ -18,7 +18,6 @@ import typer
 from typer.core import TyperCommand
 
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.source import CallSite
 from lazygt.session import Session, overseen
 
 #: A script that imports lazygt opens its sessions itself.
@@ -65,20 +64,14 @@ def run_script(
 class _ScriptSession(Session):
     """The session around a script that opens none."""
 
-    ended = False
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.ended = True
+        self._submitter.names_lines = False  # none forces the last flush
         super().__exit__(kind, error, trace)
-
-    def forced_by(self) -> CallSite | None:
-        """None once the script has ended: no line of it forces the last flush."""
-        return None if self.ended else super().forced_by()
 
 
 def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:

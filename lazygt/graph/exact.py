@@ -13,11 +13,6 @@ from typing import Any
 _FORMAT = 2
 
 
-def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
-    """A row of numbers as bytes: equal bytes, equal types and bits."""
-    return dumps(numbers, _FORMAT)
-
-
 def exact(arg: Any) -> Any:
     """A node's argument as part of a key: equal for arguments that are the same."""
     kind = type(arg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 
 import torch
 
@@ -40,10 +41,16 @@ class TensorMeta:
     neg: bool = False
     #: row-major from offset 0 and no lazy bits: the shape and dtype say it all
     plain: bool = field(init=False, compare=False, repr=False)
+    #: number of elements, and their bytes (not those of the storage behind them)
+    numel: int = field(init=False, compare=False, repr=False)
+    nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         usual = self.stride == contiguous_stride(self.shape)
+        numel = prod(self.shape)
         object.__setattr__(self, "plain", usual and not (self.offset or self.conj or self.neg))
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:
@@ -51,19 +58,6 @@ class TensorMeta:
         return intern(
             tuple(t.shape), t.stride(), t.dtype, t.storage_offset(), t.is_conj(), t.is_neg()
         )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements (not of the storage behind them)."""
-        return self.numel * self.dtype.itemsize
 
     @property
     def extent(self) -> int:

@@ -21,6 +21,8 @@ class Recent(Generic[K, V]):
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        #: says that what is kept under a key was used
+        self.touch = self._kept.move_to_end
         #: of all that is kept
         self.nbytes = 0
 

@@ -21,7 +21,7 @@ from lazygt.graph.source import expand
 from lazygt.history import Flush
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
-from lazygt.runtime.console import InstructionLog
+from lazygt.runtime.console import Observer
 from lazygt.runtime.messages import Timings
 from lazygt.runtime.plan import Plan, PlanEntry
 from lazygt.session import Session
@@ -188,12 +188,13 @@ def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline
         yield timeline
 
 
-class Probe:
+class Probe(Observer):
     """Draws what one session does into a timeline, from ``attach`` to ``detach``."""
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
         self.timeline, self._client = timeline, client
-        self._log = client.log
+        self._before = client.observer
+        self.patience = None if self._before is None else self._before.patience
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
         self._session = timeline.session()
@@ -207,13 +208,11 @@ class Probe:
             process = "client" if pid == self._pid else f"worker {rank}"
             track = self._track(_WORKERS) + rank
             self.timeline.name(pid, track, process, self._title(f"worker {rank}"))
-        self._client.log = _Overheard(self._log, self)
-        self._client.timed = self._ran
+        self._client.observer, self.wants_timings = self, True
 
     def detach(self, compiles: Iterable[Compile]) -> None:
         """Draw the compiles that ended meanwhile, and leave the session as it was."""
-        self._client.timed = None
-        self._client.log = self._log
+        self._client.observer = self._before
         for each in compiles:
             end = int((each.at + each.took) * 1e9)
             if each.took and end >= self._begin:
@@ -249,21 +248,34 @@ class Probe:
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
         """A message has been sent or received."""
+        if self._before is not None:
+            self._before.message(direction, kind, rank, run, size, why)
         about = {"rank": rank, "run": run, "bytes": size, "why": why}
         self.timeline.instant(self._pid, self._track(_MESSAGES), f"{direction} {kind}", about)
 
-    def _ran(
-        self, rank: int, number: int, entry: PlanEntry | None, describe: Any, timings: Timings
+    def waiting(self, what: str) -> None:
+        """Nothing has come yet."""
+        if self._before is not None:
+            self._before.waiting(what)
+
+    def came(self) -> None:
+        """The wait has ended."""
+        if self._before is not None:
+            self._before.came()
+
+    def ran(
+        self, rank: int, run: int, entry: PlanEntry | None, describe: Any, timings: Timings
     ) -> None:
+        """Draw a timed run."""
         plan: Plan | None = None
         lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
         if entry is not None:
             plan, lines = entry.plans[entry.of(rank)], partial(describe.lines, rank)
         pid, track = self._pids[rank], self._track(_WORKERS) + rank
-        self.timeline.arrow(pid, track, self._arrow(number), timings.begin, True)
-        self.timeline.add(Run(pid, track, number, plan, lines, timings))
+        self.timeline.arrow(pid, track, self._arrow(run), timings.begin, True)
+        self.timeline.add(Run(pid, track, run, plan, lines, timings))
         if self.timeline.full:
-            self._client.timed = None
+            self.wants_timings = False
 
     def _span(self, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
         self.timeline.span(self._pid, self._track(track), name, begin, end, args)
@@ -276,16 +288,3 @@ class Probe:
 
     def _title(self, name: str) -> str:
         return f"session {self._session}: {name}"
-
-
-class _Overheard(InstructionLog):
-    """The session's log, with a probe that hears what is written."""
-
-    def __init__(self, log: InstructionLog, probe: Probe) -> None:
-        super().__init__(None)
-        self._log, self._probe = log, probe
-
-    def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
-        """Add a line, and a box."""
-        self._log.write(direction, kind, rank, run, size, why)
-        self._probe.message(direction, kind, rank, run, size, why)

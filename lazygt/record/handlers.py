@@ -315,7 +315,7 @@ def data_dependent(
     recorder: OpRecorder, trace: Trace, f: OpFacts, args: Args, kwargs: Kwargs
 ) -> Any:
     """Results that only the values can tell: ship the trace and ask."""
-    reply = recorder.sink.ship(trace, f"data-dependent: {f.name}", None, True)
+    reply = recorder.sink.submit(trace, f"data-dependent: {f.name}", None, True)
     targets = list(written_tensors(f, args, kwargs))
     results = sum(kind[0] != "w" for kind in f.outputs)
     if (len(reply.returned), len(reply.written)) != (results, len(targets)):

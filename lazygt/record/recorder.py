@@ -47,10 +47,10 @@ _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch
 class Recorder:
     """Records ops into the current trace, and says when it has to be shipped."""
 
-    def __init__(
-        self, sink: TraceSink, trie: TraceTrie, worker_device: str, ship_code: bool = True
-    ) -> None:
-        self.sink = sink
+    #: who submits the traces; takes its place itself
+    sink: TraceSink
+
+    def __init__(self, trie: TraceTrie, worker_device: str, ship_code: bool = True) -> None:
         self.definitions = Definitions(worker_device, ship_code)
         self.trie = trie
         #: what the workers compute on
@@ -303,7 +303,7 @@ class Recorder:
     def flush(self, reason: str) -> None:
         """Ship what is recorded, without waiting for it."""
         with self.lock:
-            self.sink.ship(self.trace, reason, None, False)
+            self.sink.submit(self.trace, reason, None, False)
 
     def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
         """The values of a handle as a CPU tensor of its own: ship, run, wait."""
@@ -317,7 +317,7 @@ class Recorder:
                 return storage.host.clone()
             elif storage.state in (State.BLANK, State.LOST):
                 self.trace.enter(storage)
-            value: torch.Tensor = self.sink.ship(self.trace, reason, storage, False)
+            value: torch.Tensor = self.sink.submit(self.trace, reason, storage, False)
             return value
 
     def before_backward(self) -> None:

@@ -33,7 +33,7 @@ class TraceSink(Protocol):
 
     mesh: Mesh
 
-    def ship(self, trace: Trace, reason: str, fetch: Any, ask: bool) -> Any:
+    def submit(self, trace: Trace, reason: str, fetch: Any, ask: bool) -> Any:
         """Turn a trace into a run; returns the reply when something is fetched or asked."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:

@@ -169,7 +169,7 @@ class TraceTrie:
                     outputs, found = have, plan
                     break
         if found is not None:
-            self._recent.get((id(step), outputs))
+            self._recent.touch((id(step), outputs))
         return found
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:

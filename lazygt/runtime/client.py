@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
-from lazygt.graph.exact import bits
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
-from lazygt.runtime.console import InstructionLog, WaitLine
+from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import (
@@ -26,18 +25,12 @@ from lazygt.runtime.messages import (
     Renew,
     Run,
     Swapped,
-    Timings,
     Write,
     Wrote,
-    decode,
-    encode,
 )
 from lazygt.runtime.plan import Entries, PlanEntry, again_message, swap_message
 from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
-from lazygt.runtime.wire import Buffer, Part
-
-#: Takes (rank, run, plan, who wrote it, timings) of a timed run.
-Timed = Callable[[int, int, PlanEntry | None, Describe | None, Timings], None]
+from lazygt.runtime.wire import Buffer, Part, bits, decode, encode
 
 
 @dataclass(slots=True)
@@ -82,17 +75,18 @@ class Client:
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
     """
 
-    def __init__(self, link: Link, max_ahead: int, shm_threshold: int, log: InstructionLog) -> None:
-        self.link, self.log = link, log
-        #: set while a profile is taken: runs are timed, and it is told the timings
-        self.timed: Timed | None = None
+    def __init__(
+        self, link: Link, max_ahead: int, shm_threshold: int, observer: Observer | None = None
+    ) -> None:
+        self.link = link
+        #: who is told of messages, waits and timed runs, if anybody looks
+        self.observer = observer
         self.counts = Counts()
         self.entries = Entries(link.world_size)
         #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
         self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
-        self._line = WaitLine()
         self._death: WorkerDied | None = None
         #: why no worker's answers can be relied on any more
         self._nonsense: ProtocolError | None = None
@@ -165,21 +159,23 @@ class Client:
         self.pump()
         if self._parted is not None:
             self._renew(self._parted)
+        outputs = 0
         if entry is not None:
-            self._send_plan(entry, why)
-        outputs = len(entry.plan.graph.outputs) if entry is not None else 0
+            outputs = len(entry.plan.graph.outputs)
+            if not entry.sent:
+                self._send_plan(entry, why)
         base = self._new_ids(outputs)
         self._seq += 1
         puts, buffers = self._uploads.take()
         run = Run(self._seq, base=base, puts=puts, fetches=fetches)
-        run.timed = self.timed is not None
+        run.timed = self.observer is not None and self.observer.wants_timings
         frees = sorted(drained(self._dead))
         if entry is None:
             run.frees = (0, tuple(frees)) if frees else None
         else:
             run.inputs = entry.inputs.encode(inputs, base)
             run.frees = entry.frees.encode(frees, base)
-            numbers = bits(params)
+            numbers = bits(params) if params else b""
             run.params = None if numbers == entry.numbers else params
             entry.numbers = numbers
             entry.runs += 1
@@ -214,8 +210,9 @@ class Client:
         fetches = run.fetches
         made: dict[Any, list[Buffer]] = {}
         messages = []
+        names: Sequence[bytes | None] = (None,) if entry is None else entry.names
         for rank in range(self.link.world_size):
-            run.digest = None if entry is None else entry.name(rank)
+            run.digest = names[rank if len(names) > 1 else 0]
             run.fetches = fetches if rank in ranks else ()
             run.releases = self._fetches.releases(rank)
             told = run.digest, run.fetches, run.releases
@@ -314,14 +311,13 @@ class Client:
         Args:
             groups: (fused node, artifact) pairs for each of ``entry.plans``.
         """
-        self._send_plan(entry, "swap")
+        if not entry.sent:
+            self._send_plan(entry, "swap")
         entry.swap = tuple(groups)
         for rank, frames in enumerate(self.entries.swap_messages(entry)):
             self._send("swap", rank, frames, "compiled")
 
     def _send_plan(self, entry: PlanEntry, why: str) -> None:
-        if entry.sent:
-            return
         messages = self.entries.plan_messages(entry)
         for rank, frames in enumerate(messages):
             self._send("plan", rank, frames, why)
@@ -354,7 +350,8 @@ class Client:
             raise
         self.counts.messages_sent += 1
         self.counts.bytes_sent += size
-        self.log.write("send", kind, rank, self._seq, size, why)
+        if self.observer is not None:
+            self.observer.message("send", kind, rank, self._seq, size, why)
 
     def order(self, rank: int, number: int, order: tuple[Any, ...]) -> None:
         """Have a worker write blocks for a transfer; ``written`` takes its answer."""
@@ -379,15 +376,18 @@ class Client:
 
     def _take_next(self) -> None:
         """Wait for one answer and take it."""
+        observer, message = self.observer, None
         try:
-            while True:
-                message = self._receive(self._line.patience)
-                if message is not None:
-                    self._take(message)
-                    return
-                self._line.update(f"{len(self._flights)} runs of {self.link.world_size} worker(s)")
+            while message is None:
+                message = self._receive(None if observer is None else observer.patience)
+                if message is None and observer is not None:
+                    observer.waiting(
+                        f"{len(self._flights)} runs of {self.link.world_size} worker(s)"
+                    )
         finally:
-            self._line.done()
+            if observer is not None:
+                observer.came()
+        self._take(message)
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
         """Act on what a worker says.
@@ -402,8 +402,9 @@ class Client:
         self.counts.bytes_received += size
         try:
             told = decode(frames, TO_CLIENT)
-            kind = type(told).__name__.lower()
-            self.log.write("receive", kind, rank, _number(told), size, "")
+            if self.observer is not None:
+                kind = type(told).__name__.lower()
+                self.observer.message("receive", kind, rank, _number(told), size, "")
             self._act(rank, told, frames[1:])
         except ProtocolError as error:
             self._nonsense = ProtocolError(
@@ -461,8 +462,8 @@ class Client:
         wanted = flight.fetches if rank in flight.asked else 0
         self._fetches.check(rank, done, buffers, wanted)
         flight.waiting.discard(rank)
-        if done.timings is not None and self.timed is not None:
-            self.timed(rank, done.seq, flight.entry, flight.describe, done.timings)
+        if done.timings is not None and self.observer is not None:
+            self.observer.ran(rank, done.seq, flight.entry, flight.describe, done.timings)
         for offset in done.releases:
             self._uploads.was_read(offset)
         if rank in flight.asked:
@@ -482,9 +483,8 @@ class Client:
         Raises:
             ExecutionError: naming the op and the user's line.
         """
-        error = self._failures.first
-        if error is not None:
-            self._raise(error)
+        if self._failures.unraised:
+            self._raise(self._failures.unraised[0])
 
     def _raise(self, error: ExecutionError) -> NoReturn:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""

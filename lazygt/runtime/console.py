@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from lazygt.runtime.failures import Describe
+    from lazygt.runtime.messages import Timings
+    from lazygt.runtime.plan import PlanEntry
 
 
 class InstructionLog:
-    """Writes to the path that ``LAZYGT_LOG`` names, or nowhere.
+    """Writes to the path that ``LAZYGT_LOG`` names.
 
     Fields: ``t`` (seconds since the log was opened), ``direction``, ``kind``, ``rank``, ``run``,
     ``bytes`` (of all frames; tensors in shared memory are not in them) and ``why``.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._file: IO[str] | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115
+    def __init__(self, path: str) -> None:
+        self._file: IO[str] | None = open(path, "a", buffering=1)  # noqa: SIM115
         self._start = time.monotonic()
 
     def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
@@ -80,3 +85,71 @@ class WaitLine:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
             self._shown = False
+
+
+class Observer:
+    """Who sees what a client does; this one minds nothing of it.
+
+    A client has one only where somebody looks: there is a log, a terminal, or a profile is taken.
+
+    Attributes:
+        patience: seconds of waiting until ``waiting`` is called, again and again; None: never.
+        wants_timings: whether runs are to be timed, for ``ran``.
+    """
+
+    patience: float | None = None
+    wants_timings = False
+
+    def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+        """A message has been sent or received."""
+
+    def waiting(self, what: str) -> None:
+        """Nothing has come yet."""
+
+    def came(self) -> None:
+        """The wait has ended."""
+
+    def ran(
+        self,
+        rank: int,
+        run: int,
+        entry: PlanEntry | None,
+        describe: Describe | None,
+        timings: Timings,
+    ) -> None:
+        """A worker has done a timed run, of a plan whose steps ``describe`` knows."""
+
+    def close(self) -> None:
+        """The session is closed."""
+
+
+class Console(Observer):
+    """The log and the waiting line of a session."""
+
+    def __init__(self, log: InstructionLog | None, line: WaitLine) -> None:
+        self._log, self._line = log, line
+        self.patience = line.patience
+
+    @staticmethod
+    def of(path: str | None) -> Console | None:
+        """What a session needs whose log goes to this path; None where nobody looks."""
+        log, line = InstructionLog(path) if path else None, WaitLine()
+        return Console(log, line) if log is not None or line.enabled else None
+
+    def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+        """See ``InstructionLog``."""
+        if self._log is not None:
+            self._log.write(direction, kind, rank, run, size, why)
+
+    def waiting(self, what: str) -> None:
+        """See ``WaitLine``."""
+        self._line.update(what)
+
+    def came(self) -> None:
+        """Wipe the line."""
+        self._line.done()
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._log is not None:
+            self._log.close()

@@ -39,7 +39,8 @@ class Failures:
     """The failures that are still to be raised, and the errors made of those before."""
 
     def __init__(self) -> None:
-        self._unraised: deque[ExecutionError] = deque()
+        #: oldest first
+        self.unraised: deque[ExecutionError] = deque()
         #: by run, rank and node
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
         #: of the group that there is now
@@ -52,7 +53,7 @@ class Failures:
     @property
     def first(self) -> ExecutionError | None:
         """The oldest that has not been raised yet."""
-        return self._unraised[0] if self._unraised else None
+        return self.unraised[0] if self.unraised else None
 
     def error(self, rank: int, failure: Failure) -> ExecutionError:
         """The error that stands for a failure: always the same one."""
@@ -114,7 +115,7 @@ class Failures:
         same = [e for e in errors if (e.op, e.where, e.kind) == (error.op, error.where, error.kind)]
         follows = error.kind in SHARED and errors
         if not same and not follows:
-            self._unraised.append(error)
+            self.unraised.append(error)
         self._errors[key] = error = next((e for e in same if e.rank != rank), error)
         if len(self._errors) > _KEPT:
             _, forgotten = self._errors.popitem(last=False)
@@ -131,7 +132,7 @@ class Failures:
             cause = self._cause(parted)
             raised = cause if same_run else _consequence(error, cause)
         if error.kind in SHARED or (self._break is not None and raised is self._cause(self._break)):
-            self._unraised = deque(e for e in self._unraised if e.kind not in SHARED)
+            self.unraised = deque(e for e in self.unraised if e.kind not in SHARED)
         self.drop(raised)
         return raised
 
@@ -142,7 +143,7 @@ class Failures:
 
     def drop(self, error: ExecutionError) -> None:
         """Do not raise this one: the caller reports it in another way."""
-        self._unraised = deque(e for e in self._unraised if e is not error)
+        self.unraised = deque(e for e in self.unraised if e is not error)
 
 
 def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:

@@ -8,15 +8,13 @@ ProtocolError.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
-from lazygt.runtime.wire import Buffer, Count, Part, encode_graph, pack, unpack
+from lazygt.runtime.wire import Buffer, Count, Part, encode, encode_graph
 
 #: The kind of failure of a collective: another rank's failure, most likely, is the cause.
 COLLECTIVE_ERROR = "CollectiveError"
@@ -25,7 +23,7 @@ MISMATCH = "CollectiveMismatch"
 
 #: What a plan is called.
 Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
-#: Of a list of ids; see ``Prediction``.
+#: Of a list of ids; see ``DeltaCodec``.
 Update = tuple[Literal[0, 1], tuple[Count, ...]]
 
 
@@ -232,23 +230,6 @@ class Relaid(Part, tag=11):
 
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
 TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid)
-_BY_TAG: dict[Any, type[Part]] = {
-    kind.__struct_config__.tag: kind for kind in (*TO_WORKER, *TO_CLIENT)
-}
-
-P = TypeVar("P")
-
-
-def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A message as it is sent.
-
-    Raises:
-        RuntimeError: a number in it does not fit into 64 bits.
-    """
-    try:
-        return [pack(message), *buffers]
-    except OverflowError as error:
-        raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
 
 
 def encode_plan(
@@ -266,32 +247,3 @@ def encode_plan(
     """
     frames: list[Buffer] = [encode_graph(graph), *([code] if code else [])]
     return encode(Ship(digest, fresh, tuple(forget), salt), frames)
-
-
-def decode(frames: Sequence[Buffer], kinds: Sequence[type[Part]]) -> Part:
-    """The message of these frames.
-
-    Args:
-        kinds: that it may be.
-
-    Raises:
-        ProtocolError: it is none of them.
-    """
-    header = unpack(frames[0]) if frames else None
-    tag = header[0] if type(header) is tuple and header else None
-    kind = _BY_TAG.get(tag) if type(tag) is int else None
-    if kind is None or kind not in kinds:
-        raise ProtocolError(f"unknown message kind {tag!r}")
-    return fitting(header, kind)
-
-
-def fitting(value: Any, kind: type[P]) -> P:
-    """What was unpacked, as what it is to be.
-
-    Raises:
-        ProtocolError: it does not fit.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"not a {kind.__name__} message: {error}") from error

@@ -18,8 +18,8 @@ from lazygt.graph.node import Graph, print_graph
 from lazygt.graph.verify import verify
 from lazygt.runtime import wire
 from lazygt.runtime.foreign import schema
-from lazygt.runtime.messages import Swap, encode, encode_plan
-from lazygt.runtime.wire import Buffer, Prediction, encode_graph, plan_name
+from lazygt.runtime.messages import Swap, encode_plan
+from lazygt.runtime.wire import Buffer, DeltaCodec, encode, encode_graph, plan_name
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class PlanEntry:
         "inputs",
         "names",
         "numbers",
+        "plan",
         "plans",
         "runs",
         "salt",
@@ -169,10 +170,12 @@ class PlanEntry:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
+        #: rank 0's
+        self.plan = self.plans[0]
         self.salt, self.names = _names(self.plans)
         #: for each of ``plans`` the foreign ops that it names
         self.foreign = tuple([schema.foreign_ops(plan.graph) for plan in self.plans])
-        self.inputs, self.frees = Prediction(), Prediction()
+        self.inputs, self.frees = DeltaCodec(), DeltaCodec()
         #: the bits of the last run's run-time numbers
         self.numbers: bytes | None = None
         self.sent = False
@@ -183,11 +186,6 @@ class PlanEntry:
         self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
         #: whether it has been decided what of it is compiled
         self.considered = False
-
-    @property
-    def plan(self) -> Plan:
-        """Rank 0's."""
-        return self.plans[0]
 
     @property
     def nbytes(self) -> int:
@@ -216,7 +214,7 @@ class Entries:
         #: no longer known; workers have not been told yet
         self._forgotten: list[PlanEntry] = []
         #: plans that are being swapped -> ranks that have not said so yet
-        self._swapping: dict[bytes, int] = {}
+        self.swapping: dict[bytes, int] = {}
 
     def __iter__(self) -> Iterator[PlanEntry]:
         """Oldest first."""
@@ -262,23 +260,18 @@ class Entries:
 
     def swap_messages(self, entry: PlanEntry) -> list[list[Buffer]]:
         """What has each rank run an entry's compiled code; the swap is under way from here on."""
-        self._swapping[entry.names[0]] = self._ranks
+        self.swapping[entry.names[0]] = self._ranks
         return [swap_message(entry, rank) for rank in range(self._ranks)]
 
     # -- swaps ---------------------------------------------------------------------------
 
-    @property
-    def swapping(self) -> bool:
-        """Whether some rank has yet to answer a swap."""
-        return bool(self._swapping)
-
     def swapped(self, rank: int, digest: bytes) -> None:
         """A rank has answered the swap of the plan that it knows by this name."""
         name = next((e.names[0] for e in self if e.name(rank) == digest), digest)
-        if name in self._swapping:
-            self._swapping[name] -= 1
-            if not self._swapping[name]:
-                del self._swapping[name]
+        if name in self.swapping:
+            self.swapping[name] -= 1
+            if not self.swapping[name]:
+                del self.swapping[name]
 
 
 def swap_message(entry: PlanEntry, rank: int) -> list[Buffer]:

@@ -13,7 +13,7 @@ import torch
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Sharding
-from lazygt.graph.meta import TensorMeta, contiguous_stride
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.regions import Region, joined
 from lazygt.graph.source import CallSite
 from lazygt.runtime import wire
@@ -126,7 +126,7 @@ class Fetches:
             if isinstance(item, Failure):
                 continue
             meta = item.meta
-            if meta.offset or meta.extent != meta.numel:
+            if not meta.plain and (meta.offset or meta.extent != meta.numel):
                 raise ProtocolError(f"the memory of a value has gaps: {meta}")
             if item.offset is not None:
                 self._check_room(rank, item.offset, meta.nbytes)
@@ -169,7 +169,7 @@ class Fetches:
         else:
             return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         typed = flat.view(meta.dtype)
-        if meta.stride == contiguous_stride(meta.shape):
+        if meta.plain:
             return typed.view(meta.shape)
         return typed.as_strided(meta.shape, meta.stride)
 

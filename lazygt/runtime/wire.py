@@ -8,10 +8,12 @@ schema raises ProtocolError, and its sender is dropped by the channel.
 from __future__ import annotations
 
 import hashlib
+import marshal
 from collections import deque
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from keyword import iskeyword
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgpack
 import msgspec
@@ -24,11 +26,16 @@ from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 #: Both sides compare it in their hello.
 VERSION = 4
 
+#: the last format of marshal that says only what a number is, and not how often Python holds it
+_MARSHAL = 2
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
+#: torch's own: a session has another in its place, which minds the default device
+_empty = torch.empty
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
+P = TypeVar("P")
 
 
 class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -165,6 +172,60 @@ def _meta_from(fields: Any) -> TensorMeta:
         raise ProtocolError(f"not a tensor meta: {fields!r}: {error}") from error
 
 
+def bits(numbers: tuple[bool | int | float | complex, ...]) -> bytes:
+    """A row of numbers as bytes: equal bytes, equal types and bits."""
+    return marshal.dumps(numbers, _MARSHAL)
+
+
+# -- messages ----------------------------------------------------------------------------
+
+
+def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+    """A message as it is sent.
+
+    Raises:
+        RuntimeError: a number in it does not fit into 64 bits.
+    """
+    try:
+        return [pack(message), *buffers]
+    except OverflowError as error:
+        raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
+
+
+def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
+    """The message of these frames.
+
+    Args:
+        kinds: that it may be.
+
+    Raises:
+        ProtocolError: it is none of them.
+    """
+    header = unpack(frames[0]) if frames else None
+    tag = header[0] if type(header) is tuple and header else None
+    kind = _by_tag(kinds).get(tag) if type(tag) is int else None
+    if kind is None:
+        raise ProtocolError(f"unknown message kind {tag!r}")
+    return fitting(header, kind)
+
+
+@cache
+def _by_tag(kinds: tuple[type[Part], ...]) -> dict[Any, type[Part]]:
+    return {kind.__struct_config__.tag: kind for kind in kinds}
+
+
+def fitting(value: Any, kind: type[P]) -> P:
+    """What was unpacked, as what it is to be.
+
+    Raises:
+        ProtocolError: it does not fit.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(f"not a {kind.__name__} message: {error}") from error
+
+
 # -- graphs ------------------------------------------------------------------------------
 
 
@@ -272,12 +333,12 @@ def received(data: Buffer) -> torch.Tensor:
 
     torch aligns its memory to 64 bytes, and BLAS kernels round differently on other addresses.
     """
-    flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    flat = _empty(len(data), dtype=torch.uint8, device="cpu")
     flat.numpy().data[:] = data
     return flat
 
 
-class Prediction:
+class DeltaCodec:
     """A list of ids that mostly repeats from run to run, sent as what is surprising in it.
 
     Both sides keep the last list. An id is expected to stay, or, if it moved with the base

@@ -42,12 +42,10 @@ from lazygt.runtime.messages import (
     Timings,
     Write,
     Wrote,
-    decode,
-    encode,
 )
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.wire import Buffer, Prediction
+from lazygt.runtime.wire import Buffer, DeltaCodec, decode, encode
 
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
@@ -63,7 +61,7 @@ class _Known:
     def __init__(self, own: bool) -> None:
         #: other ranks have other plans
         self.own = own
-        self.inputs, self.frees = Prediction(), Prediction()
+        self.inputs, self.frees = DeltaCodec(), DeltaCodec()
         self.params: tuple[Any, ...] = ()
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1

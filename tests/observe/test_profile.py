@@ -16,7 +16,8 @@ import lazygt
 from lazygt.observe import timeline as timelines
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.tiers import Compile
-from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings, decode, encode
+from lazygt.runtime.messages import TO_CLIENT, TO_WORKER, Done, Run, Timings
+from lazygt.runtime.wire import decode, encode
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,7 +22,8 @@ import lazygt
 from lazygt.errors import LazyGTError, ProtocolError
 from lazygt.runtime import wire
 from lazygt.runtime.launch.link import InlineLink
-from lazygt.runtime.messages import Renew, Swap, Write, encode
+from lazygt.runtime.messages import Renew, Swap, Write
+from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
 from lazygt.transfer.orders import Memory, Order
 

@@ -12,7 +12,6 @@ from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
 from lazygt.runtime.client import Client
-from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.failures import Failures
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
 from lazygt.runtime.plan import Entries, Plan
@@ -138,7 +137,7 @@ def test_blocks_that_nobody_asked_for_are_not_looked_at() -> None:
 
 
 def test_when_a_block_failed_the_others_give_their_room_back(arena) -> None:
-    client = Client(Link(arena), 8, 1 << 20, InstructionLog(None))
+    client = Client(Link(arena), 8, 1 << 20)
     lying = left_in(arena, torch.zeros(4))
     failed = Failure(0, "RuntimeError", "out of luck", seq=1)
     answers = {0: (Done(1, fetched=[failed]), []), 1: (Done(1, fetched=[lying]), [])}

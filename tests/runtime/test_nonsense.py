@@ -37,9 +37,8 @@ from lazygt.runtime.messages import (
     Timings,
     Write,
     Wrote,
-    decode,
-    encode,
 )
+from lazygt.runtime.wire import decode, encode
 from lazygt.runtime.worker import Worker
 from tests.runtime import nonsense
 

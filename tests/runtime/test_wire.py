@@ -14,8 +14,8 @@ from lazygt.errors import ProtocolError
 from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
-from lazygt.runtime.messages import TO_CLIENT, Put, Run, decode, encode, encode_plan
-from lazygt.runtime.wire import Prediction
+from lazygt.runtime.messages import TO_CLIENT, Put, Run, encode_plan
+from lazygt.runtime.wire import DeltaCodec, decode, encode
 from lazygt.runtime.worker import Worker
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
@@ -106,7 +106,7 @@ def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 9)), max_size=8))
 def test_both_sides_predict_the_same_ids(runs: list[tuple[list[int], int]]) -> None:
-    ours, theirs, base = Prediction(), Prediction(), 0
+    ours, theirs, base = DeltaCodec(), DeltaCodec(), 0
     for ids, step in runs:
         base += step
         assert theirs.decode(wire.unpack(wire.pack(ours.encode(ids, base))), base) == ids
@@ -114,6 +114,6 @@ def test_both_sides_predict_the_same_ids(runs: list[tuple[list[int], int]]) -> N
 
 
 def test_a_steady_loop_sends_no_ids() -> None:
-    prediction = Prediction()
+    prediction = DeltaCodec()
     updates = [prediction.encode([3, 10 + 5 * k, 11 + 5 * k], 15 + 5 * k) for k in range(5)]
     assert updates[2:] == [None, None, None]

@@ -82,6 +82,8 @@ class Tiers:
         compile_timeout: float,
     ) -> None:
         self.mode = mode
+        #: whether there is anything to do after any plan's run; of each, after the first ones
+        self.busy, self.settled = False, _SETTLED if mode != "off" else 0
         #: what was compiled, in the order in which it was asked for
         self.compiles: dict[str, Compile] = {}
         self._client = client
@@ -123,6 +125,11 @@ class Tiers:
             self._consider_hot()
         elif self._waiting and entry.runs == _SETTLED:
             self._swap_in()
+        self._note_work()
+
+    def _note_work(self) -> None:
+        swaps = self._client.entries.swapping or self._client.swap_errors
+        self.busy = bool(self._hot or self._compiler.pending or swaps)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled and everything compiled is swapped in.
@@ -145,6 +152,7 @@ class Tiers:
         self._swap_in(now=True)
         self._client.wait_swapped()
         self._report()
+        self._note_work()
         return True
 
     def close(self) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.exact import bits
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import Group
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
+from lazygt.runtime.wire import bits
 
 
 class CompiledExecutor(EagerExecutor):

@@ -18,8 +18,7 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.node import Graph
 from lazygt.graph.ops import Foreign, overload, title
-from lazygt.runtime.messages import fitting
-from lazygt.runtime.wire import Buffer, Part, pack, unpack
+from lazygt.runtime.wire import Buffer, Part, fitting, pack, unpack
 
 #: Tags that say something of an op's results; others are no worker's business.
 _TAGS = {

@@ -6,7 +6,9 @@ it happens. Every message that has arrived is delivered before any error is rais
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import threading
 import time
 import weakref
@@ -17,6 +19,7 @@ from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel, supervise
 from lazygt.runtime.launch.base import Launcher
 from lazygt.runtime.launch.channel import Frame
+from lazygt.runtime.launch.interrupts import HOLD
 from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.worker_pool import Crew, LinkSpec
 from lazygt.runtime.shared_memory import Arena
@@ -54,6 +57,10 @@ class ProcessLink:
         self._watch = supervise.Watch(
             spec.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
         )
+        #: rank -> when it was last heard, where the watch does not know yet
+        self._heard: dict[int, float] = {}
+        #: when the watch has to be asked again
+        self._look_at = 0.0
         self._deaths: dict[int, tuple[str, str]] = {}
         self._errors: deque[LazyGTError] = deque()
         #: rank -> why it listens to us no more
@@ -82,7 +89,7 @@ class ProcessLink:
         if rank in self._refused:
             raise self._refusal(rank)
         if self._crew.workers[rank].data.send(channel.DATA, frames):
-            self._crew.wake()
+            self._wake()
 
     def receive(
         self, timeout: float | None, beside: int | None = None
@@ -122,8 +129,9 @@ class ProcessLink:
         self._closed = True
         if not self._finalizer.alive:
             return
-        self._crew.wake()
+        self._wake()
         with self._receiving:
+            self._tell_watch()
             ranks = range(self.world_size)
             stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
             started = {rank for rank in ranks if self._watch.is_started(rank)}
@@ -154,13 +162,12 @@ class ProcessLink:
     def _open(self, rank: int, message: bytes) -> list[memoryview] | None:
         """The frames of a message for the session; None for one of our own."""
         kind, frames = channel.unpack(message)
-        now = time.monotonic()
+        now = self._hear(rank)
+        if kind == channel.DATA:
+            return frames
         if kind == channel.WELCOME:
             self._watch.handle(supervise.Welcomed(rank), now)
             return None
-        self._watch.handle(supervise.Heard(rank), now)
-        if kind == channel.DATA:
-            return frames
         text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
         self._refused[rank] = text
         raise self._refusal(rank)
@@ -172,22 +179,42 @@ class ProcessLink:
         """Wait until something happens; False when it is not to go on. Nothing has arrived yet."""
         self._take_pongs()
         now = time.monotonic()
-        self._look_for_work(now)
-        self._follow(self._watch.handle(supervise.Tick(), now))
+        if now >= self._look_at:
+            self._look(now)
         if self._errors:
             raise self._errors.popleft()
         left = None if until is None else until - now
         if left is None or left <= 0:
             self._raise_if_lost()
-        seconds = self._watch.seconds_to_next(now)
+        seconds = self._look_at - now
         if left is not None:
             seconds = min(seconds, max(left, 0))
-        ready, ended = self._crew.poll(seconds, beside)
-        for rank in ended:
-            self._bury(rank)
+        ready = self._poll(seconds, beside)
+        for fd in ready:
+            if fd in self._crew.rank_of:
+                self._bury(self._crew.rank_of[fd])
         if beside in ready:
             return False
         return bool(ready) or left is None or left > 0
+
+    def _poll(self, seconds: float, beside: int | None) -> list[int]:
+        """Wait for anything at all, also for another descriptor; those that can be read."""
+        poller, alarm = self._crew.poller, self._crew.alarm
+        if beside is not None:
+            poller.register(beside, select.POLLIN)
+        try:
+            ready = [fd for fd, _ in HOLD.wait(poller, math.ceil(seconds * 1000))]
+        finally:
+            if beside is not None:
+                poller.unregister(beside)
+        if alarm in ready:
+            os.eventfd_read(alarm)
+        return ready
+
+    def _wake(self) -> None:
+        """Make a `_poll` in another thread return."""
+        if self._crew.alarm >= 0:
+            os.eventfd_write(self._crew.alarm, 1)
 
     def _raise_if_lost(self) -> None:
         """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
@@ -195,6 +222,25 @@ class ProcessLink:
             raise self._died(min(self._deaths))
         if self._refused:
             raise self._refusal(min(self._refused))
+
+    def _look(self, now: float) -> None:
+        """Have the watch judge, as often as it wants to; what happens in between can wait."""
+        self._tell_watch()
+        self._look_for_work(now)
+        self._follow(self._watch.handle(supervise.Tick(), now))
+        self._look_at = now + self._watch.seconds_to_next(now)
+
+    def _hear(self, rank: int) -> float:
+        """Note that a worker gave a sign of life, now."""
+        self._heard[rank] = now = time.monotonic()
+        self._look_at = min(self._look_at, now + self._watch.silence)
+        return now
+
+    def _tell_watch(self) -> None:
+        """Tell the watch who was heard meanwhile."""
+        heard, self._heard = self._heard, {}
+        for rank, when in heard.items():
+            self._watch.handle(supervise.Heard(rank), when)
 
     def _look_for_work(self, now: float) -> None:
         """A worker that does not answer and works is busy."""
@@ -208,7 +254,7 @@ class ProcessLink:
         for rank, worker in enumerate(self._crew.workers):
             while worker.control.take(worker.pongs):
                 worker.pongs.clear()
-                self._watch.handle(supervise.Heard(rank), time.monotonic())
+                self._hear(rank)
 
     def _bury(self, rank: int) -> None:
         self._deaths[rank] = self._crew.bury(rank)

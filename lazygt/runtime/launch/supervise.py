@@ -107,7 +107,8 @@ class Watch:
     ) -> None:
         self._frozen_after = frozen_after
         self._start_timeout = max(start_timeout, frozen_after)
-        self._silence = min(frozen_after / 4, _LONGEST_SILENCE)
+        #: seconds until a quiet worker is pinged
+        self.silence = min(frozen_after / 4, _LONGEST_SILENCE)
         self._states = [_State(heard=now) for _ in range(world_size)]
         self._last_tick = now
         self._patient_until = now
@@ -150,7 +151,7 @@ class Watch:
 
     def _see_work(self, state: _State, now: float) -> None:
         if state.due is not None:
-            longer = now + self._deadline(state) - self._silence
+            longer = now + self._deadline(state) - self.silence
             state.due = max(state.due, min(longer, state.latest))
 
     def _end(self, rank: int) -> list[Instruction]:
@@ -171,9 +172,9 @@ class Watch:
     def _judge(self, rank: int, state: _State, now: float) -> list[Instruction]:
         deadline = self._deadline(state)
         if state.due is None:
-            if now - state.heard < self._silence:
+            if now - state.heard < self.silence:
                 return []
-            state.due = now + deadline - self._silence
+            state.due = now + deadline - self.silence
             state.latest = now + _BUSY_DEADLINES * deadline
             return [Ping(rank)]
         if now < state.due or now < self._patient_until:
@@ -191,5 +192,5 @@ class Watch:
 
     def _due(self, state: _State) -> float:
         if state.due is None:
-            return state.heard + self._silence
+            return state.heard + self.silence
         return max(state.due, self._patient_until)

@@ -4,7 +4,6 @@ back when they have ended.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import time
@@ -22,7 +21,6 @@ from lazygt.runtime.collectives.backends import backend_for, why_host
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec, Launcher, Process
 from lazygt.runtime.launch.channel import Address, Client, Keys, new_token
-from lazygt.runtime.launch.interrupts import HOLD
 from lazygt.runtime.launch.limits import check_room
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.procfs import Killings
@@ -158,15 +156,21 @@ class WorkerProcess:
 
 
 class Crew:
-    """All that must be given back: processes, sockets, arenas, the directory. No decisions."""
+    """All that must be given back: processes, sockets, arenas, the directory. No decisions.
+
+    Attributes:
+        poller: of all that may happen to the workers, and of ``alarm``.
+        rank_of: descriptor of a process, which can be read when it has ended -> rank.
+        alarm: an eventfd, or -1 once all is given back.
+    """
 
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []
         self.upload: Arena | None = None
+        self.poller = select.poll()
+        self.rank_of: dict[int, int] = {}
+        self.alarm = -1
         self._stack = ExitStack()
-        self._poller = select.poll()
-        self._pidfds: dict[int, int] = {}
-        self._wake = -1
         self._killings = Killings()
 
     def start(self, spec: LinkSpec, launcher: Launcher) -> None:
@@ -180,9 +184,9 @@ class Crew:
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stack.callback(context.destroy, 0)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stack.callback(self._close_wake)
-        self._poller.register(self._wake, select.POLLIN)
+        self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stack.callback(self._close_alarm)
+        self.poller.register(self.alarm, select.POLLIN)
         if spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
             self._stack.callback(self.upload.close)
@@ -209,8 +213,8 @@ class Crew:
             data = self._connect(context, boot, boot.data)
             control = self._connect(context, boot, boot.control)
             self.workers.append(WorkerProcess(process, data, control, fetch))
-        self._pidfds[process.pidfd] = rank
-        self._poller.register(process.pidfd, select.POLLIN)
+        self.rank_of[process.pidfd] = rank
+        self.poller.register(process.pidfd, select.POLLIN)
 
     def _connect(
         self, context: zmq.Context[zmq.Socket[bytes]], boot: Boot, address: Address
@@ -219,35 +223,13 @@ class Crew:
         token = bytes.fromhex(boot.token)
         client = Client(context, address.endpoint, token, key, boot.max_message)
         self._stack.callback(client.close)
-        self._poller.register(client.fd, select.POLLIN)
+        self.poller.register(client.fd, select.POLLIN)
         return client
-
-    def wake(self) -> None:
-        """Make a `poll` in another thread return."""
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
-
-    def poll(self, seconds: float, beside: int | None) -> tuple[set[int], list[int]]:
-        """Wait for anything at all, also for another descriptor.
-
-        Returns:
-            The descriptors that can be read, and the ranks whose process has ended.
-        """
-        if beside is not None:
-            self._poller.register(beside, select.POLLIN)
-        try:
-            ready = {fd for fd, _ in HOLD.wait(self._poller, math.ceil(seconds * 1000))}
-        finally:
-            if beside is not None:
-                self._poller.unregister(beside)
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        return ready, [self._pidfds[fd] for fd in ready if fd in self._pidfds]
 
     def bury(self, rank: int) -> tuple[str, str]:
         """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
         worker = self.workers[rank]
-        self._poller.unregister(worker.process.pidfd)
+        self.poller.unregister(worker.process.pidfd)
         # Its last messages may still be on their way through ZMQ's own thread.
         select.select([worker.data.fd], [], [], _LAST_WORDS_SECONDS)
         while worker.data.take(worker.inbox):
@@ -279,9 +261,9 @@ class Crew:
         """Give everything back. Idempotent."""
         self._stack.close()
 
-    def _close_wake(self) -> None:
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+    def _close_alarm(self) -> None:
+        alarm, self.alarm = self.alarm, -1
+        os.close(alarm)
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:

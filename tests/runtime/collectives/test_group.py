@@ -19,7 +19,8 @@ from lazygt.runtime import wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST, NCCL, backend_for, why_host
 from lazygt.runtime.launch import worker_pool
-from lazygt.runtime.messages import Renew, encode
+from lazygt.runtime.messages import Renew
+from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
 
 

@@ -98,17 +98,17 @@ def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stretch_that_is_being_planned_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_of = Planner.plan_of
+    build = Planner.build
     with lazygt.session(workers=1, threads=1) as s:
         first = torch.ones(3) + 1
         s.flush()  # unanswered: the next run looks for its answer first
 
         def planned(self: Planner, *args: Any) -> Any:
             interrupt()
-            return plan_of(self, *args)
+            return build(self, *args)
 
         x = first * 3
-        monkeypatch.setattr(Planner, "plan_of", planned)
+        monkeypatch.setattr(Planner, "build", planned)
         with pytest.raises(KeyboardInterrupt):
             x.tolist()
         monkeypatch.undo()
