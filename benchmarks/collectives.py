@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(self, rank: int, workers: int, place: Path) -> None:
         self._rank, self._workers, self._place = rank, workers, place
-        self._listener = listen_local(place / f"door{rank}").fd
+        self._listener = listen_local(place / f"rendezvous{rank}").fd
 
     def join(self) -> None:
         """Meet the others, all of which listen by now."""
@@ -53,14 +53,14 @@ class Rank:
 
         def shared(kind: str, buffer: Tensor, sent: Tensor) -> object:
             counts = [buffer.numel() // self._workers] * self._workers
-            carrier = line.carrier(buffer, buffer.nbytes)
+            backend = line.backend(buffer, buffer.nbytes)
             given: dict[str, tuple[Any, ...]] = {
                 "all_reduce": (buffer, "sum"),
                 "all_gather": (buffer, sent),
                 "reduce_scatter": (buffer, sent, "sum"),
                 "all_to_all": (buffer, sent, counts, counts),
             }
-            return getattr(carrier, kind)(*given[kind]).wait()
+            return getattr(backend, kind)(*given[kind]).wait()
 
         def plain(kind: str, buffer: Tensor, sent: Tensor) -> object:
             if kind == "all_reduce":

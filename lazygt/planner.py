@@ -22,7 +22,7 @@ from lazygt.record.trace import Trace
 from lazygt.record.trie import TrieNode, build_graph, line_of, lines_of, makers
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
-from lazygt.runtime.plan import Plan, PlanEntry
+from lazygt.runtime.plan import Plan, PlanRecord
 from lazygt.runtime.values import RemoteValue
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class CachedPlan(NamedTuple):
         stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
     """
 
-    entry: PlanEntry
+    entry: PlanRecord
     positions: dict[int, int]
     origins: tuple[tuple[int, ...], ...]
     makers: tuple[int, ...]

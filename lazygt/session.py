@@ -28,9 +28,9 @@ from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import Console
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.opening import device_type, open_link
-from lazygt.runtime.plan import Plan, PlanEntry
+from lazygt.runtime.plan import Plan, PlanRecord
 from lazygt.runtime.values import RemoteValue
 from lazygt.submit import Submitter
 from lazygt.transfer import origins
@@ -106,11 +106,11 @@ class Session:
     def close(self) -> None:
         """End the workers. Their values are lost. May be called twice."""
         try:
-            with self._closing, HOLD:
+            with self._closing, DEFER_INTERRUPT:
                 self._close()
         finally:
             if current_session() is None:
-                HOLD.give_back()
+                DEFER_INTERRUPT.give_back()
 
     def _close(self) -> None:
         if self.recorder.closed:
@@ -143,7 +143,7 @@ class Session:
             WorkerDied, WorkerFrozen: a worker is gone or does not answer.
         """
         self._check_used()
-        with self.recorder.lock, HOLD:
+        with self.recorder.lock, DEFER_INTERRUPT:
             self.recorder.flush("synchronize()")
             self._client.synchronize()
             self._client.raise_failure()
@@ -191,7 +191,7 @@ class Session:
             False when the time was not enough.
         """
         self._check_used()
-        with self.recorder.lock, HOLD:
+        with self.recorder.lock, DEFER_INTERRUPT:
             return self._tiers.wait(timeout)
 
     def _check_used(self) -> None:
@@ -226,7 +226,7 @@ class Session:
         """What it did, for those who ask."""
         return self._history
 
-    def entries(self) -> list[PlanEntry]:
+    def entries(self) -> list[PlanRecord]:
         """The plans that are kept, with what was shipped and run of each, oldest first."""
         return list(self._client.entries)
 

@@ -22,7 +22,7 @@ from lazygt.record.trace import Trace
 from lazygt.record.trie import Provenance
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import Made, Plain, Several
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 
@@ -85,7 +85,7 @@ class Submitter:
         Returns:
             The fetched CPU tensor, the Reply to a data-dependent op, or None.
         """
-        with HOLD:
+        with DEFER_INTERRUPT:
             if self._history.probe is None:
                 return self._submit(trace, reason, fetch, ask)
             with self._history.probe.flush(self._history.recent):

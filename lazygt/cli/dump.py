@@ -20,7 +20,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
-from lazygt.runtime.plan import Plan, PlanEntry, Schedule
+from lazygt.runtime.plan import Plan, PlanRecord, Schedule
 from lazygt.session import Session
 
 #: The stages that a plan goes through, some of them only on a mesh; from ``shard`` on it is rank
@@ -96,7 +96,7 @@ def _print_all(sessions: Iterable[Session], stage: str) -> None:
             _print_counts(session)
 
 
-def _print_plan(session: Session, entry: PlanEntry, number: int, stage: str) -> None:
+def _print_plan(session: Session, entry: PlanRecord, number: int, stage: str) -> None:
     plan = entry.plan
     typer.echo(f"# plan {number}: shipped {entry.ships} time(s), {entry.size} bytes; "
                f"run {entry.runs} time(s)")  # fmt: skip

@@ -23,7 +23,7 @@ from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import Observer
 from lazygt.runtime.messages import Timings
-from lazygt.runtime.plan import Plan, PlanEntry
+from lazygt.runtime.plan import Plan, PlanRecord
 from lazygt.session import Session
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.
@@ -264,7 +264,7 @@ class Probe(Observer):
             self._before.came()
 
     def ran(
-        self, rank: int, run: int, entry: PlanEntry | None, describe: Any, timings: Timings
+        self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
     ) -> None:
         """Draw a timed run."""
         plan: Plan | None = None

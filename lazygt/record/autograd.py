@@ -22,7 +22,7 @@ from lazygt.record.context import recorder, session_stack
 from lazygt.record.host_values import blank
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import LazyTensor
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _autograd: Any = torch.autograd
 _autograd_node = torch._C._current_autograd_node
@@ -39,7 +39,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return _engine_run_backward(outputs, *args, **kwargs)
     active = session_stack[-1].recorder
     nested = _autograd_node() is not None
-    HOLD.adopt()
+    DEFER_INTERRUPT.adopt()
     if not nested:
         active.before_backward()
     try:
@@ -52,7 +52,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if not nested:
         if kwargs.get("accumulate_grad"):
             active.after_backward()
-        HOLD.let_through()
+        DEFER_INTERRUPT.deliver()
     return result
 
 

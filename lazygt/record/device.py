@@ -31,7 +31,7 @@ from lazygt.record.formulas.recurrent import register_recurrent
 from lazygt.record.host_values import blank
 from lazygt.record.tensor import LazyTensor
 from lazygt.record.trace import closed_error
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _libraries: list[torch.library.Library] = []
 #: torch keeps bare pointers to them, so they must not be collected
@@ -43,7 +43,7 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
-    HOLD.adopt()
+    DEFER_INTERRUPT.adopt()
     session_stack.append(session)
     swap.patch()
     if session.config.default_device:

@@ -20,7 +20,7 @@ from lazygt.record.autograd import defer_hooks
 from lazygt.record.host_values import blank
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
 from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class, host_copy
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _tensor: Any = torch.Tensor
 _host_data: Any = _tensor.data
@@ -123,7 +123,7 @@ def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
     twin = blank(value._storage.owner, t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
-    with HOLD, torch._C.DisableTorchFunctionSubclass():
+    with DEFER_INTERRUPT, torch._C.DisableTorchFunctionSubclass():
         _exchange(t, twin, lazy_class(type(t)), grad)
         for name in OF_LAZY:
             t.__dict__[name] = twin.__dict__.pop(name)
@@ -137,7 +137,7 @@ def _to_host(t: LazyTensor, value: torch.Tensor) -> None:
     grad = None if t.grad is None else t.grad.to(value.device)
     # shape and dtype of the gradient, for a moment
     twin = torch.empty((), dtype=t.dtype, device=value.device).expand(t.size())
-    with HOLD, torch._C.DisableTorchFunctionSubclass():
+    with DEFER_INTERRUPT, torch._C.DisableTorchFunctionSubclass():
         _exchange(t, twin, host_class(t), grad)
         for name in OF_LAZY:
             twin.__dict__[name] = t.__dict__.pop(name)

@@ -1,4 +1,4 @@
-"""Client: the one who talks to the workers. Numbers runs and values, keeps what is in flight."""
+"""Client: the one who talks to the workers. Numbers runs and values, keeps what is in run_state."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lazygt.runtime.messages import (
     Write,
     Wrote,
 )
-from lazygt.runtime.plan import Entries, PlanEntry, again_message, swap_message
+from lazygt.runtime.plan import PlanRecord, PlanRecords, again_message, swap_message
 from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
 from lazygt.runtime.wire import Buffer, Part, bits, decode, encode
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlightRun:
     """A run that some ranks have not answered yet."""
 
-    entry: PlanEntry | None
+    entry: PlanRecord | None
     describe: Describe | None
     #: id of its first output
     base: int
@@ -82,7 +82,7 @@ class Client:
         #: who is told of messages, waits and timed runs, if anybody looks
         self.observer = observer
         self.counts = Counts()
-        self.entries = Entries(link.world_size)
+        self.entries = PlanRecords(link.world_size)
         #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
@@ -97,18 +97,18 @@ class Client:
         self._seq = 0
         self._next_id = 1
         self._dead: deque[int] = deque()
-        self._flights: OrderedDict[int, _Flight] = OrderedDict()
+        self._in_flight: OrderedDict[int, _InFlightRun] = OrderedDict()
         self._written: list[tuple[Any, ...]] = []
         #: number of the workers' process group
         self._group = 0
         #: id of the first value for which ranks may not have met, once one has left the group
-        self._parted: int | None = None
+        self._broken_since: int | None = None
 
     def close(self) -> None:
         """Forget what failed: a raised error holds the frames that it went through, and these the
         user's tensors, and they the session."""
         self._failures = Failures()
-        self._flights.clear()
+        self._in_flight.clear()
 
     # -- values --------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Client:
 
     def run(
         self,
-        entry: PlanEntry | None,
+        entry: PlanRecord | None,
         inputs: list[int],
         params: tuple[Any, ...],
         fetches: tuple[int, ...] = (),
@@ -157,8 +157,8 @@ class Client:
             ranks: those that send what is fetched, and whose answers are looked at.
         """
         self.pump()
-        if self._parted is not None:
-            self._renew(self._parted)
+        if self._broken_since is not None:
+            self._renew(self._broken_since)
         outputs = 0
         if entry is not None:
             outputs = len(entry.plan.graph.outputs)
@@ -183,7 +183,7 @@ class Client:
         self.counts.last_run = len(messages[0][0])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         everyone = set(range(self.link.world_size))
-        self._flights[self._seq] = _Flight(
+        self._in_flight[self._seq] = _InFlightRun(
             entry, describe, base, everyone, frozenset(ranks), len(fetches)
         )
         for rank, frames in enumerate(messages):
@@ -195,16 +195,16 @@ class Client:
 
         Until then some may still meet in the old one. Ranks whose plans differ are not to meet.
         """
-        if self._flights or self._failures.mismatched:
+        if self._in_flight or self._failures.mismatched:
             return
-        self._parted, self._group = None, self._group + 1
+        self._broken_since, self._group = None, self._group + 1
         self._failures.mended()
         for rank in range(self.link.world_size):
             frames = encode(Renew(self._group, since))
             self._send("renew", rank, frames, "a rank has left the process group")
 
     def _encoded(
-        self, run: Run, buffers: list[Buffer], entry: PlanEntry | None, ranks: Collection[int]
+        self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
     ) -> list[list[Buffer]]:
         """The message to each rank; ranks that are told the same get one object."""
         fetches = run.fetches
@@ -227,7 +227,7 @@ class Client:
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
-        while len(self._flights) > self._max_ahead:
+        while len(self._in_flight) > self._max_ahead:
             self._take_next()
 
     def wait(self, seq: int) -> dict[int, Answer]:
@@ -236,17 +236,17 @@ class Client:
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
-        flight = self._flights[seq]
+        run_state = self._in_flight[seq]
         try:
-            while len(flight.answers) < len(flight.asked):
+            while len(run_state.answers) < len(run_state.asked):
                 self._take_next()
         except BaseException:
             # Ctrl-C: the answer will come, and nobody will look at it
-            flight.abandoned = True
-            for rank, (done, _) in flight.answers.items():
+            run_state.abandoned = True
+            for rank, (done, _) in run_state.answers.items():
                 self._fetches.drop(rank, done)
             raise
-        return flight.answers
+        return run_state.answers
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run.
@@ -257,7 +257,7 @@ class Client:
         """
         if self._death is not None:
             raise self._death
-        while self._flights:
+        while self._in_flight:
             self._take_next()
 
     def wait_swapped(self) -> None:
@@ -271,7 +271,7 @@ class Client:
 
     def pump(self) -> None:
         """Take the answers that are there already."""
-        while self._flights or self.entries.swapping:  # a look costs a system call
+        while self._in_flight or self.entries.swapping:  # a look costs a system call
             message = self._receive(0)
             if message is None:
                 return
@@ -305,7 +305,7 @@ class Client:
 
     # -- plans ---------------------------------------------------------------------------
 
-    def swap(self, entry: PlanEntry, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
+    def swap(self, entry: PlanRecord, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Have every worker run compiled code from its next run of a plan on.
 
         Args:
@@ -317,7 +317,7 @@ class Client:
         for rank, frames in enumerate(self.entries.swap_messages(entry)):
             self._send("swap", rank, frames, "compiled")
 
-    def _send_plan(self, entry: PlanEntry, why: str) -> None:
+    def _send_plan(self, entry: PlanRecord, why: str) -> None:
         messages = self.entries.plan_messages(entry)
         for rank, frames in enumerate(messages):
             self._send("plan", rank, frames, why)
@@ -326,8 +326,8 @@ class Client:
 
     def _resend(self, rank: int, need: Need) -> None:
         """A rank has forgotten the plan of a run."""
-        flight = self._flights.get(need.seq)
-        entry = None if flight is None else flight.entry
+        run_state = self._in_flight.get(need.seq)
+        entry = None if run_state is None else run_state.entry
         if entry is None or entry.name(rank) != need.digest:
             raise ProtocolError("it asks for a plan that was never sent")
         frames = again_message(entry, rank)
@@ -336,7 +336,7 @@ class Client:
         if entry.swap:
             self._send("swap", rank, swap_message(entry, rank), "compiled")
 
-    def _shipped(self, entry: PlanEntry, frames: Sequence[Buffer], times: int) -> None:
+    def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
         entry.ships += times
         entry.size = sum(len(frame) for frame in frames)
@@ -382,7 +382,7 @@ class Client:
                 message = self._receive(None if observer is None else observer.patience)
                 if message is None and observer is not None:
                     observer.waiting(
-                        f"{len(self._flights)} runs of {self.link.world_size} worker(s)"
+                        f"{len(self._in_flight)} runs of {self.link.world_size} worker(s)"
                     )
         finally:
             if observer is not None:
@@ -431,10 +431,10 @@ class Client:
 
     def _left(self, told: Left) -> None:
         """A rank has left the group in a run; those before it may be under way on other ranks."""
-        if told.number != self._group or not self._flights:
+        if told.number != self._group or not self._in_flight:
             raise ProtocolError(f"it left process group {told.number} in no run")
-        if self._parted is None:
-            self._parted = next(flight.base for flight in self._flights.values())
+        if self._broken_since is None:
+            self._broken_since = next(run_state.base for run_state in self._in_flight.values())
 
     def _relaid(self, rank: int, told: Relaid) -> None:
         entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
@@ -456,24 +456,24 @@ class Client:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
-        flight = self._flights.get(done.seq)
-        if flight is None or rank not in flight.waiting:
+        run_state = self._in_flight.get(done.seq)
+        if run_state is None or rank not in run_state.waiting:
             raise ProtocolError(f"it answers run {done.seq}, which it was not asked")
-        wanted = flight.fetches if rank in flight.asked else 0
+        wanted = run_state.fetches if rank in run_state.asked else 0
         self._fetches.check(rank, done, buffers, wanted)
-        flight.waiting.discard(rank)
+        run_state.waiting.discard(rank)
         if done.timings is not None and self.observer is not None:
-            self.observer.ran(rank, done.seq, flight.entry, flight.describe, done.timings)
+            self.observer.ran(rank, done.seq, run_state.entry, run_state.describe, done.timings)
         for offset in done.releases:
             self._uploads.was_read(offset)
-        if rank in flight.asked:
-            flight.answers[rank] = done, buffers
-            if flight.abandoned:
+        if rank in run_state.asked:
+            run_state.answers[rank] = done, buffers
+            if run_state.abandoned:
                 self._fetches.drop(rank, done)
         for failure in done.failures:
-            self._failures.note(done.seq, rank, failure, flight.describe, flight.errors)
-        if not flight.waiting:
-            del self._flights[done.seq]
+            self._failures.note(done.seq, rank, failure, run_state.describe, run_state.errors)
+        if not run_state.waiting:
+            del self._in_flight[done.seq]
 
     # -- errors --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from lazygt.runtime.failures import Describe
     from lazygt.runtime.messages import Timings
-    from lazygt.runtime.plan import PlanEntry
+    from lazygt.runtime.plan import PlanRecord
 
 
 class InstructionLog:
@@ -113,7 +113,7 @@ class Observer:
         self,
         rank: int,
         run: int,
-        entry: PlanEntry | None,
+        entry: PlanRecord | None,
         describe: Describe | None,
         timings: Timings,
     ) -> None:

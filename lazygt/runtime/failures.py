@@ -45,7 +45,7 @@ class Failures:
         self._errors: OrderedDict[tuple[int, int, int], ExecutionError] = OrderedDict()
         #: of the group that there is now
         self._break: _Break | None = None
-        #: id of an error -> why the ranks had parted
+        #: id of an error -> why the ranks had broken
         self._breaks: dict[int, _Break] = {}
         #: whether ranks were found to hold different plans
         self.mismatched = False
@@ -84,11 +84,11 @@ class Failures:
             errors.append(error)
         if error.kind in SHARED:
             self.mismatched = self.mismatched or error.kind == MISMATCH
-            parted = self._parted(seq, errors)
+            broken = self._note_break(seq, errors)
             if known is not None:
-                self._breaks.setdefault(id(known), parted)
+                self._breaks.setdefault(id(known), broken)
 
-    def _parted(self, seq: int, errors: list[ExecutionError]) -> _Break:
+    def _note_break(self, seq: int, errors: list[ExecutionError]) -> _Break:
         """Note that ranks did not meet in a run; it may be an earlier one than was noted first."""
         if self._break is None:
             self._break = _Break(seq, errors)
@@ -124,22 +124,22 @@ class Failures:
 
     def take(self, error: ExecutionError) -> ExecutionError:
         """The failure to raise for this one: itself, its cause on another rank, or one that names
-        what parted the ranks in an earlier run. None of them is to be raised again.
+        what broken the ranks in an earlier run. None of them is to be raised again.
         """
-        parted, raised = self._breaks.get(id(error)), error
-        if parted is not None and error.kind == COLLECTIVE_ERROR:
-            same_run = any(e is error for e in parted.errors)
-            cause = self._cause(parted)
+        broken, raised = self._breaks.get(id(error)), error
+        if broken is not None and error.kind == COLLECTIVE_ERROR:
+            same_run = any(e is error for e in broken.errors)
+            cause = self._cause(broken)
             raised = cause if same_run else _consequence(error, cause)
         if error.kind in SHARED or (self._break is not None and raised is self._cause(self._break)):
             self.unraised = deque(e for e in self.unraised if e.kind not in SHARED)
         self.drop(raised)
         return raised
 
-    def _cause(self, parted: _Break) -> ExecutionError:
-        """What parted the ranks; the reason of an earlier break, if a value of then was used."""
-        earlier = self._breaks.get(id(parted.cause), parted)
-        return parted.cause if earlier is parted else self._cause(earlier)
+    def _cause(self, broken: _Break) -> ExecutionError:
+        """What broken the ranks; the reason of an earlier break, if a value of then was used."""
+        earlier = self._breaks.get(id(broken.cause), broken)
+        return broken.cause if earlier is broken else self._cause(earlier)
 
     def drop(self, error: ExecutionError) -> None:
         """Do not raise this one: the caller reports it in another way."""
@@ -152,7 +152,7 @@ def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
-    """A collective could not run, since ranks had parted for a cause in an earlier run."""
+    """A collective could not run, since ranks had broken for a cause in an earlier run."""
     after = "This was on its way already. The workers form a new group for what comes next"
     if cause.kind == MISMATCH:
         after = "Open a new session to run collectives again"

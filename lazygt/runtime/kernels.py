@@ -29,7 +29,7 @@ from lazygt.runtime.collectives import ops as collective_ops
 from lazygt.runtime.foreign import loader
 
 
-def twin(value: torch.Tensor) -> torch.Tensor:
+def clone(value: torch.Tensor) -> torch.Tensor:
     """A copy with the very same strides: kernels round differently on other layouts."""
     made = value.clone()
     if made.stride() == value.stride():
@@ -118,7 +118,7 @@ def check(name: str) -> None:
     if name.startswith("lazygt."):
         _ = KERNELS[name]
     elif "@" in name:
-        loader.learnt(name)
+        loader.loaded_op(name)
     else:
         overload(name)
 
@@ -143,7 +143,7 @@ def kernel(name: str) -> Callable[..., Any]:
     if name.startswith("lazygt."):
         return KERNELS[name]
     if "@" in name:
-        return loader.learnt(name).kernel
+        return loader.loaded_op(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
     found: Callable[..., Any] = overload(name)

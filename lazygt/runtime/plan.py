@@ -1,6 +1,6 @@
 """Plan: what a rank runs. Frozen, printable, priced and validated; also what travels.
 
-A `PlanEntry` is what the client keeps of the plans that the ranks run together, and what the
+A `PlanRecord` is what the client keeps of the plans that the ranks run together, and what the
 workers have been told of them.
 """
 
@@ -144,7 +144,7 @@ def _frees(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(values) for values in frees)
 
 
-class PlanEntry:
+class PlanRecord:
     """What the ranks run, with what they are known to remember of its last run.
 
     Args:
@@ -201,7 +201,7 @@ class PlanEntry:
         return self.names[self.of(rank)]
 
 
-class Entries:
+class PlanRecords:
     """The entries of the plans that may run again, and the swaps that are under way.
 
     Args:
@@ -210,26 +210,26 @@ class Entries:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._known: dict[bytes, PlanEntry] = {}
+        self._known: dict[bytes, PlanRecord] = {}
         #: no longer known; workers have not been told yet
-        self._forgotten: list[PlanEntry] = []
+        self._forgotten: list[PlanRecord] = []
         #: plans that are being swapped -> ranks that have not said so yet
         self.swapping: dict[bytes, int] = {}
 
-    def __iter__(self) -> Iterator[PlanEntry]:
+    def __iter__(self) -> Iterator[PlanRecord]:
         """Oldest first."""
         return iter(self._known.values())
 
-    def of(self, plans: Sequence[Plan]) -> PlanEntry:
+    def of(self, plans: Sequence[Plan]) -> PlanRecord:
         """The entry of the ranks' plans: the one there is for the same content, or a new one.
 
         Args:
             plans: each rank's, or one that all ranks run.
         """
-        entry = PlanEntry(plans)
+        entry = PlanRecord(plans)
         return self._known.setdefault(entry.names[0], entry)
 
-    def forget(self, entries: Sequence[PlanEntry]) -> None:
+    def forget(self, entries: Sequence[PlanRecord]) -> None:
         """Plans that will never be used again: workers drop them with the next plan."""
         for entry in entries:
             if self._known.get(entry.names[0]) is entry:
@@ -238,7 +238,7 @@ class Entries:
 
     # -- messages ------------------------------------------------------------------------
 
-    def plan_messages(self, entry: PlanEntry) -> list[list[Buffer]]:
+    def plan_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
         """What brings each rank its plan, and tells it which others to forget."""
         forgotten, self._forgotten = self._forgotten, []
         made: dict[int, list[Buffer]] = {}
@@ -258,7 +258,7 @@ class Entries:
                 )
         return [made[entry.of(rank)] for rank in range(self._ranks)]
 
-    def swap_messages(self, entry: PlanEntry) -> list[list[Buffer]]:
+    def swap_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
         """What has each rank run an entry's compiled code; the swap is under way from here on."""
         self.swapping[entry.names[0]] = self._ranks
         return [swap_message(entry, rank) for rank in range(self._ranks)]
@@ -274,13 +274,13 @@ class Entries:
                 del self.swapping[name]
 
 
-def swap_message(entry: PlanEntry, rank: int) -> list[Buffer]:
+def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
     """What has a rank run an entry's compiled code from its next run on."""
     which = entry.of(rank)
     return encode(Swap(entry.names[which], tuple(entry.swap[which])))
 
 
-def again_message(entry: PlanEntry, rank: int) -> list[Buffer]:
+def again_message(entry: PlanRecord, rank: int) -> list[Buffer]:
     """What brings a rank the plan that it has forgotten."""
     which = entry.of(rank)
     foreign = schema.encode(entry.foreign[which])

@@ -66,7 +66,7 @@ class _Known:
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1
         #: foreign ops that it names
-        self.learnt: list[loader.Learnt] = []
+        self.foreign_ops: list[loader.LoadedOp] = []
         self.mismatch: Failure | None = None
 
 
@@ -175,13 +175,13 @@ class Worker:
             self._known.pop(old, None)
         if message.fresh or digest not in self._known:
             self._known[digest] = _Known(bool(message.salt))
-        self._known[digest].learnt = ops
+        self._known[digest].foreign_ops = ops
         size = plan.graph.nbytes + sum(map(len, frames[2:]))
         self._executors.keep(digest, EagerExecutor(plan, self.device), size)
 
-    def _learn(self, definitions: Buffer) -> list[loader.Learnt]:
+    def _learn(self, definitions: Buffer) -> list[loader.LoadedOp]:
         """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
-        return loader.learn(definitions, self.device, self._takes_code)
+        return loader.load_ops(definitions, self.device, self._takes_code)
 
     def _swap(self, message: Swap) -> Swapped:
         """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
@@ -210,9 +210,9 @@ class Worker:
         """What tells the client, before the answer to a plan's first run, which of its results
         lie otherwise than the plan says."""
         executor = None if name is None else self._executors.get(name)
-        if name is None or executor is None or not executor.careful.relaid:
+        if name is None or executor is None or not executor.interpreter.relaid:
             return []
-        rows, executor.careful.relaid = executor.careful.relaid, []
+        rows, executor.interpreter.relaid = executor.interpreter.relaid, []
         # in compiled plans nodes have other numbers; their steps were compared before
         plain = executor.schedule is executor.plan.steps
         return [encode(Relaid(name, tuple(rows)))] if plain else []
@@ -348,7 +348,7 @@ class Worker:
     def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
         """Why the ranks must not run a plan that is new to them: they would not meet."""
         joined = group.current() if self.world_size > 1 else None
-        return None if joined is None else desync.mismatch(joined, run, plan.steps.graph, own)
+        return None if joined is None else desync.check(joined, run, plan.steps.graph, own)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         """The values of a run; what it overwrites without owning is copied."""
@@ -357,7 +357,7 @@ class Worker:
         for position in schedule.writes.owned_inputs:
             value, key = inputs[position], ids[position]
             if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
-                inputs[position] = kernels.twin(value)  # type: ignore[arg-type]
+                inputs[position] = kernels.clone(value)  # type: ignore[arg-type]
         return inputs
 
     def _isolated(

@@ -12,7 +12,7 @@ from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Replicate
 from lazygt.runtime.client import Client
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.values import RemoteValue
 from lazygt.transfer.orders import Order
 from lazygt.transfer.origins import Located, Written
@@ -49,18 +49,18 @@ class Workers:
 
     def order(self, rank: int, number: int, order: Order) -> None:
         """See `Origin`."""
-        with self._lock, HOLD:
+        with self._lock, DEFER_INTERRUPT:
             self._client.order(rank, number, order.packed)
 
     def answers(self, seconds: float) -> list[Written]:
         """See `Origin`."""
-        with self._lock, HOLD:
+        with self._lock, DEFER_INTERRUPT:
             return [Written(*each) for each in self._client.written(seconds)]
 
     def let_go(self, sender: str) -> None:
         """See `Origin`."""
         nothing = Order(sender, (), None, "none", ())
-        with self._lock, HOLD:
+        with self._lock, DEFER_INTERRUPT:
             for rank in range(self.mesh.world_size):
                 try:
                     self._client.order(rank, 0, nothing.packed)

@@ -51,7 +51,7 @@ def test_garbage_on_every_socket_of_a_running_session(
         s.synchronize()
         rounds = 0
         peers: list[zmq.Socket[bytes]] = []
-        for rank, worker in enumerate(s._link._crew.workers):  # type: ignore[attr-defined]
+        for rank, worker in enumerate(s._link._pool.workers):  # type: ignore[attr-defined]
             for client in (worker.data, worker.control):
                 key = keys[rank].public.encode() if keys else b""
                 for text in RAW:

@@ -40,7 +40,7 @@ def ask(link, *frames, rank=0):
 
 def wait_for_stderr(link, text, rank=0):
     """Until the worker has written it: it is inside its order now."""
-    process = link._crew.workers[rank].process
+    process = link._pool.workers[rank].process
     while text not in process.stderr_tail():
         time.sleep(0.005)
 
@@ -126,7 +126,7 @@ def test_what_arrived_before_a_death_is_delivered_before_the_error():
     with quick() as link:
         ask(link, "echo")
         link.send(0, [b"echo", b"first"])
-        worker = link._crew.workers[0]
+        worker = link._pool.workers[0]
         while not worker.data.take(worker.inbox):
             select.select([worker.data.fd], [], [], 0.01)  # edge-triggered: look now and then
         worker.process.kill()
@@ -199,7 +199,7 @@ import os, sys, time
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.worker_pool import LinkSpec
 link = ProcessLink(LinkSpec(world_size=2, threads=1, **{spec!r}))
-where = link._crew.workers[0].data._endpoint
+where = link._pool.workers[0].data._endpoint
 print(*link.pids, flush=True)
 print(where, flush=True)
 {then}
@@ -213,7 +213,7 @@ for rank in range(2):
 for rank in range(2):
     link.send(rank, [b"kernel", b"12000"])
 for rank in range(2):
-    while "begun" not in link._crew.workers[rank].process.stderr_tail():
+    while "begun" not in link._pool.workers[rank].process.stderr_tail():
         time.sleep(0.005)
 print("ready", flush=True)
 link.receive(None)
@@ -322,7 +322,7 @@ def test_a_forked_child_that_exits_does_not_end_the_workers():
 def test_strangers_on_a_real_worker(transport, which):
     with quick(transport=transport, frozen_after=0.5) as link:
         ask(link, "echo")
-        endpoint = getattr(link._crew.workers[0], which)._endpoint
+        endpoint = getattr(link._pool.workers[0], which)._endpoint
         context = zmq.Context()
         noise = context.socket(zmq.DEALER)
         noise.connect(endpoint)
@@ -342,7 +342,7 @@ def test_a_pong_is_only_for_the_owner():
         ask(link, "echo")
         context = zmq.Context()
         stranger = context.socket(zmq.DEALER)
-        stranger.connect(link._crew.workers[0].control._endpoint)
+        stranger.connect(link._pool.workers[0].control._endpoint)
         stranger.send(channel.pack(channel.PING))
         assert stranger.poll(20_000)
         kind, (text,) = channel.unpack(stranger.recv())

@@ -157,7 +157,7 @@ def test_strangers_reach_nothing_and_disturb_nothing(start: Start, calm: str) ->
     digest, report = attacked(start)
     assert report["user"] != os.geteuid()
     assert report["cycles"] > 3
-    assert len(report["tried"]) >= 7, "data, control and door of each worker, and the transfer's"
+    assert len(report["tried"]) >= 7, "data, control, rendezvous of each worker, and the transfer's"
     assert not [name for name in report["tried"] if name.startswith("tcp")]
     assert report["accepted"] == {}
     assert digest == calm

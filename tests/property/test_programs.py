@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lazygt
 from lazygt.graph import Graph, parse_graph
-from lazygt.runtime.executors.interpreter import Careful
+from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.wire import decode_graph, encode_graph
 from tests.property.programs import PROGRAMS, SYNCS, Step, run
@@ -89,7 +89,7 @@ def test_graphs_survive_text_and_wire(program: list[Step]) -> None:
 
 
 def interpreted(plan: Plan, inputs: list[torch.Tensor], params: tuple[Any, ...]) -> list[Any]:
-    careful = Careful(plan.steps, torch.device("cpu"))
+    careful = CheckedInterpreter(plan.steps, torch.device("cpu"))
     values: dict[int, Any] = dict(enumerate(t.clone() for t in inputs))
     torch.manual_seed(2)
     failures = careful.run(values, params, 0, check=False)

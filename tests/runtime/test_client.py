@@ -14,7 +14,7 @@ from lazygt.runtime import wire
 from lazygt.runtime.client import Client
 from lazygt.runtime.failures import Failures
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
-from lazygt.runtime.plan import Entries, Plan
+from lazygt.runtime.plan import Plan, PlanRecords
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.values import Fetches, Uploads, wanted
 
@@ -54,14 +54,14 @@ def forgotten(frames: list[wire.Buffer]) -> tuple[bytes, ...]:
 
 
 def test_one_entry_for_the_same_content() -> None:
-    entries = Entries(2)
+    entries = PlanRecords(2)
     entry = entries.of([plan("exp")])
     assert entries.of([plan("exp")]) is entry
     assert list(entries) == [entry]
 
 
 def test_a_rank_forgets_under_the_name_it_knows() -> None:
-    entries = Entries(2)
+    entries = PlanRecords(2)
     old, new = entries.of([plan("exp"), plan("sin")]), entries.of([plan("cos")])
     assert old.name(0) != old.name(1)
     entries.forget([old, old])
@@ -74,7 +74,7 @@ def test_a_rank_forgets_under_the_name_it_knows() -> None:
 
 
 def test_a_swap_ends_with_the_last_ranks_answer() -> None:
-    entries = Entries(2)
+    entries = PlanRecords(2)
     entry = entries.of([plan("exp"), plan("sin")])
     entry.swap = ((), ())
     entries.swap_messages(entry)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.collectives.sockets import PeerSocket
 
 #: Bytes to all other ranks together, up to which sockets are as fast as shared memory.
 SMALL = 1 << 20
@@ -36,7 +36,7 @@ class Work(Protocol):
         """
 
 
-class Carrier(Protocol):
+class Backend(Protocol):
     """Begins collectives of the ranks of one axis."""
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
@@ -57,7 +57,7 @@ class Carrier(Protocol):
 # -- sockets -----------------------------------------------------------------------------------
 
 
-class Sockets:
+class SocketBackend:
     """Every rank sends to every other, and reduces what comes, in the order of the ranks.
 
     So all get the same bits, which do not depend on what travels in one buffer. For CPU tensors.
@@ -66,7 +66,7 @@ class Sockets:
         peers: the ranks of the axis in their order; None is this one.
     """
 
-    def __init__(self, peers: Sequence[Peer | None]) -> None:
+    def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
         self.peers = tuple(peers)
         self._begun: deque[Incoming] = deque()
         self._failure: OSError | None = None
@@ -98,12 +98,12 @@ class Sockets:
         parts[me].copy_(pieces[me])
         return self._begin([_bytes(piece) for piece in pieces], parts)
 
-    def tell(self, text: str) -> Told:
+    def exchange_text(self, text: str) -> TextExchange:
         """Send a text to every other rank, in turn with the collectives; what they send is next.
 
         A rank that has left is not told: it may have told this one before.
         """
-        told = Told(self)
+        told = TextExchange(self)
         self._begun.append(told)
         for peer in self.peers:
             if peer is not None:
@@ -154,7 +154,7 @@ class Incoming:
     """
 
     def __init__(
-        self, line: Sockets, parts: Sequence[Any], then: Callable[[], object] | None = None
+        self, line: SocketBackend, parts: Sequence[Any], then: Callable[[], object] | None = None
     ) -> None:
         self.parts, self.arrived = parts, False
         self._line, self._then = line, then
@@ -164,22 +164,22 @@ class Incoming:
         if self._then is not None:
             self._then()
 
-    def read(self, peer: Peer, part: Any) -> None:
+    def read(self, peer: PeerSocket, part: Any) -> None:
         peer.receive(_bytes(part))
 
 
-class Told(Incoming):
+class TextExchange(Incoming):
     """A text of every other rank.
 
     Attributes:
         texts: by rank, once waited for.
     """
 
-    def __init__(self, line: Sockets) -> None:
+    def __init__(self, line: SocketBackend) -> None:
         super().__init__(line, line.peers)
         self.texts: dict[int, str] = {}
 
-    def read(self, peer: Peer, part: Any) -> None:
+    def read(self, peer: PeerSocket, part: Any) -> None:
         self.texts[peer.rank] = peer.receive_text()
 
 
@@ -240,7 +240,7 @@ _WIDER_YET = _WIDER | {torch.int16: torch.int32}
 _OF_TRUTH = {"sum": "max", "max": "max", "min": "min", "prod": "min"}
 
 
-class Torch:
+class TorchBackend:
     """NCCL, for tensors on a GPU."""
 
     def __init__(self, group: Any) -> None:
@@ -297,7 +297,7 @@ def _reducible(buffer: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     return (buffer if wider is None else buffer.to(wider)), op
 
 
-#: Sockets and shared memory of the host, from and to which tensors on a GPU are copied.
+#: SocketBackend and shared memory of the host, from and to which tensors on a GPU are copied.
 HOST = "host"
 #: The same, and for tensors on GPUs torch.distributed.
 NCCL = "nccl"
@@ -330,7 +330,7 @@ def why_host(device: str, world_size: int, gpus: int) -> str:
     return ""
 
 
-class Outbox:
+class PendingSends:
     """Sends on their way, with the memory that they are read from."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lazygt.errors import LazyGTError
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_
-from lazygt.runtime.collectives.backends import Told
+from lazygt.runtime.collectives.backends import TextExchange
 from lazygt.runtime.collectives.group import Group
 from lazygt.runtime.messages import MISMATCH, Failure
 
@@ -58,7 +58,7 @@ def _what(node: Node) -> str:
     return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
 
 
-def mismatch(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
+def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
     """Compare a rank's plan with those of all ranks that it meets; None: they agree.
 
     If they do not, this rank leaves the group: others, who agree with it, are about to wait.
@@ -91,12 +91,14 @@ def _difference(group: Group, run: int, mine: list[Met], own: bool) -> Failure |
     return None
 
 
-def _tell(group: Group, axis: str, run: int, mine: list[Met]) -> Told:
+def _tell(group: Group, axis: str, run: int, mine: list[Met]) -> TextExchange:
     rows = [str(run), *(met.text for met in mine if met.axis == axis)]
-    return group.line(axis).sockets.tell("\n".join(rows))
+    return group.line(axis).sockets.exchange_text("\n".join(rows))
 
 
-def _compared(group: Group, mine: list[Met], theirs: Told, run: int, axis: str) -> Failure | None:
+def _compared(
+    group: Group, mine: list[Met], theirs: TextExchange, run: int, axis: str
+) -> Failure | None:
     """What others have told against what this rank is about to run, on one axis."""
     node = mine[0].node if mine else 0
     try:

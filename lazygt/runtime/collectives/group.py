@@ -24,9 +24,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.collectives.backends import HOST, NCCL, SMALL, Carrier, Outbox, Sockets, Torch
-from lazygt.runtime.collectives.shared_backend import Shared
-from lazygt.runtime.collectives.sockets import Door, Ends, Peer
+from lazygt.runtime.collectives.backends import (
+    HOST,
+    NCCL,
+    SMALL,
+    Backend,
+    PendingSends,
+    SocketBackend,
+    TorchBackend,
+)
+from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
+from lazygt.runtime.collectives.sockets import Ends, PeerSocket, Rendezvous
 
 if TYPE_CHECKING:
     from lazygt.runtime.launch.base import GroupSpec
@@ -45,22 +53,22 @@ class AxisGroup:
 
     size: int
     index: int
-    sockets: Sockets
-    shared: Shared
-    singles: tuple[Peer | None, ...]
+    sockets: SocketBackend
+    shared: SharedMemoryBackend
+    singles: tuple[PeerSocket | None, ...]
     group: Any = None
 
-    def carrier(self, buffer: torch.Tensor, nbytes: int) -> Carrier:
+    def backend(self, buffer: torch.Tensor, nbytes: int) -> Backend:
         """Who carries ``nbytes`` to each rank; equal on all ranks, as they must choose alike."""
         if buffer.device.type != "cpu":
-            return Torch(self.group)
+            return TorchBackend(self.group)
         return self.sockets if (self.size - 1) * nbytes <= SMALL else self.shared
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors travel from this device; else by way of the host's memory."""
         return self.group is not None or device.type == "cpu"
 
-    def single(self, index: int) -> Peer:
+    def single(self, index: int) -> PeerSocket:
         """What carries values to another rank of the axis alone."""
         peer = self.singles[index]
         if peer is None:
@@ -73,17 +81,22 @@ class Group:
 
     Args:
         spec: the backend, where the ranks meet, and how many seconds they wait.
-        door: where other ranks find this one.
+        rendezvous: where other ranks find this one.
         number: how many groups the session had before: none of them is of any use any more.
     """
 
     def __init__(
-        self, spec: GroupSpec, rank: int, world_size: int, door: Door, number: int = 0
+        self, spec: GroupSpec, rank: int, world_size: int, rendezvous: Rendezvous, number: int = 0
     ) -> None:
-        self._spec, self._rank, self._world_size, self._door = spec, rank, world_size, door
+        self._spec, self._rank, self._world_size, self._rendezvous = (
+            spec,
+            rank,
+            world_size,
+            rendezvous,
+        )
         self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
         #: what NCCL is sending to single ranks, of any axis
-        self.outbox = Outbox()
+        self.pending_sends = PendingSends()
         self._left = False
         self._lines: dict[str, AxisGroup] = {}
         self._ends: dict[int, Ends] = {}
@@ -143,7 +156,7 @@ class Group:
         """Leave this group and begin to join the session's next one, as all ranks do."""
         self._thread.join()  # each wait in it ends with the group's timeout
         self.abandon("the ranks form a new one")
-        return Group(self._spec, self._rank, self._world_size, self._door, number)
+        return Group(self._spec, self._rank, self._world_size, self._rendezvous, number)
 
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
@@ -151,7 +164,7 @@ class Group:
             self._leave(dist.destroy_process_group)
 
     def _leave(self, end: Callable[[], object]) -> None:
-        self.outbox.close()
+        self.pending_sends.close()
         for ends in self._ends.values():
             for peer in ends:
                 peer.close()
@@ -163,7 +176,7 @@ class Group:
 
     def _join(self) -> None:
         try:
-            self._ends = self._door.meet(self.number, self._others())
+            self._ends = self._rendezvous.meet(self.number, self._others())
             if self.nccl:
                 self._join_nccl()
             for axis in self.mesh.names:  # every rank makes every group, in the same order
@@ -216,8 +229,8 @@ class Group:
         return AxisGroup(
             len(mine),
             mine.index(self.rank),
-            Sockets([end and end.small for end in ends]),
-            Shared([end and end.large for end in ends]),
+            SocketBackend([end and end.small for end in ends]),
+            SharedMemoryBackend([end and end.large for end in ends]),
             tuple(end and end.single for end in ends),
             self._torch_group(mesh, axis, mine) if self.nccl else None,
         )
@@ -260,12 +273,14 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int) -> None:
     """Begin to join this process's group, without waiting.
 
     Args:
-        listener: a descriptor of the socket at ``spec.door(rank)``.
+        listener: a descriptor of the socket at ``spec.rendezvous(rank)``.
     """
     global _current
     if spec.backend == HOST:
         keep_apart(rank, world_size)
-    _current = Group(spec, rank, world_size, Door(rank, listener, spec.door, spec.timeout))
+    _current = Group(
+        spec, rank, world_size, Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
+    )
 
 
 def _own() -> Group:
@@ -292,13 +307,13 @@ def line(axis: str) -> AxisGroup:
     return _own().line(axis)
 
 
-def outbox() -> Outbox:
+def pending_sends() -> PendingSends:
     """What this worker is sending to single others.
 
     Raises:
         LazyGTError: this worker has no group.
     """
-    return _own().outbox
+    return _own().pending_sends
 
 
 def current() -> Group | None:

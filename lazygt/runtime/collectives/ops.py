@@ -26,11 +26,11 @@ Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class AsyncCollective:
     """A collective under way; its buffer carries it until the wait.
 
     Attributes:
-        work: the carrier's.
+        work: the backend's.
         sent: what is being sent, lest it be freed.
         unpack: the results, from the buffer that has arrived.
     """
@@ -49,10 +49,10 @@ def launch(
     staged = not line.carries(device)
     if staged:
         values = [value.cpu() for value in values]
-    buffer, flight = _STARTS[kind](values, moves, op, line)
+    buffer, collective = _STARTS[kind](values, moves, op, line)
     if staged:
-        flight = _returning(flight, device)
-    buffer.flight = flight  # type: ignore[attr-defined]
+        collective = _returning(collective, device)
+    buffer.collective = collective  # type: ignore[attr-defined]
     return buffer
 
 
@@ -66,8 +66,8 @@ def launch_(
         _launch_staged(value, str(op), line)
         return
     flat = value.view(-1)
-    work = line.carrier(flat, flat.nbytes).all_reduce(flat, str(op))
-    value.flight = Flight(work, None, _nothing)  # type: ignore[attr-defined]
+    work = line.backend(flat, flat.nbytes).all_reduce(flat, str(op))
+    value.collective = AsyncCollective(work, None, _nothing)  # type: ignore[attr-defined]
 
 
 def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
@@ -83,17 +83,17 @@ def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
         value.copy_(host)
         return []
 
-    work = line.carrier(flat, flat.nbytes).all_reduce(flat, op)
-    value.flight = Flight(work, flat, unpack)  # type: ignore[attr-defined]
+    work = line.backend(flat, flat.nbytes).all_reduce(flat, op)
+    value.collective = AsyncCollective(work, flat, unpack)  # type: ignore[attr-defined]
 
 
-def _returning(flight: Flight, device: torch.device) -> Flight:
-    """A flight whose results go back to the device that they came from."""
+def _returning(collective: AsyncCollective, device: torch.device) -> AsyncCollective:
+    """A collective whose results go back to the device that they came from."""
 
     def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [made.to(device) for made in flight.unpack(buffer)]
+        return [made.to(device) for made in collective.unpack(buffer)]
 
-    return Flight(flight.work, flight.sent, unpack)
+    return AsyncCollective(collective.work, collective.sent, unpack)
 
 
 def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int], axis: str) -> Any:
@@ -107,11 +107,11 @@ def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int]
         LazyGTError: the buffer is not under way.
         OSError, RuntimeError: another rank has left, or did not come in time.
     """
-    flight: Flight | None = buffer.__dict__.pop("flight", None)
-    if flight is None:
+    collective: AsyncCollective | None = buffer.__dict__.pop("collective", None)
+    if collective is None:
         raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
-    flight.work.wait()
-    made = flight.unpack(buffer)
+    collective.work.wait()
+    made = collective.unpack(buffer)
     for position in kept:
         made[position] = made[position].clone()
     return made[0] if len(made) == 1 else made
@@ -125,9 +125,9 @@ def at_once(
     return made
 
 
-# -- the kinds: each gives the buffer that it receives into, and its flight ------------------------
+# -- the kinds: each gives the buffer that it receives into, and the collective --------------------
 
-Started = tuple[torch.Tensor, Flight]
+Started = tuple[torch.Tensor, AsyncCollective]
 
 
 def _all_reduce(
@@ -141,8 +141,8 @@ def _all_reduce(
         where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
         buffer = values[0].new_empty(where.total)
         _pack(_parts(buffer, where, shapes), values)
-    work = line.carrier(buffer, buffer.nbytes).all_reduce(buffer, str(op))
-    return buffer, Flight(work, None, lambda made: _parts(made, where, shapes))
+    work = line.backend(buffer, buffer.nbytes).all_reduce(buffer, str(op))
+    return buffer, AsyncCollective(work, None, lambda made: _parts(made, where, shapes))
 
 
 def _all_gather(
@@ -172,8 +172,8 @@ def _all_gather(
             )
         ]
 
-    work = line.carrier(sent, sent.nbytes).all_gather(buffer, sent)
-    return buffer, Flight(work, sent, unpack)
+    work = line.backend(sent, sent.nbytes).all_gather(buffer, sent)
+    return buffer, AsyncCollective(work, sent, unpack)
 
 
 def _reduce_scatter(
@@ -198,8 +198,8 @@ def _reduce_scatter(
             for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
         ]
 
-    work = line.carrier(buffer, buffer.nbytes).reduce_scatter(buffer, sent, str(op))
-    return buffer, Flight(work, sent, unpack)
+    work = line.backend(buffer, buffer.nbytes).reduce_scatter(buffer, sent, str(op))
+    return buffer, AsyncCollective(work, sent, unpack)
 
 
 def _all_to_all(
@@ -226,8 +226,8 @@ def _all_to_all(
     shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
     largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
     out = [piece.numel() for piece in pieces]
-    work = line.carrier(buffer, largest).all_to_all(buffer, sent, counts, out)
-    return buffer, Flight(work, sent, unpack)
+    work = line.backend(buffer, largest).all_to_all(buffer, sent, counts, out)
+    return buffer, AsyncCollective(work, sent, unpack)
 
 
 _STARTS: dict[str, Callable[..., Started]] = {
@@ -331,7 +331,7 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
     if flat.device.type == "cpu":
         line.single(peer).send(flat.numpy().data, given=True)
     else:
-        group.outbox().keep(dist.isend(flat, group=line.group, group_dst=peer), data)
+        group.pending_sends().keep(dist.isend(flat, group=line.group, group_dst=peer), data)
 
 
 def recv(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
-from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.collectives.sockets import PeerSocket
 from lazygt.runtime.shared_memory import ALIGNMENT, Arena
 
 SLOT_BYTES = 4 << 20
@@ -36,7 +36,7 @@ _TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, 
 Parts = list[torch.Tensor]
 
 
-class Shared:
+class SharedMemoryBackend:
     """This rank's end of an axis. For CPU tensors.
 
     Args:
@@ -46,7 +46,7 @@ class Shared:
         OSError: another rank has left, or did not come in time.
     """
 
-    def __init__(self, peers: Sequence[Peer | None]) -> None:
+    def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
         self._peers = tuple(peers)
         self._me = self._peers.index(None)
         self._piece = SLOT_BYTES // len(self._peers) // ALIGNMENT * ALIGNMENT
@@ -60,21 +60,21 @@ class Shared:
         self._failure: BaseException | None = None
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
-        """See `Carrier`."""
+        """See `Backend`."""
         return self._begin(lambda: self._all_reduce(buffer, op))
 
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        """See `Carrier`."""
+        """See `Backend`."""
         return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        """See `Carrier`."""
+        """See `Backend`."""
         return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
 
     def all_to_all(
         self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
     ) -> Work:
-        """See `Carrier`."""
+        """See `Backend`."""
         parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
         pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
         return self._begin(lambda: self._all_to_all(parts, pieces))
@@ -227,7 +227,7 @@ class Shared:
 
 
 class _Task:
-    """A collective that a `Shared` does."""
+    """A collective that a `SharedMemoryBackend` does."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
@@ -246,7 +246,7 @@ class _Task:
             raise self._failure
 
 
-def _exchanged(peers: Sequence[Peer | None], fd: int) -> Iterator[Arena]:
+def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
     """The memory of the other ranks, in their order; this rank's is sent to them."""
     there = [peer for peer in peers if peer is not None]
     for peer in there:

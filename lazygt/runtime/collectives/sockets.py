@@ -29,7 +29,7 @@ _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _TIME = struct.Struct("ll")  # seconds, microseconds
 
 
-class Peer:
+class PeerSocket:
     """Another rank, at the other end of a socket.
 
     Args:
@@ -173,19 +173,19 @@ class Ends(NamedTuple):
         single: carries what goes to that rank alone.
     """
 
-    small: Peer
-    large: Peer
-    single: Peer
+    small: PeerSocket
+    large: PeerSocket
+    single: PeerSocket
 
 
-class Door:
+class Rendezvous:
     """Where other ranks find this one, in this group and in all later ones.
 
     The client has made the sockets before any rank starts, in a directory that only its user can
-    enter; so nobody waits for a door to appear, and no one else can knock.
+    enter; so nobody waits for a socket to appear, and no one else can connect.
 
     Args:
-        listener: a descriptor of this rank's own socket; the door closes it.
+        listener: a descriptor of this rank's own socket, closed with this.
         place_of: where the socket of a rank lies.
         timeout: seconds to wait for another rank.
     """
@@ -224,7 +224,7 @@ class Door:
             raise
         ends = range(len(Ends._fields))
         return {
-            rank: Ends(*(Peer(found[rank, which], rank, self._timeout) for which in ends))
+            rank: Ends(*(PeerSocket(found[rank, which], rank, self._timeout) for which in ends))
             for rank in others
         }
 
@@ -238,7 +238,7 @@ class Door:
     def _visit(self, number: int, rank: int, which: int) -> socket.socket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # again the kernel's: with Python's a door at which many wait would turn this one away
+            # again the kernel's: with Python's a socket at which many wait would turn this one away
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(self._timeout))
             end.connect(self._place_of(rank))
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(0))

@@ -18,9 +18,9 @@ import msgpack
 
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import Group
-from lazygt.runtime.launch.procfs import Killings, is_stopped
-from lazygt.runtime.launch.working_directory import start_folder
+from lazygt.runtime.compiling.kernel_group import KernelGroup
+from lazygt.runtime.launch.procfs import OOMKills, is_stopped
+from lazygt.runtime.launch.working_directory import start_directory
 
 #: What the pipe to the process is to hold, whether or not it reads.
 _PIPE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ class Compiler:
         self.pending: set[str] = set()
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
-        self._killings = Killings()
+        self._oom_kills = OOMKills()
         self._unpacker = msgpack.Unpacker()
         self._waiting: deque[tuple[str, bytes]] = deque()
         #: keys that were written and not answered, with the bytes of their requests
@@ -60,7 +60,7 @@ class Compiler:
         """Of the compile process; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def request(self, key: str, group: Group) -> None:
+    def request(self, key: str, group: KernelGroup) -> None:
         """Have a group compiled; does not wait.
 
         Raises:
@@ -149,7 +149,7 @@ class Compiler:
         except subprocess.TimeoutExpired:
             return self._lost("the compile process has hung up")
         signalled = "signal SIGKILL" if code == -signal.SIGKILL else f"signal {-code}"
-        how = self._killings.explained(signalled if code < 0 else f"exit code {code}", "")
+        how = self._oom_kills.explained(signalled if code < 0 else f"exit code {code}", "")
         return self._lost(f"the compile process ended ({how})")
 
     def _lost(self, why: str) -> dict[str, str]:
@@ -200,7 +200,7 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
             str(os.getpid()),
             str(cache),
         ],
-        cwd=start_folder(),
+        cwd=start_directory(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

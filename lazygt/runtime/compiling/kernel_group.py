@@ -118,7 +118,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class KernelGroup:
     """A fused node as the compiler sees it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Group:
     open_dims: Dims = ()
 
     @staticmethod
-    def of(node: Node, open_dims: Dims = ()) -> Group:
+    def of(node: Node, open_dims: Dims = ()) -> KernelGroup:
         """The group of a fused node."""
         body = node.body
         assert body is not None
@@ -146,7 +146,7 @@ class Group:
             (operands.index(target), fresh + offset) for offset, target in enumerate(node.writes)
         )
         flat = _is_flat(body)
-        return Group(body, writes, fresh, flat, () if flat else open_dims)
+        return KernelGroup(body, writes, fresh, flat, () if flat else open_dims)
 
     @property
     def numel(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache, Record
-from lazygt.runtime.compiling.kernel_group import Group, Members
+from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan
@@ -51,7 +51,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
     """
     begin = time.perf_counter()
     try:
-        group = Group(
+        group = KernelGroup(
             wire.decode_graph(request["body"]),
             tuple((operand, output) for operand, output in request["writes"]),
             request["fresh"],
@@ -69,7 +69,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
     return {"key": request["key"], "error": ""}
 
 
-def compile_group(group: Group, device: torch.device) -> Path:
+def compile_group(group: KernelGroup, device: torch.device) -> Path:
     """The compiled code of a group, in Inductor's own cache.
 
     Raises:
@@ -83,7 +83,7 @@ def compile_group(group: Group, device: torch.device) -> Path:
     return Path(str(code))
 
 
-def _open(group: Group) -> tuple[Any, ...]:
+def _open(group: KernelGroup) -> tuple[Any, ...]:
     """Which sizes are open, as torch.export wants it."""
     numbers = (None,) * len(group.body.params)
     if group.flat:
@@ -93,7 +93,7 @@ def _open(group: Group) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
 
 
-def _check_open(group: Group, program: Any) -> None:
+def _check_open(group: KernelGroup, program: Any) -> None:
     """Raise ValueError when torch.export fixed a size that was to be open."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     for placeholder, some in zip(placeholders, group.open_dims, strict=False):
@@ -102,7 +102,7 @@ def _check_open(group: Group, program: Any) -> None:
             raise ValueError(f"torch.export fixed a size of {placeholder.name}: {tuple(shape)}")
 
 
-def example(group: Group, length: int, device: torch.device) -> list[torch.Tensor]:
+def example(group: KernelGroup, length: int, device: torch.device) -> list[torch.Tensor]:
     """Operands and numbers to try a group with; vectors have this length."""
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -117,7 +117,9 @@ def example(group: Group, length: int, device: torch.device) -> list[torch.Tenso
     return made + [torch.tensor(0.5, dtype=torch.float64) for _ in group.body.params]
 
 
-def times(group: Group, code: Path, device: torch.device) -> tuple[tuple[int, float, float], ...]:
+def times(
+    group: KernelGroup, code: Path, device: torch.device
+) -> tuple[tuple[int, float, float], ...]:
     """Check the code against the members run one by one, and time both."""
     lengths = _LENGTHS if group.flat else (group.numel,)
     rows = []
@@ -136,7 +138,7 @@ def times(group: Group, code: Path, device: torch.device) -> tuple[tuple[int, fl
     return tuple(rows)
 
 
-def _sized(group: Group, length: int) -> Group:
+def _sized(group: KernelGroup, length: int) -> KernelGroup:
     """The group for vectors of a length."""
     if not group.flat:
         return group
@@ -155,7 +157,7 @@ def _sized(group: Group, length: int) -> Group:
 
 
 def _check(
-    group: Group,
+    group: KernelGroup,
     compiled: Callable[..., Any],
     eager: EagerExecutor,
     operands: list[torch.Tensor],

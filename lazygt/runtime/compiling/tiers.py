@@ -17,8 +17,8 @@ from lazygt.graph.node import Node
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
-from lazygt.runtime.compiling.kernel_group import Dims, Group
-from lazygt.runtime.plan import Plan, PlanEntry
+from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
+from lazygt.runtime.plan import Plan, PlanRecord
 
 #: Groups of one structure that are remembered for the sizes in which they differ.
 _LIKE = 8
@@ -92,10 +92,10 @@ class Tiers:
         self._compiler = Compiler(device, cache, frozen_after, compile_timeout)
         self._records: dict[str, Record | None] = {}
         #: plans whose groups have not all been answered, with (node number, key, elements)
-        self._waiting: dict[bytes, tuple[PlanEntry, list[list[tuple[int, str, int]]]]] = {}
+        self._waiting: dict[bytes, tuple[PlanRecord, list[list[tuple[int, str, int]]]]] = {}
         self._seen: dict[str, list[Node]] = {}
         #: hot plans that have not been considered, and since when there are any
-        self._hot: list[PlanEntry] = []
+        self._hot: list[PlanRecord] = []
         self._since: float | None = None
         self._warned = False
 
@@ -104,13 +104,13 @@ class Tiers:
         """Of the compile process; None while there is none."""
         return self._compiler.pid
 
-    def built(self, entry: PlanEntry) -> None:
+    def built(self, entry: PlanRecord) -> None:
         """A plan is about to run for the first time."""
         if self.mode == "now":
             self._consider(entry)
             self.wait()
 
-    def ran(self, entry: PlanEntry) -> None:
+    def ran(self, entry: PlanRecord) -> None:
         """A run of a plan was sent."""
         if self.mode == "off":
             return
@@ -165,7 +165,7 @@ class Tiers:
 
     # -- one plan ------------------------------------------------------------------------
 
-    def _consider(self, entry: PlanEntry) -> None:
+    def _consider(self, entry: PlanRecord) -> None:
         """Find or order the artifacts of a plan's fused nodes."""
         entry.considered = True
         try:
@@ -191,23 +191,23 @@ class Tiers:
                 self._order(key, group, line)
         return wanted
 
-    def _groups(self, plan: Plan) -> Iterator[tuple[int, Group, str]]:
+    def _groups(self, plan: Plan) -> Iterator[tuple[int, KernelGroup, str]]:
         graph = plan.graph
         for number, node in enumerate(graph.nodes):
             if node.body is not None:
-                group = Group.of(node)
+                group = KernelGroup.of(node)
                 if not group.flat:
-                    group = Group.of(node, self._varying(group, node))
+                    group = KernelGroup.of(node, self._varying(group, node))
                 yield number, group, graph.line(number)
 
-    def _varying(self, group: Group, node: Node) -> Dims:
+    def _varying(self, group: KernelGroup, node: Node) -> Dims:
         """The dims of its operands in which a group differs from others like it."""
         others = self._seen.setdefault(group.skeleton(), [])
         if len(others) < _LIKE and all(other.body != node.body for other in others):
             others.append(node)
         return open_dims([other.body.inputs for other in others if other.body is not None])
 
-    def _order(self, key: str, group: Group, line: str) -> None:
+    def _order(self, key: str, group: KernelGroup, line: str) -> None:
         compile = Compile(key, len(group.body.nodes), line, "compiling")
         self.compiles[key] = compile
         found = self._cache.find(key)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import Group
+from lazygt.runtime.compiling.kernel_group import KernelGroup
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
@@ -56,7 +56,7 @@ def compiled(
         node = plan.graph.nodes[number] if 0 <= number < len(plan.graph.nodes) else None
         if node is None or node.body is None:
             raise ValueError(f"node {number} of the plan is not a fused one")
-        groups[number] = Compiled(Group.of(node), cache.code(key), device)
+        groups[number] = Compiled(KernelGroup.of(node), cache.code(key), device)
     return CompiledExecutor(plan, device, groups)
 
 
@@ -67,7 +67,7 @@ class Compiled:
     and returns its fresh results, as a kernel does.
     """
 
-    def __init__(self, group: Group, code: Path, device: torch.device) -> None:
+    def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
         self._run = _runner(str(code), device)
         self._operands = len(group.body.inputs)
         self._flat = group.flat

@@ -33,8 +33,8 @@ class DryWorker(Worker):
     the shape of a data-dependent result.
     """
 
-    def _learn(self, definitions: Buffer) -> list[loader.Learnt]:
-        return loader.learn(definitions, None, self._takes_code)
+    def _learn(self, definitions: Buffer) -> list[loader.LoadedOp]:
+        return loader.load_ops(definitions, None, self._takes_code)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return [self.store.get(key) for key in ids]

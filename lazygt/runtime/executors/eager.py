@@ -1,6 +1,6 @@
 """The eager executor: straight-line Python, generated once a plan.
 
-The first run goes through the careful interpreter, which compares every result with what the
+The first run goes through the checked interpreter, which compares every result with what the
 client inferred; later runs go through generated code. When a node fails there, the interpreter
 takes over at that node with the values as they stand: what depends on the failed node is marked,
 everything else is still computed.
@@ -19,8 +19,8 @@ import torch
 
 from lazygt.graph.alias import DONE, WRITE_BACK
 from lazygt.graph.node import DEVICE, FUSED, Arg, Node, Param, Ref
-from lazygt.runtime.executors.interpreter import Careful
-from lazygt.runtime.kernels import restride, twin
+from lazygt.runtime.executors.interpreter import CheckedInterpreter
+from lazygt.runtime.kernels import clone, restride
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Value
@@ -61,7 +61,7 @@ class EagerExecutor:
     ) -> None:
         self.plan = plan
         self.schedule = schedule or plan.steps
-        self.careful = Careful(self.schedule, device, compiled)
+        self.interpreter = CheckedInterpreter(self.schedule, device, compiled)
         self._code: Callable[..., Any] | None = None
         self._lines: list[int] = []
         self._checked = False
@@ -70,10 +70,10 @@ class EagerExecutor:
         """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
         with torch._C._AutoDispatchBelowAutograd():
             if not self._checked or self.plan.asks or any(type(v) is Failed for v in inputs):
-                return self._run_careful(inputs, params)
+                return self._run_checked(inputs, params)
             if self._code is None:
                 self._code, self._lines = generate(
-                    self.schedule, self.careful, self.plan.digest.hex()[:12]
+                    self.schedule, self.interpreter, self.plan.digest.hex()[:12]
                 )
             try:
                 return Outcome(self._code(inputs, params), [], None, [])
@@ -81,7 +81,7 @@ class EagerExecutor:
                 start, values = self._where(error)
             return self._finish(values, params, start)
 
-    def _run_careful(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+    def _run_checked(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         values: dict[int, Value] = dict(enumerate(inputs))
         inputs.clear()
         outcome = self._finish(values, params, 0, check=not self._checked)
@@ -91,12 +91,12 @@ class EagerExecutor:
     def _finish(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
-        failures = self.careful.run(values, params, start, check)
+        failures = self.interpreter.run(values, params, start, check)
         outputs = [values[number] for number in self.schedule.graph.outputs]
         for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
-            outputs[position] = value if type(value) is Failed else twin(value)  # type: ignore[arg-type]
-        return Outcome(outputs, failures, self.careful.returned, self.careful.written)
+            outputs[position] = value if type(value) is Failed else clone(value)  # type: ignore[arg-type]
+        return Outcome(outputs, failures, self.interpreter.returned, self.interpreter.written)
 
     def _where(self, error: Exception) -> tuple[int, dict[int, Value]]:
         """The node that raised in the generated code, and the values at that moment."""
@@ -116,10 +116,10 @@ class EagerExecutor:
 
 
 def generate(
-    schedule: Schedule, careful: Careful, name: str
+    schedule: Schedule, interpreter: CheckedInterpreter, name: str
 ) -> tuple[Callable[..., Any], list[int]]:
     """Straight-line code for a schedule, and the number of the node behind each line."""
-    return _Generator(schedule, careful, name).build()
+    return _Generator(schedule, interpreter, name).build()
 
 
 @lru_cache(maxsize=256)
@@ -132,9 +132,13 @@ def _compiled(source: str) -> CodeType:
 
 
 class _Generator:
-    def __init__(self, schedule: Schedule, careful: Careful, name: str) -> None:
-        self.schedule, self.careful, self.name = schedule, careful, name
-        self.names: dict[str, Any] = {"device": careful.device, "restride": restride, "twin": twin}
+    def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
+        self.schedule, self.interpreter, self.name = schedule, interpreter, name
+        self.names: dict[str, Any] = {
+            "device": interpreter.device,
+            "restride": restride,
+            "clone": clone,
+        }
         self.constants: dict[int, str] = {}
         self.kernels: dict[str, str] = {}
         self.source = ["def run(inputs, params):"]
@@ -152,7 +156,7 @@ class _Generator:
                 self.emit(number, f"del {dead}")
         copied = set(self.schedule.writes.copied_outputs)
         outputs = ", ".join(
-            f"twin(v{value})" if position in copied else f"v{value}"
+            f"clone(v{value})" if position in copied else f"v{value}"
             for position, value in enumerate(graph.outputs)
         )
         self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
@@ -172,7 +176,7 @@ class _Generator:
         for target, mode in zip(node.writes, modes, strict=True):
             if mode == "copy" and target not in copies:
                 copies[target] = f"w{target}"
-                self.emit(number, f"w{target} = twin(v{target})")
+                self.emit(number, f"w{target} = clone(v{target})")
         args = [self.arg(a, copies) for a in node.args]
         args += [f"{name}={self.arg(a, copies)}" for name, a in node.kwargs]
         call = f"{self.kernel(number, node.op)}({', '.join(args)})"
@@ -183,7 +187,7 @@ class _Generator:
             self.emit(number, f"v{version} = {copies.get(target, f'v{target}')}")
         if copies:
             self.emit(number, f"del {', '.join(copies.values())}")
-        for position in self.careful.restrided.get(number, ()):
+        for position in self.interpreter.restrided.get(number, ()):
             meta = node.results[position]
             assert meta is not None
             name = f"v{results[position]}"
@@ -194,7 +198,7 @@ class _Generator:
         if mode == DONE:
             self.emit(number, f"v{result} = v{base}")
             return
-        source = f"twin(v{base})" if mode == "copy" else f"v{base}"
+        source = f"clone(v{base})" if mode == "copy" else f"v{base}"
         chain = self.constant(node.args[2])
         self.emit(
             number, f"v{result} = {self.kernel(number, node.op)}({source}, v{value}, {chain})"
@@ -205,7 +209,7 @@ class _Generator:
         name = self.kernels.get(key)
         if name is None:
             name = self.kernels[key] = f"k{len(self.kernels)}"
-            found = self.careful.kernel(number, op)
+            found = self.interpreter.kernel(number, op)
             # the builtin behind an overload saves a Python call a node
             self.names[name] = getattr(found, "_op", found)
         return name
@@ -234,7 +238,7 @@ class _Generator:
 
     def pattern(self, number: int, node: Node, results: range) -> str:
         """What the returned value is assigned to; empty when nothing new is returned."""
-        kinds = self.careful.output_kinds(node)
+        kinds = self.interpreter.output_kinds(node)
         fresh = list(results[: len(node.fresh)])
         if not fresh:
             return ""
@@ -264,18 +268,18 @@ class TimedExecutor(EagerExecutor):
     """
 
     def __init__(self, executor: EagerExecutor) -> None:
-        schedule, device = executor.schedule, executor.careful.device
+        schedule, device = executor.schedule, executor.interpreter.device
         super().__init__(executor.plan, device, schedule)
         self._counts = [1 if n.body is None else len(n.body.nodes) for n in schedule.graph.nodes]
         self._firsts = [0, *accumulate(self._counts)]
         self.times: list[tuple[int, int, int, int]] = []
-        self.careful = _Timed(schedule, device, executor.careful._compiled)
-        self.careful.ran = self._ran
+        self.interpreter = _Timed(schedule, device, executor.interpreter._compiled)
+        self.interpreter.ran = self._ran
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan, once. ``inputs`` is emptied; failures name the steps of ``plan.steps``."""
         with torch._C._AutoDispatchBelowAutograd():
-            outcome = self._run_careful(inputs, params)
+            outcome = self._run_checked(inputs, params)
         for failure in outcome.failures:
             if not failure.seq:
                 failure.node = self._firsts[failure.node]
@@ -286,7 +290,7 @@ class TimedExecutor(EagerExecutor):
         self.times.append((self._firsts[number], self._counts[number], begin, end))
 
 
-class _Timed(Careful):
+class _Timed(CheckedInterpreter):
     #: told a node's number and when it began, once it has ended
     ran: Callable[[int, int], None]
 

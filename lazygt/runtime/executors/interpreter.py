@@ -1,4 +1,4 @@
-"""The careful interpreter: node by node, checking results and containing failures."""
+"""The checked interpreter: node by node, checking results and containing failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
 
 
-class Careful:
+class CheckedInterpreter:
     """Interprets a schedule.
 
     Args:
@@ -114,7 +114,7 @@ class Careful:
             values[results[0]] = self._write_back(node, modes[0], values)
             return
         copies = {
-            target: kernels.twin(values[target])
+            target: kernels.clone(values[target])
             for target, mode in zip(node.writes, modes, strict=True)
             if mode == COPY
         } if node.writes else {}  # fmt: skip
@@ -148,7 +148,7 @@ class Careful:
         if mode == DONE:
             return base  # type: ignore[no-any-return]
         if mode == COPY:
-            base = kernels.twin(base)
+            base = kernels.clone(base)
         return kernels.write_back(base, value, node.args[2])
 
     def _new(self, node: Node, returned: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Foreign ops as a worker runs them: learnt from the plans that name them.
+"""Foreign ops as a worker runs them: loaded from the plans that name them.
 
 A worker takes plans from the owner of its session's channel only, the client that started it, and
 so nobody else's code.
@@ -24,7 +24,7 @@ from lazygt.runtime.foreign.schema import Definition, decode
 from lazygt.runtime.wire import Buffer
 
 
-class Learnt:
+class LoadedOp:
     """A foreign op as a worker runs it. A plan that names the op holds it."""
 
     def __init__(self, definition: Definition) -> None:
@@ -33,7 +33,7 @@ class Learnt:
         self.op = _held(definition)
         self._run: Callable[..., Any] | None = None
         self._error: CodeError | None = None
-        _LEARNT[definition.name] = self
+        _LOADED[definition.name] = self
 
     def load(self, device: torch.device) -> None:
         """Import or unpickle it; a failure is for whoever runs it, so that no other op fails."""
@@ -148,10 +148,10 @@ class Portable:
 
 
 #: The foreign ops of the plans that are kept, by name.
-_LEARNT: weakref.WeakValueDictionary[str, Learnt] = weakref.WeakValueDictionary()
+_LOADED: weakref.WeakValueDictionary[str, LoadedOp] = weakref.WeakValueDictionary()
 
 
-def learn(data: Buffer, device: torch.device | None, takes_code: bool) -> list[Learnt]:
+def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> list[LoadedOp]:
     """Take the definitions of a plan; whoever keeps the plan holds what is returned.
 
     Args:
@@ -165,16 +165,16 @@ def learn(data: Buffer, device: torch.device | None, takes_code: bool) -> list[L
     if not takes_code and any(each.code for each in told.ops):
         raise ProtocolError("pickled code, which a session with ship_code=False does not send")
     sys.path.extend(place for place in told.path if place not in sys.path)
-    found = [_LEARNT.get(each.name) or Learnt(each) for each in told.ops]
+    found = [_LOADED.get(each.name) or LoadedOp(each) for each in told.ops]
     if device is not None:
         for each in found:
             each.load(device)
     return found
 
 
-def learnt(name: str) -> Learnt:
+def loaded_op(name: str) -> LoadedOp:
     """The foreign op of a plan that is kept; KeyError when there is none."""
-    return _LEARNT[name]
+    return _LOADED[name]
 
 
 def _held(definition: Definition) -> Foreign:

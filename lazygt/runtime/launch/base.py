@@ -2,7 +2,7 @@
 
 The boot configuration holds the session's secrets, so it travels through an inherited pipe and
 never through the command line or the environment, which other users can read. The same pipe is
-the worker's lifeline: its end is the client's end.
+the worker's liveness pipe: its end is the client's end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class GroupSpec:
     timeout: float
     mesh: str = ""
 
-    def door(self, rank: int) -> str:
+    def rendezvous(self, rank: int) -> str:
         """Where the socket lies at which other ranks find this one."""
-        return f"{self.directory}/door{rank}"
+        return f"{self.directory}/rendezvous{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Boot:
         upload, fetch: descriptors of the arenas' memfds, or None.
         directory: the session's directory, removed when the client was killed.
         group: how to join the group of workers, or None.
-        door: where the other ranks find this one, or None.
+        rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
     """
 
@@ -73,7 +73,7 @@ class Boot:
     fetch: int | None
     directory: str
     group: GroupSpec | None
-    door: Address | None
+    rendezvous: Address | None
     loads_torch: bool
 
     def to_bytes(self) -> bytes:
@@ -91,7 +91,7 @@ class Boot:
             given["data"], given["control"] = Address(**given["data"]), Address(**given["control"])
             given["keys"] = Keys(**given["keys"]) if given["keys"] else None
             given["group"] = GroupSpec(**given["group"]) if given["group"] else None
-            given["door"] = Address(**given["door"]) if given["door"] else None
+            given["rendezvous"] = Address(**given["rendezvous"]) if given["rendezvous"] else None
             return cls(**given)
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(f"the boot configuration cannot be read: {error}") from error
@@ -99,8 +99,8 @@ class Boot:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the process must inherit."""
-        door = None if self.door is None else self.door.fd
-        others = tuple(fd for fd in (self.upload, self.fetch, door) if fd is not None)
+        rendezvous = None if self.rendezvous is None else self.rendezvous.fd
+        others = tuple(fd for fd in (self.upload, self.fetch, rendezvous) if fd is not None)
         return (self.data.fd, self.control.fd, *others)
 
 
@@ -124,8 +124,8 @@ class Process(ABC):
         """The end of what it wrote to standard output and error; a few KiB."""
 
     @abstractmethod
-    def hang_up(self) -> None:
-        """Close the lifeline: a worker whose interpreter still runs exits at once."""
+    def close_pipe(self) -> None:
+        """Close the liveness pipe: a worker whose interpreter still runs exits at once."""
 
     @abstractmethod
     def terminate(self) -> None:

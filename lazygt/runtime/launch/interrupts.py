@@ -81,18 +81,23 @@ def _on_main_thread() -> bool:
 class _Handler:
     """Of SIGINT, in the place of the user's."""
 
-    def __init__(self, hold: Hold, theirs: Callable[[int, FrameType | None], Any]) -> None:
-        self.hold, self.theirs = hold, theirs
+    def __init__(
+        self, deferred: DeferredInterrupt, theirs: Callable[[int, FrameType | None], Any]
+    ) -> None:
+        self.deferred, self.theirs = deferred, theirs
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and sys._getframe(1) is not frame:
             self.theirs(number, frame)  # called by a handler that the user has put before it
         else:
-            self.hold.arrived(frame)
+            self.deferred.arrived(frame)
 
 
-class Hold:
-    """``with HOLD:`` holds SIGINT back to the end of the block. Nests; other threads pass."""
+class DeferredInterrupt:
+    """``with DEFER_INTERRUPT:`` holds SIGINT back to the end of the block.
+
+    Nests; other threads pass.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -119,7 +124,7 @@ class Hold:
         handler = signal.getsignal(signal.SIGINT)
         if isinstance(handler, _Handler):
             signal.signal(signal.SIGINT, handler.theirs)
-        self.let_through()
+        self.deliver()
 
     def arrived(self, frame: FrameType | None) -> None:
         """SIGINT has come, while the main thread was in this frame."""
@@ -133,7 +138,7 @@ class Hold:
         if not self._depth:
             self._remind()
 
-    def let_through(self) -> None:
+    def deliver(self) -> None:
         """Here nothing is half done: call the user's handler if SIGINT has come meanwhile."""
         if self._pending and not self._depth and _on_main_thread():
             self._tell(sys._getframe(1))
@@ -193,7 +198,7 @@ class Hold:
     ) -> None:
         if _on_main_thread():
             self._depth -= 1
-            self.let_through()
+            self.deliver()
 
     def wait(self, poller: Any, milliseconds: float) -> Any:
         """``poller.poll(milliseconds)``, which SIGINT may end, unless it only looks."""
@@ -208,7 +213,7 @@ class Hold:
             self._waiting = before
 
 
-HOLD = Hold()
+DEFER_INTERRUPT = DeferredInterrupt()
 """SIGINT belongs to the process, so there is one of these."""
 
-os.register_at_fork(after_in_child=HOLD.forked)
+os.register_at_fork(after_in_child=DEFER_INTERRUPT.forked)

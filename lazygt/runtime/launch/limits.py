@@ -19,7 +19,7 @@ _DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 12
 _THREADS, _THREADS_A_WORKER = 2, 8
 
 
-def check_room(workers: int, threads: int) -> None:
+def check_limits(workers: int, threads: int) -> None:
     """Raise OSError when a session of so many workers could not be opened.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.ops import undispatched
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class InlineLink:
             if beside is not None:
                 poller = select.poll()
                 poller.register(beside, select.POLLIN)
-                HOLD.wait(poller, timeout * 1000)
+                DEFER_INTERRUPT.wait(poller, timeout * 1000)
             return None
         return 0, [memoryview(frame) for frame in self._replies.popleft()]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from lazygt.runtime.launch import procfs
 from lazygt.runtime.launch.base import Boot, Launcher, Process
-from lazygt.runtime.launch.working_directory import start_folder
+from lazygt.runtime.launch.working_directory import start_directory
 
 TAIL_BYTES = 8 << 10
 _REAP_SECONDS = 1.0
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
-_lifelines: weakref.WeakSet[LocalProcess] = weakref.WeakSet()
+_liveness_pipes: weakref.WeakSet[LocalProcess] = weakref.WeakSet()
 
 
 class LocalLauncher(Launcher):
@@ -30,27 +30,27 @@ class LocalLauncher(Launcher):
 
     def start(self, boot: Boot, environment: Mapping[str, str]) -> Process:
         with ExitStack() as undo:
-            lifeline_read, lifeline = os.pipe()
-            undo.callback(os.close, lifeline_read)
+            liveness_read, liveness_pipe = os.pipe()
+            undo.callback(os.close, liveness_read)
             on_failure = undo.enter_context(ExitStack())
-            on_failure.callback(os.close, lifeline)
+            on_failure.callback(os.close, liveness_pipe)
             output = os.memfd_create("lazygt-stderr", os.MFD_CLOEXEC)
             on_failure.callback(os.close, output)
             # Appending: the worker cuts its own log when it gets long, and goes on at the end.
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
             popen = subprocess.Popen(
                 # -P: a file in the user's directory must not hide a module of the standard library
-                [sys.executable, "-P", "-m", "lazygt.runtime.launch.process", str(lifeline_read)],
+                [sys.executable, "-P", "-m", "lazygt.runtime.launch.process", str(liveness_read)],
                 env={**os.environ, **_environment(boot.threads), **environment},
-                pass_fds=(lifeline_read, *boot.descriptors),
-                cwd=start_folder(),
+                pass_fds=(liveness_read, *boot.descriptors),
+                cwd=start_directory(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 # Ctrl-C in the terminal is for the client alone.
                 start_new_session=True,
             )
-            process = LocalProcess(popen, lifeline, output)
+            process = LocalProcess(popen, liveness_pipe, output)
             on_failure.pop_all()
         process.send_boot(boot)
         return process
@@ -59,19 +59,19 @@ class LocalLauncher(Launcher):
 class LocalProcess(Process):
     """A child of this process."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int, output: int) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], liveness_pipe: int, output: int) -> None:
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
         self._popen = popen
-        self._lifeline = lifeline
+        self._liveness_pipe = liveness_pipe
         self._output = output
-        _lifelines.add(self)
+        _liveness_pipes.add(self)
 
     def send_boot(self, boot: Boot) -> None:
         """Write the boot configuration; it fits into the pipe, so this does not wait."""
         text = boot.to_bytes()
         try:
-            os.write(self._lifeline, len(text).to_bytes(4, "little") + text)
+            os.write(self._liveness_pipe, len(text).to_bytes(4, "little") + text)
         except BrokenPipeError:
             return  # it has died already: whoever waits for it hears so from the pidfd
 
@@ -89,10 +89,10 @@ class LocalProcess(Process):
         start = max(size - TAIL_BYTES, 0)
         return os.pread(self._output, TAIL_BYTES, start).decode(errors="replace")
 
-    def hang_up(self) -> None:
-        lifeline, self._lifeline = self._lifeline, -1
-        if lifeline >= 0:
-            os.close(lifeline)
+    def close_pipe(self) -> None:
+        liveness_pipe, self._liveness_pipe = self._liveness_pipe, -1
+        if liveness_pipe >= 0:
+            os.close(liveness_pipe)
 
     def terminate(self) -> None:
         self._popen.terminate()
@@ -106,7 +106,7 @@ class LocalProcess(Process):
         return bool(poller.poll(max(seconds, 0) * 1000)) and self._popen.wait() is not None
 
     def close(self) -> None:
-        self.hang_up()
+        self.close_pipe()
         with suppress(subprocess.TimeoutExpired):  # not even SIGKILL has ended it: the disk hangs
             self._popen.wait(_REAP_SECONDS)
         output, self._output = self._output, -1
@@ -164,10 +164,10 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def _forget_lifelines() -> None:
-    """In a forked child (a DataLoader's worker): only the client itself holds lifelines."""
-    for process in list(_lifelines):
-        process.hang_up()
+def _forget_liveness_pipes() -> None:
+    """In a forked child (a DataLoader's worker): only the client itself holds liveness pipes."""
+    for process in list(_liveness_pipes):
+        process.close_pipe()
 
 
-os.register_at_fork(after_in_child=_forget_lifelines)
+os.register_at_fork(after_in_child=_forget_liveness_pipes)

@@ -10,7 +10,7 @@ from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
-from lazygt.runtime.launch.working_directory import some_folder, start_folder
+from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 
 
 def device_type(config: Config) -> str:
@@ -26,7 +26,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
     Raises:
         WorkerDied, WorkerFrozen: one did not come up.
     """
-    if start_folder() is not None:
+    if start_directory() is not None:
         _load_meanwhile()  # where meta kernels would load it later, it can't be
     if config.launcher == "inline":
         # why: only here does the client run plans itself
@@ -74,6 +74,6 @@ def open_link(config: Config, mesh: Mesh) -> Link:
 
 def _load_meanwhile() -> None:
     """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
-    with some_folder():
+    with in_some_directory():
         importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
         importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python

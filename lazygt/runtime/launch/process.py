@@ -1,11 +1,11 @@
-"""The worker process: ``python -m lazygt.runtime.launch.process LIFELINE_FD``.
+"""The worker process: ``python -m lazygt.runtime.launch.process LIVENESS_FD``.
 
 Two threads. The main thread receives, lets the handler work, and replies. The control thread
 answers pings, so that a long computation is told apart from a stopped process, and ends the
 process when the client is gone. It needs the interpreter only for an instant, and torch gives that
 free inside its ops, so it works while the main thread is in a long kernel.
 
-How the client's end is noticed: by the end of the lifeline pipe, which only the client holds, and
+How the client's end is noticed: by the end of the liveness pipe, which only the client holds, and
 by the client's pidfd, in case a child that the client forked still holds the pipe.
 PR_SET_PDEATHSIG is not used: it fires when the *thread* that started the worker ends, and a
 session opened in a thread may outlive that thread.
@@ -52,12 +52,12 @@ def main() -> None:
     """Run the worker until the client shuts it down or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    lifeline = int(sys.argv[1])
-    boot = read_boot(lifeline)
+    liveness_pipe = int(sys.argv[1])
+    boot = read_boot(liveness_pipe)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     token = bytes.fromhex(boot.token)
     server = Server(context, boot.data, token, boot.keys, boot.max_message)
-    Control(context, boot, token, lifeline).start()
+    Control(context, boot, token, liveness_pipe).start()
     handler = build_handler(boot)
     gc.freeze()  # torch's modules live as long as the process: no collection need walk them
     serve(server, handler)
@@ -106,8 +106,8 @@ def build_handler(boot: Boot) -> MessageHandler:
         from lazygt.runtime.collectives import group
 
         torch.set_num_threads(boot.threads)
-        if boot.group is not None and boot.door is not None:
-            group.join(boot.group, boot.rank, boot.world_size, boot.door.fd)
+        if boot.group is not None and boot.rendezvous is not None:
+            group.join(boot.group, boot.rank, boot.world_size, boot.rendezvous.fd)
         upload = None if boot.upload is None else shared_memory.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else shared_memory.Arena.own(boot.fetch)
     module, _, attribute = boot.factory.partition(":")
@@ -138,11 +138,11 @@ class Control(threading.Thread):
         context: zmq.Context[zmq.Socket[bytes]],
         boot: Boot,
         token: bytes,
-        lifeline: int,
+        liveness_pipe: int,
     ) -> None:
         super().__init__(name="lazygt-control", daemon=True)
         self._boot = boot
-        self._lifeline = lifeline
+        self._liveness_pipe = liveness_pipe
         self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
 
     def run(self) -> None:
@@ -152,11 +152,11 @@ class Control(threading.Thread):
             return
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
-        poller.register(self._lifeline, select.POLLIN)
+        poller.register(self._liveness_pipe, select.POLLIN)
         poller.register(client, select.POLLIN)
         while True:
             ready = dict(poller.poll(_LOG_CHECK_MS))
-            if self._lifeline in ready or client in ready:
+            if self._liveness_pipe in ready or client in ready:
                 self._end()
             if self._server.socket in ready:
                 self._answer()

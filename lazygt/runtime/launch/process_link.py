@@ -19,9 +19,9 @@ from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel, supervise
 from lazygt.runtime.launch.base import Launcher
 from lazygt.runtime.launch.channel import Frame
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.local import LocalLauncher
-from lazygt.runtime.launch.worker_pool import Crew, LinkSpec
+from lazygt.runtime.launch.worker_pool import LinkSpec, WorkerPool
 from lazygt.runtime.shared_memory import Arena
 
 _WORK_SECONDS = 0.05
@@ -41,17 +41,17 @@ class ProcessLink:
 
     def __init__(self, spec: LinkSpec | None = None, launcher: Launcher | None = None) -> None:
         spec = spec or LinkSpec()
-        self._crew = crew = Crew()
+        self._pool = pool = WorkerPool()
         # Registered before the first process starts: whatever happens, nothing stays behind.
-        self._finalizer = weakref.finalize(self, _abandon, crew, os.getpid())
+        self._finalizer = weakref.finalize(self, _abandon, pool, os.getpid())
         try:
-            crew.start(spec, launcher or LocalLauncher())
+            pool.start(spec, launcher or LocalLauncher())
         except BaseException:
             self._finalizer()
             raise
         self.world_size = spec.world_size
-        self.pids = tuple(worker.process.pid for worker in crew.workers)
-        self.upload = crew.upload
+        self.pids = tuple(worker.process.pid for worker in pool.workers)
+        self.upload = pool.upload
         # Reentrant, for a signal handler that closes the session in the middle of a `receive`.
         self._receiving = threading.RLock()
         self._watch = supervise.Watch(
@@ -72,7 +72,7 @@ class ProcessLink:
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """The client's mapping of the arena that a worker owns, or None without shared memory."""
-        return self._crew.workers[rank].fetch
+        return self._pool.workers[rank].fetch
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """Queue a message for a worker. Does not wait; the frames are copied.
@@ -88,7 +88,7 @@ class ProcessLink:
             raise self._died(rank)
         if rank in self._refused:
             raise self._refusal(rank)
-        if self._crew.workers[rank].data.send(channel.DATA, frames):
+        if self._pool.workers[rank].data.send(channel.DATA, frames):
             self._wake()
 
     def receive(
@@ -136,7 +136,7 @@ class ProcessLink:
             stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
             started = {rank for rank in ranks if self._watch.is_started(rank)}
             orderly = started - stuck - set(self._refused)  # these do not listen any more
-            self._crew.end(orderly, stuck)
+            self._pool.end(orderly, stuck)
             self._finalizer()
 
     def _check_open(self) -> None:
@@ -148,7 +148,7 @@ class ProcessLink:
 
     def _next(self) -> tuple[int, list[memoryview]] | None:
         """The next message that has arrived, taking turns between the ranks."""
-        workers = self._crew.workers
+        workers = self._pool.workers
         for step in range(len(workers)):
             rank = (self._turn + step) % len(workers)
             worker = workers[rank]
@@ -191,19 +191,19 @@ class ProcessLink:
             seconds = min(seconds, max(left, 0))
         ready = self._poll(seconds, beside)
         for fd in ready:
-            if fd in self._crew.rank_of:
-                self._bury(self._crew.rank_of[fd])
+            if fd in self._pool.rank_of:
+                self._reap(self._pool.rank_of[fd])
         if beside in ready:
             return False
         return bool(ready) or left is None or left > 0
 
     def _poll(self, seconds: float, beside: int | None) -> list[int]:
         """Wait for anything at all, also for another descriptor; those that can be read."""
-        poller, alarm = self._crew.poller, self._crew.alarm
+        poller, alarm = self._pool.poller, self._pool.alarm
         if beside is not None:
             poller.register(beside, select.POLLIN)
         try:
-            ready = [fd for fd, _ in HOLD.wait(poller, math.ceil(seconds * 1000))]
+            ready = [fd for fd, _ in DEFER_INTERRUPT.wait(poller, math.ceil(seconds * 1000))]
         finally:
             if beside is not None:
                 poller.unregister(beside)
@@ -213,8 +213,8 @@ class ProcessLink:
 
     def _wake(self) -> None:
         """Make a `_poll` in another thread return."""
-        if self._crew.alarm >= 0:
-            os.eventfd_write(self._crew.alarm, 1)
+        if self._pool.alarm >= 0:
+            os.eventfd_write(self._pool.alarm, 1)
 
     def _raise_if_lost(self) -> None:
         """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
@@ -245,26 +245,26 @@ class ProcessLink:
     def _look_for_work(self, now: float) -> None:
         """A worker that does not answer and works is busy."""
         for rank in self._watch.asked:
-            used = self._crew.workers[rank].process.processor_time()
+            used = self._pool.workers[rank].process.processor_time()
             if used - self._used[rank] >= _WORK_SECONDS:
                 self._used[rank] = used
                 self._watch.handle(supervise.Worked(rank), now)
 
     def _take_pongs(self) -> None:
-        for rank, worker in enumerate(self._crew.workers):
+        for rank, worker in enumerate(self._pool.workers):
             while worker.control.take(worker.pongs):
                 worker.pongs.clear()
                 self._hear(rank)
 
-    def _bury(self, rank: int) -> None:
-        self._deaths[rank] = self._crew.bury(rank)
+    def _reap(self, rank: int) -> None:
+        self._deaths[rank] = self._pool.reap(rank)
         self._follow(self._watch.handle(supervise.Ended(rank), time.monotonic()))
 
     def _follow(self, instructions: Sequence[supervise.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case supervise.Ping(rank):
-                    worker = self._crew.workers[rank]
+                    worker = self._pool.workers[rank]
                     self._used[rank] = worker.process.processor_time()
                     worker.control.send(channel.PING)
                 case supervise.ReportDied(rank):
@@ -273,9 +273,9 @@ class ProcessLink:
                     self._errors.append(WorkerFrozen(rank, self.pids[rank], deadline))
 
 
-def _abandon(crew: Crew, owner: int) -> None:
+def _abandon(pool: WorkerPool, owner: int) -> None:
     """The net under `ProcessLink.close`, for a link that was dropped or forgotten."""
     if os.getpid() != owner:
         return  # a child that the client forked: the workers are not its own
-    crew.end(orderly=(), stuck=range(len(crew.workers)))
-    crew.close()
+    pool.end(orderly=(), stuck=range(len(pool.workers)))
+    pool.close()

@@ -40,7 +40,7 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _BAD_ALLOC = "std::bad_alloc"
 
 
-class Killings:
+class OOMKills:
     """What the kernel has killed since this was made.
 
     Args:

@@ -23,7 +23,7 @@ RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")
 #: All that is made in a session's directory: sockets, and files with no word of the user's.
 _CONTENT = re.compile(
-    rf"{re.escape(RECORD)}|data\d+|control\d+|door\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
+    rf"{re.escape(RECORD)}|data\d+|control\d+|rendezvous\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
 )
 _MODE = 0o700
 _KINDS = {"pid": int, "start": int, "boot": str, "namespace": str}

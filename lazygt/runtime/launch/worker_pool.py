@@ -21,9 +21,9 @@ from lazygt.runtime.collectives.backends import backend_for, why_host
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec, Launcher, Process
 from lazygt.runtime.launch.channel import Address, Client, Keys, new_token
-from lazygt.runtime.launch.limits import check_room
+from lazygt.runtime.launch.limits import check_limits
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
-from lazygt.runtime.launch.procfs import Killings
+from lazygt.runtime.launch.procfs import OOMKills
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.runtime.shared_memory import Arena, create_memory
 
@@ -85,10 +85,10 @@ class StartPlan:
             address = self._listen(f"{name}{rank}", keys)
             ours.callback(os.close, address.fd)
             addresses.append(address)
-        door = None
+        rendezvous = None
         if spec.world_size > 1:
-            door = channel.listen_local(self.directory / f"door{rank}")
-            ours.callback(os.close, door.fd)
+            rendezvous = channel.listen_local(self.directory / f"rendezvous{rank}")
+            ours.callback(os.close, rendezvous.fd)
         return Boot(
             factory=spec.factory,
             device="cuda:0" if spec.device == "cuda" else spec.device,
@@ -105,7 +105,7 @@ class StartPlan:
             fetch=fetch.fd if fetch else None,
             directory=str(self.directory),
             group=self._group(),
-            door=door,
+            rendezvous=rendezvous,
             loads_torch=spec.loads_torch,
         )
 
@@ -155,7 +155,7 @@ class WorkerProcess:
     pongs: deque[bytes] = field(default_factory=deque)
 
 
-class Crew:
+class WorkerPool:
     """All that must be given back: processes, sockets, arenas, the directory. No decisions.
 
     Attributes:
@@ -171,7 +171,7 @@ class Crew:
         self.rank_of: dict[int, int] = {}
         self.alarm = -1
         self._stack = ExitStack()
-        self._killings = Killings()
+        self._oom_kills = OOMKills()
 
     def start(self, spec: LinkSpec, launcher: Launcher) -> None:
         """Start the workers, without waiting for them.
@@ -179,7 +179,7 @@ class Crew:
         Raises:
             OSError: there are too few descriptors, processes or threads; or one can't be started.
         """
-        check_room(spec.world_size, spec.threads_a_worker)
+        check_limits(spec.world_size, spec.threads_a_worker)
         directory = SessionDirectory()
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -226,7 +226,7 @@ class Crew:
         self.poller.register(client.fd, select.POLLIN)
         return client
 
-    def bury(self, rank: int) -> tuple[str, str]:
+    def reap(self, rank: int) -> tuple[str, str]:
         """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
         worker = self.workers[rank]
         self.poller.unregister(worker.process.pidfd)
@@ -237,7 +237,7 @@ class Crew:
         worker.data.disconnect()
         worker.control.disconnect()
         stderr = worker.process.stderr_tail()
-        return self._killings.explained(worker.process.status() or "unknown", stderr), stderr
+        return self._oom_kills.explained(worker.process.status() or "unknown", stderr), stderr
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
         """End all processes: some in good order, the stuck ones at once, the rest by hanging up."""
@@ -247,10 +247,10 @@ class Crew:
             elif rank in orderly:
                 worker.data.send(channel.SHUTDOWN)
             else:
-                worker.process.hang_up()
+                worker.process.close_pipe()
         living = _wait_for([worker.process for worker in self.workers], _ORDERLY_SECONDS)
         for process in living:
-            process.hang_up()
+            process.close_pipe()
             process.terminate()
         living = _wait_for(living, _TERMINATE_SECONDS)
         for process in living:

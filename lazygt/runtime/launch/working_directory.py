@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def start_folder() -> str | None:
+def start_directory() -> str | None:
     """Where a child is to start: None for this process's own folder, unless that was removed.
 
     In a folder that is no more torch can't load its own libraries.
@@ -21,9 +21,9 @@ def start_folder() -> str | None:
 
 
 @contextmanager
-def some_folder() -> Iterator[None]:
+def in_some_directory() -> Iterator[None]:
     """Work in a folder that there is, for imports that ask for the current one; then go back."""
-    folder = start_folder()
+    folder = start_directory()
     if folder is None:
         yield
         return

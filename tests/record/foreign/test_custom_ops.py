@@ -339,7 +339,7 @@ def test_no_code_is_sent_where_that_is_forbidden() -> None:
 def test_a_worker_takes_no_code_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     data = foreign_schema.encode([made("f.g.default", b"pickled")])
     with pytest.raises(lazygt.ProtocolError, match="ship_code=False"):
-        loader.learn(data, torch.device("cpu"), takes_code=False)
+        loader.load_ops(data, torch.device("cpu"), takes_code=False)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -545,4 +545,4 @@ def test_definitions_travel_as_they_are() -> None:
 )  # fmt: skip
 def test_nonsense_is_one_error(value: Any) -> None:
     with pytest.raises(lazygt.ProtocolError):
-        loader.learn(wire.pack(value), torch.device("cpu"), takes_code=True)
+        loader.load_ops(wire.pack(value), torch.device("cpu"), takes_code=True)

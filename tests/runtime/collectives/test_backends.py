@@ -12,41 +12,44 @@ import torch
 import torch.distributed as dist
 
 from lazygt.runtime.collectives import ops
-from lazygt.runtime.collectives.backends import SMALL, Sockets, Torch, Work
+from lazygt.runtime.collectives.backends import SMALL, SocketBackend, TorchBackend, Work
 from lazygt.runtime.collectives.group import AxisGroup, keep_apart
-from lazygt.runtime.collectives.shared_backend import Shared
-from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
+from lazygt.runtime.collectives.sockets import PeerSocket
 
 pytestmark = pytest.mark.timeout(60)
 
-Step = Callable[[int, Sockets], object]
+Step = Callable[[int, SocketBackend], object]
 
 
-def axis(size: int) -> list[Sockets]:
+def axis(size: int) -> list[SocketBackend]:
     """The sockets of each rank of an axis, all in this process."""
-    rows: list[list[Peer | None]] = [[None] * size for _ in range(size)]
+    rows: list[list[PeerSocket | None]] = [[None] * size for _ in range(size)]
     for one in range(size):
         for other in range(one):
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            rows[one][other], rows[other][one] = Peer(here, other, 20), Peer(there, one, 20)
-    return [Sockets(row) for row in rows]
+            rows[one][other], rows[other][one] = (
+                PeerSocket(here, other, 20),
+                PeerSocket(there, one, 20),
+            )
+    return [SocketBackend(row) for row in rows]
 
 
 @pytest.fixture(params=[1, 2, 3, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[list[Sockets]]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[SocketBackend]]:
     made = axis(request.param)
     yield made
     for line in made:
         leave(line)
 
 
-def leave(line: Sockets) -> None:
+def leave(line: SocketBackend) -> None:
     for peer in line.peers:
         if peer is not None:
             peer.close()
 
 
-def together(ranks: list[Sockets], step: Step) -> list[Any]:
+def together(ranks: list[SocketBackend], step: Step) -> list[Any]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(step, range(len(ranks)), ranks))
 
@@ -54,7 +57,7 @@ def together(ranks: list[Sockets], step: Step) -> list[Any]:
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool])
 def test_an_all_reduce_adds_in_the_order_of_the_ranks(
-    ranks: list[Sockets], op: str, dtype: torch.dtype
+    ranks: list[SocketBackend], op: str, dtype: torch.dtype
 ) -> None:
     blocks = [torch.randn(5).mul(3).to(dtype) for _ in ranks]
     reduction = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
@@ -62,7 +65,7 @@ def test_an_all_reduce_adds_in_the_order_of_the_ranks(
     for block in blocks[1:]:
         expected = reduction[op](expected, block)
 
-    def step(rank: int, line: Sockets) -> torch.Tensor:
+    def step(rank: int, line: SocketBackend) -> torch.Tensor:
         buffer = blocks[rank].clone()
         line.all_reduce(buffer, op).wait()
         return buffer
@@ -72,17 +75,17 @@ def test_an_all_reduce_adds_in_the_order_of_the_ranks(
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_what_a_rank_told_before_it_left_is_read(ranks: list[Sockets]) -> None:
-    ranks[2].tell("last words")
+def test_what_a_rank_told_before_it_left_is_read(ranks: list[SocketBackend]) -> None:
+    ranks[2].exchange_text("last words")
     leave(ranks[2])
-    told = [line.tell(f"of {rank}") for rank, line in enumerate(ranks[:2])]
+    told = [line.exchange_text(f"of {rank}") for rank, line in enumerate(ranks[:2])]
     for rank, each in enumerate(told):
         each.wait()
         assert each.texts == {1 - rank: f"of {1 - rank}", 2: "last words"}
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_after_a_rank_has_left_every_wait_says_so(ranks: list[Sockets]) -> None:
+def test_after_a_rank_has_left_every_wait_says_so(ranks: list[SocketBackend]) -> None:
     """Nobody reads on where the parts of one rank have been read and those of another not."""
     begun = [line.all_gather(torch.empty(3), torch.ones(1)) for line in ranks[:2] for _ in range(2)]
     leave(ranks[2])
@@ -91,14 +94,14 @@ def test_after_a_rank_has_left_every_wait_says_so(ranks: list[Sockets]) -> None:
             work.wait()
 
 
-def test_what_is_begun_first_may_be_waited_for_last(ranks: list[Sockets]) -> None:
+def test_what_is_begun_first_may_be_waited_for_last(ranks: list[SocketBackend]) -> None:
     count = len(ranks)
 
-    def step(rank: int, line: Sockets) -> tuple[torch.Tensor, ...]:
+    def step(rank: int, line: SocketBackend) -> tuple[torch.Tensor, ...]:
         total, gathered = torch.full((2,), rank), torch.empty(2 * count, dtype=torch.int64)
         mine, moved = torch.empty(1, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
         first = line.all_reduce(total, "sum")
-        told = line.tell(f"from {rank}")
+        told = line.exchange_text(f"from {rank}")
         works: list[Work] = [
             first,
             line.all_gather(gathered, torch.tensor([rank, -rank])),
@@ -158,23 +161,23 @@ def test_torch_is_given_what_backends_reduce(
     called = Called(monkeypatch)
     buffer = torch.tensor([1, 0, 1]).to(dtype)
     before = buffer.clone()
-    Torch(None).all_reduce(buffer, op).wait()
+    TorchBackend(None).all_reduce(buffer, op).wait()
     assert (called.dtype, called.op) == (carried, carried_op)
     assert torch.equal(buffer.float(), before.float())
     assert buffer.dtype == dtype
 
 
-def line_of(size: int, group: object) -> tuple[AxisGroup, Sockets, Shared]:
-    sockets, shared = Sockets([None]), Shared([None])
+def line_of(size: int, group: object) -> tuple[AxisGroup, SocketBackend, SharedMemoryBackend]:
+    sockets, shared = SocketBackend([None]), SharedMemoryBackend([None])
     return AxisGroup(size, 0, sockets, shared, (None,), group), sockets, shared
 
 
 def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
     line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
-    assert line.carrier(here, SMALL // 2) is sockets
-    assert line.carrier(here, SMALL // 2 + 1) is shared
-    assert isinstance(line.carrier(torch.empty(1, device="meta"), 4), Torch)
+    assert line.backend(here, SMALL // 2) is sockets
+    assert line.backend(here, SMALL // 2 + 1) is shared
+    assert isinstance(line.backend(torch.empty(1, device="meta"), 4), TorchBackend)
     shared.close()
 
 
@@ -183,7 +186,7 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     carried: list[torch.Tensor] = []
 
-    class Host(Sockets):
+    class Host(SocketBackend):
         def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
             carried.append(buffer)
             buffer.mul_(2)
@@ -193,7 +196,7 @@ def test_without_nccl_a_gpu_sends_by_way_of_the_host(monkeypatch: pytest.MonkeyP
         def carries(self, device: torch.device) -> bool:
             return False
 
-    shared = Shared([None])
+    shared = SharedMemoryBackend([None])
     line = OnlyHost(2, 0, Host([None]), shared, (None,))
     monkeypatch.setattr(ops.group, "line", lambda _: line)
     value = torch.arange(6.0).reshape(2, 3)

@@ -29,20 +29,20 @@ SECONDS = 90
 def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("rank.py"))
     world = Mesh.parse(mesh).world_size
-    doors = [listen_local(tmp_path / f"door{rank}") for rank in range(world)]
+    doors = [listen_local(tmp_path / f"rendezvous{rank}") for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), mesh, str(tmp_path), str(door.fd)],
+            [sys.executable, script, str(rank), mesh, str(tmp_path), str(rendezvous.fd)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            pass_fds=[door.fd],
+            pass_fds=[rendezvous.fd],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, door in enumerate(doors)
+        for rank, rendezvous in enumerate(doors)
     ]
-    for door in doors:
-        os.close(door.fd)
+    for rendezvous in doors:
+        os.close(rendezvous.fd)
     try:
         for rank in ranks:
             output, error = rank.communicate(timeout=SECONDS)

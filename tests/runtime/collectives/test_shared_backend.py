@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lazygt.runtime.collectives import shared_backend
-from lazygt.runtime.collectives.backends import Carrier, Sockets
-from lazygt.runtime.collectives.shared_backend import Shared
-from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.collectives.backends import Backend, SocketBackend
+from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
+from lazygt.runtime.collectives.sockets import PeerSocket
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 SLOT = 4096  # small, so that what is sent takes many rounds
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64,
           torch.bool, torch.uint16, torch.uint32, torch.float8_e4m3fn]  # fmt: skip
-Rows = list[list[Peer | None]]
+Rows = list[list[PeerSocket | None]]
 
 
 def connected(size: int, timeout: float = 20.0) -> Rows:
@@ -31,8 +31,8 @@ def connected(size: int, timeout: float = 20.0) -> Rows:
     for one in range(size):
         for other in range(one):
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            rows[one][other] = Peer(here, other, timeout)
-            rows[other][one] = Peer(there, one, timeout)
+            rows[one][other] = PeerSocket(here, other, timeout)
+            rows[other][one] = PeerSocket(there, one, timeout)
     return rows
 
 
@@ -46,8 +46,10 @@ class Axis:
 
     def __init__(self, size: int, timeout: float = 20.0) -> None:
         self.rows = [*connected(size, timeout), *connected(size, timeout)]
-        self.sockets = [Sockets(row) for row in self.rows[:size]]
-        self.shared: list[Shared] = together(size, lambda rank: Shared(self.rows[size + rank]))
+        self.sockets = [SocketBackend(row) for row in self.rows[:size]]
+        self.shared: list[SharedMemoryBackend] = together(
+            size, lambda rank: SharedMemoryBackend(self.rows[size + rank])
+        )
         self.size = size
 
     def leave(self, rank: int) -> None:
@@ -75,7 +77,7 @@ def axis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     made.close()
 
 
-def both(axis: Axis, step: Callable[[int, Carrier], Any]) -> list[Any]:
+def both(axis: Axis, step: Callable[[int, Backend], Any]) -> list[Any]:
     """What each rank gets in shared memory; the same bits as by sockets."""
     found = together(axis.size, lambda rank: step(rank, axis.shared[rank]))
     expected = together(axis.size, lambda rank: step(rank, axis.sockets[rank]))
@@ -95,9 +97,9 @@ def test_ranks_are_reduced_in_their_order(axis: Axis, op: str, dtype: torch.dtyp
     for elements in (0, 1, axis.size, 7_001):
         blocks = drawn(axis.size, elements, dtype)
 
-        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+        def step(rank: int, backend: Backend, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
             buffer = blocks[rank].clone()
-            carrier.all_reduce(buffer, op).wait()
+            backend.all_reduce(buffer, op).wait()
             return buffer
 
         first, *others = both(axis, step)
@@ -109,9 +111,9 @@ def test_each_rank_gets_its_part_of_what_is_reduced(axis: Axis, dtype: torch.dty
     for elements in (0, 1, 3_001):
         blocks = drawn(axis.size, elements * axis.size, dtype)
 
-        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+        def step(rank: int, backend: Backend, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
             buffer = blocks[rank].new_empty(blocks[rank].numel() // axis.size)
-            carrier.reduce_scatter(buffer, blocks[rank], "sum").wait()
+            backend.reduce_scatter(buffer, blocks[rank], "sum").wait()
             return buffer
 
         both(axis, step)
@@ -121,9 +123,9 @@ def test_every_rank_gets_all_that_are_gathered(axis: Axis) -> None:
     for elements in (0, 1, 5_003):
         blocks = drawn(axis.size, elements, torch.int8)
 
-        def step(rank: int, carrier: Carrier, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
+        def step(rank: int, backend: Backend, blocks: list[torch.Tensor] = blocks) -> torch.Tensor:
             buffer = blocks[rank].new_empty(axis.size * blocks[rank].numel())
-            carrier.all_gather(buffer, blocks[rank]).wait()
+            backend.all_gather(buffer, blocks[rank]).wait()
             return buffer
 
         assert torch.equal(both(axis, step)[0], torch.cat(blocks))
@@ -134,11 +136,11 @@ def test_pieces_of_any_sizes_change_places(axis: Axis, scale: int) -> None:
     """Rank r has r * k elements for rank k: nothing for rank 0, much for the last one."""
     ranks = range(axis.size)
 
-    def step(rank: int, carrier: Carrier) -> torch.Tensor:
+    def step(rank: int, backend: Backend) -> torch.Tensor:
         counts = [scale * rank * other for other in ranks]
         sent = torch.cat([torch.full((n,), 10 * rank + to) for to, n in enumerate(counts)])
         buffer = torch.empty(sum(counts), dtype=torch.int64)
-        carrier.all_to_all(buffer, sent.to(torch.int64), counts, counts).wait()
+        backend.all_to_all(buffer, sent.to(torch.int64), counts, counts).wait()
         return buffer
 
     for rank, made in enumerate(both(axis, step)):
@@ -163,15 +165,15 @@ def test_a_slot_is_not_written_before_all_have_read_it(
 ) -> None:
     """One rank stops after each round that it hears of; the others run ahead as far as they can."""
     turn = threading.Barrier(axis.size, timeout=20)
-    others = Shared._others
+    others = SharedMemoryBackend._others
 
-    def slow(self: Shared, more: int = 0) -> Any:
+    def slow(self: SharedMemoryBackend, more: int = 0) -> Any:
         found = others(self, more)
         if self is axis.shared[-1]:
             turn.wait()
         return found
 
-    monkeypatch.setattr(Shared, "_others", slow)
+    monkeypatch.setattr(SharedMemoryBackend, "_others", slow)
     rounds = 6
 
     def step(rank: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.collectives.sockets import Door, Ends, Peer
+from lazygt.runtime.collectives.sockets import Ends, PeerSocket, Rendezvous
 from lazygt.runtime.launch.channel import listen_local
 from tests.descriptors import descriptors_before, open_descriptors
 
@@ -21,21 +21,23 @@ LARGE = 8 << 20  # more than any socket takes without a reader
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Peer, Peer]]:
+def pair() -> Iterator[tuple[PeerSocket, PeerSocket]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    peers = Peer(ends[0], 1, SECONDS), Peer(ends[1], 0, SECONDS)
+    peers = PeerSocket(ends[0], 1, SECONDS), PeerSocket(ends[1], 0, SECONDS)
     yield peers
     for peer in peers:
         peer.close()
 
 
-def received(peer: Peer, nbytes: int) -> bytes:
+def received(peer: PeerSocket, nbytes: int) -> bytes:
     room = bytearray(nbytes)
     peer.receive(memoryview(room))
     return bytes(room)
 
 
-def test_messages_come_in_the_order_in_which_they_were_sent(pair: tuple[Peer, Peer]) -> None:
+def test_messages_come_in_the_order_in_which_they_were_sent(
+    pair: tuple[PeerSocket, PeerSocket],
+) -> None:
     here, there = pair
     here.send(memoryview(b"abc"))
     here.send(memoryview(b""))
@@ -46,7 +48,7 @@ def test_messages_come_in_the_order_in_which_they_were_sent(pair: tuple[Peer, Pe
     assert received(there, 1) == b"d"
 
 
-def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[Peer, Peer]) -> None:
+def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[PeerSocket, PeerSocket]) -> None:
     here, there = pair
     data = bytearray(os.urandom(LARGE))
     sent = bytes(data)
@@ -61,7 +63,7 @@ def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[Peer, Peer]) ->
     assert received(there, 5) == b"later"
 
 
-def test_who_has_left_is_named_after_what_it_sent(pair: tuple[Peer, Peer]) -> None:
+def test_who_has_left_is_named_after_what_it_sent(pair: tuple[PeerSocket, PeerSocket]) -> None:
     here, there = pair
     here.send(memoryview(b"last"))
     here.close()
@@ -72,7 +74,9 @@ def test_who_has_left_is_named_after_what_it_sent(pair: tuple[Peer, Peer]) -> No
         there.send(memoryview(b"too late"))
 
 
-def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(pair: tuple[Peer, Peer]) -> None:
+def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(
+    pair: tuple[PeerSocket, PeerSocket],
+) -> None:
     here, there = pair
     data = os.urandom(LARGE)
     here.send(memoryview(data))
@@ -82,7 +86,9 @@ def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(pair: tuple[Peer
         received(there, 1)
 
 
-def test_who_leaves_does_not_wait_for_one_who_never_reads(pair: tuple[Peer, Peer]) -> None:
+def test_who_leaves_does_not_wait_for_one_who_never_reads(
+    pair: tuple[PeerSocket, PeerSocket],
+) -> None:
     here, there = pair
     here.send(memoryview(bytes(LARGE)))
     here.close()
@@ -94,36 +100,36 @@ def test_who_leaves_does_not_wait_for_one_who_never_reads(pair: tuple[Peer, Peer
 
 def test_who_sends_nothing_is_not_waited_for_without_end() -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    here, there = Peer(ends[0], 1, 0.05), Peer(ends[1], 0, SECONDS)
+    here, there = PeerSocket(ends[0], 1, 0.05), PeerSocket(ends[1], 0, SECONDS)
     with pytest.raises(TimeoutError, match=r"rank 1 sent nothing for 0\.05 seconds"):
         received(here, 1)
     for peer in (here, there):
         peer.close()
 
 
-Doors = Callable[..., list[Door]]
+Doors = Callable[..., list[Rendezvous]]
 
 
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[Doors]:
     """Makes the doors of so many ranks."""
-    made: list[Door] = []
+    made: list[Rendezvous] = []
 
     def place(rank: int) -> str:
-        return str(tmp_path / f"door{rank}")
+        return str(tmp_path / f"rendezvous{rank}")
 
-    def make(count: int, timeout: float = SECONDS) -> list[Door]:
+    def make(count: int, timeout: float = SECONDS) -> list[Rendezvous]:
         for rank in range(count):
             listener = listen_local(Path(place(rank))).fd
-            made.append(Door(rank, listener, place, timeout))
+            made.append(Rendezvous(rank, listener, place, timeout))
         return made
 
     yield make
-    for door in made:
-        door.close()
+    for rendezvous in made:
+        rendezvous.close()
 
 
-def meet_all(doors: list[Door], number: int = 0) -> list[dict[int, Ends]]:
+def meet_all(doors: list[Rendezvous], number: int = 0) -> list[dict[int, Ends]]:
     ranks = range(len(doors))
     with ThreadPoolExecutor(len(doors)) as pool:
         return list(
@@ -183,7 +189,7 @@ def test_who_came_for_a_group_that_never_was_is_let_go_with_it(doors: Doors) -> 
     first, *others = made = doors(3, timeout=0.5)
     before = descriptors_before()
     with ThreadPoolExecutor(2) as pool:  # the second rank stays away
-        late = [pool.submit(door.meet, 0, ranks) for door, ranks in
+        late = [pool.submit(rendezvous.meet, 0, ranks) for rendezvous, ranks in
                 [(first, [1, 2]), (others[1], [0])]]  # fmt: skip
         assert all(isinstance(each.exception(), TimeoutError) for each in late)
     leave(meet_all(made, 1))
@@ -192,15 +198,15 @@ def test_who_came_for_a_group_that_never_was_is_let_go_with_it(doors: Doors) -> 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_without_end(doors: Doors) -> None:
     first, second = doors(2, 0.05)
-    for door, other in ((first, 1), (second, 0)):
+    for rendezvous, other in ((first, 1), (second, 0)):
         with pytest.raises(TimeoutError, match=rf"rank {other} did not come within 0\.05 seconds"):
-            door.meet(0, [other])
+            rendezvous.meet(0, [other])
 
 
 def test_ranks_queue_at_a_door_that_has_no_room(doors: Doors) -> None:
     there = doors(5)
-    for door in there:
-        door._listener.listen(0)
+    for rendezvous in there:
+        rendezvous._listener.listen(0)
     met = meet_all(there)
     for rank, ends in enumerate(met):
         for peers in ends.values():
@@ -224,7 +230,7 @@ def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_pat
     first, second = doors(2)
     for said in (b"", b"hello", bytes(16)):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(str(tmp_path / "door0"))
+            stranger.connect(str(tmp_path / "rendezvous0"))
             stranger.sendall(said)
     met = meet_all([first, second])
     met[0][1].single.send_text("you")
@@ -232,7 +238,7 @@ def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_pat
     leave(met)
 
 
-def test_descriptors_travel(pair: tuple[Peer, Peer]) -> None:
+def test_descriptors_travel(pair: tuple[PeerSocket, PeerSocket]) -> None:
     here, there = pair
     read, write = os.pipe()
     here.send_descriptor(write)

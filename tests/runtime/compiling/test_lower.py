@@ -19,7 +19,7 @@ from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import wire
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import _BY_TENSOR, Group, Members
+from lazygt.runtime.compiling.kernel_group import _BY_TENSOR, KernelGroup, Members
 from lazygt.runtime.compiling.service import answer
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
@@ -41,7 +41,7 @@ TAKES_NUMBERS = [
 ]
 
 
-def lowered(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+def lowered(group: KernelGroup, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
     """Results of the lowered group: the fresh ones, then the operands that it writes."""
     mine = [operand.clone() for operand in operands]
     tensors = [torch.tensor(float(number), dtype=torch.float64) for number in numbers]
@@ -52,7 +52,9 @@ def lowered(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any]) ->
     return [*made, *(mine[operand] for operand, _ in group.writes)]
 
 
-def one_by_one(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+def one_by_one(
+    group: KernelGroup, operands: Sequence[Tensor], numbers: Sequence[Any]
+) -> list[Tensor]:
     outcome = EagerExecutor(Plan.build(group.body), CPU).run(
         [operand.clone() for operand in operands], tuple(numbers)
     )
@@ -60,7 +62,7 @@ def one_by_one(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any])
     return outcome.outputs  # type: ignore[return-value]
 
 
-def agree(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any] = ()) -> None:
+def agree(group: KernelGroup, operands: Sequence[Tensor], numbers: Sequence[Any] = ()) -> None:
     """Assert that both are equal: bit for bit unless a run-time number has become a tensor."""
     found, wanted = (run(group, operands, numbers) for run in (lowered, one_by_one))
     for one, other in zip(found, wanted, strict=True):
@@ -70,9 +72,9 @@ def agree(group: Group, operands: Sequence[Tensor], numbers: Sequence[Any] = ())
             assert same_bits(one, other), f"{one} instead of {other}\n{group.body}"
 
 
-def group_of(body: Graph) -> Group:
+def group_of(body: Graph) -> KernelGroup:
     """The members as a group that writes nothing: every output is a new tensor."""
-    return Group(body, (), len(body.outputs), flat=False)
+    return KernelGroup(body, (), len(body.outputs), flat=False)
 
 
 # -- every member --------------------------------------------------------------------------------
@@ -138,11 +140,11 @@ def test_pass_and_compiler_agree_on_numbers() -> None:
 # -- writes --------------------------------------------------------------------------------------
 
 
-def fused(text: str) -> Group:
+def fused(text: str) -> KernelGroup:
     """The group of the only fused node that a graph becomes."""
     (node,) = Fuse().run(graph_of(text)).nodes
     assert node.body is not None
-    return Group.of(node)
+    return KernelGroup.of(node)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +201,13 @@ def test_drawn_groups(program: list[Step]) -> None:
         agree(group, inputs_for(group.body), numbers)
 
 
-def groups(program: list[Step]) -> Iterator[tuple[Group, tuple[Any, ...]]]:
+def groups(program: list[Step]) -> Iterator[tuple[KernelGroup, tuple[Any, ...]]]:
     """The groups of a program with values for their numbers."""
     for graph in recorded(program):
         params = run_time_numbers(graph)
         for node in run_passes(graph, PIPELINE).nodes:
             if node.body is not None:
-                yield Group.of(node), _numbers(node, params)
+                yield KernelGroup.of(node), _numbers(node, params)
 
 
 def _numbers(node: Node, params: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -241,9 +243,9 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-def some_groups(count: int) -> list[tuple[Group, tuple[Any, ...]]]:
+def some_groups(count: int) -> list[tuple[KernelGroup, tuple[Any, ...]]]:
     """Groups of different structure, with and without writes and numbers."""
-    found: dict[str, tuple[Group, tuple[Any, ...]]] = {}
+    found: dict[str, tuple[KernelGroup, tuple[Any, ...]]] = {}
 
     @settings(max_examples=25, derandomize=True, database=None)
     @given(PROGRAMS)

@@ -19,7 +19,7 @@ import lazygt
 from lazygt.planner import Planner
 from lazygt.record.recorder import Recorder
 from lazygt.runtime.launch import interrupts
-from lazygt.runtime.launch.interrupts import HOLD
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 pytestmark = pytest.mark.timeout(120)
 DEFAULT = signal.default_int_handler
@@ -62,7 +62,7 @@ def test_it_comes_at_once_in_the_users_own_code() -> None:
     with lazygt.session(launcher="inline"):
         with pytest.raises(KeyboardInterrupt):
             interrupt()
-        assert not HOLD._pending
+        assert not DEFER_INTERRUPT._pending
 
 
 def test_it_ends_a_blocking_call_of_the_users() -> None:
@@ -133,10 +133,10 @@ def test_a_wait_is_ended_and_a_look_is_not() -> None:
             return []
 
     with lazygt.session(launcher="inline"):
-        with HOLD, pytest.raises(KeyboardInterrupt):
-            HOLD.wait(Poller(), 1)
-        with pytest.raises(KeyboardInterrupt), HOLD:
-            assert HOLD.wait(Poller(), 0) == []
+        with DEFER_INTERRUPT, pytest.raises(KeyboardInterrupt):
+            DEFER_INTERRUPT.wait(Poller(), 1)
+        with pytest.raises(KeyboardInterrupt), DEFER_INTERRUPT:
+            assert DEFER_INTERRUPT.wait(Poller(), 0) == []
 
 
 def test_a_handler_of_the_users_is_called_once_and_may_use_the_session() -> None:
@@ -145,7 +145,7 @@ def test_a_handler_of_the_users_is_called_once_and_may_use_the_session() -> None
         x = torch.ones(3)
         before = signal.signal(signal.SIGINT, lambda *_: seen.append(x.sum().item()))
         s.synchronize()
-        with HOLD:
+        with DEFER_INTERRUPT:
             interrupt()
             interrupt()
             assert seen == []
@@ -189,10 +189,10 @@ def test_what_a_closing_session_has_held_back_is_said_when_it_is_closed(
 
 
 def test_a_forked_child_keeps_nothing_of_the_parents() -> None:
-    with HOLD:
-        HOLD.arrived(None)
+    with DEFER_INTERRUPT:
+        DEFER_INTERRUPT.arrived(None)
         child = os.fork()
         if child == 0:
-            os._exit(interrupts.HOLD._pending)
+            os._exit(interrupts.DEFER_INTERRUPT._pending)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        HOLD.forked()
+        DEFER_INTERRUPT.forked()

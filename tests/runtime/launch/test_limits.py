@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lazygt.runtime.launch.limits import check_room
+from lazygt.runtime.launch.limits import check_limits
 
 ROOT = Path(__file__).parents[3]
 OPEN = """
@@ -101,5 +101,5 @@ def test_processes() -> None:
 
 def test_what_is_taken_for_the_question_is_given_back() -> None:
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    check_room(4, 2)
+    check_limits(4, 2)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

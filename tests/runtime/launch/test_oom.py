@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lazygt.errors import WorkerDied
-from lazygt.runtime.launch.procfs import Killings
+from lazygt.runtime.launch.procfs import OOMKills
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)
@@ -56,23 +56,23 @@ def test_the_kernels_count(tmp_path: Path, cgroup: str, counter: str) -> None:
         place.write_text(f"oom 4\noom_kill {killed}\noom_kill_disable 0\n")
 
     count(3)
-    killings = Killings(tmp_path)
-    assert killings.explained(KILLED, "") == KILLED  # somebody else's doing
+    oom_kills = OOMKills(tmp_path)
+    assert oom_kills.explained(KILLED, "") == KILLED  # somebody else's doing
     count(5)
-    assert killings.explained("exit code 1", "") == "exit code 1"
-    assert killings.explained(KILLED, "") == f"out of memory ({KILLED})"
-    assert killings.explained(KILLED, "") == f"out of memory ({KILLED})"
-    assert killings.explained(KILLED, "") == KILLED  # both that it counted are explained
+    assert oom_kills.explained("exit code 1", "") == "exit code 1"
+    assert oom_kills.explained(KILLED, "") == f"out of memory ({KILLED})"
+    assert oom_kills.explained(KILLED, "") == f"out of memory ({KILLED})"
+    assert oom_kills.explained(KILLED, "") == KILLED  # both that it counted are explained
 
 
 def test_a_machine_without_any_count(tmp_path: Path) -> None:
-    assert Killings(tmp_path).explained(KILLED, "") == KILLED
+    assert OOMKills(tmp_path).explained(KILLED, "") == KILLED
 
 
 def test_memory_that_the_process_did_not_get() -> None:
     stderr = "terminate called after throwing an instance of 'std::bad_alloc'\n  what(): ..."
-    assert Killings().explained("signal SIGABRT", stderr) == "out of memory (signal SIGABRT)"
-    assert Killings().explained("signal SIGABRT", "Fatal") == "signal SIGABRT"
+    assert OOMKills().explained("signal SIGABRT", stderr) == "out of memory (signal SIGABRT)"
+    assert OOMKills().explained("signal SIGABRT", "Fatal") == "signal SIGABRT"
 
 
 def test_the_error_says_what_to_do() -> None:

@@ -304,7 +304,7 @@ def test_a_dead_worker_is_said_again_at_every_use(opened):
 def test_what_a_worker_said_before_it_died_still_arrives(opened):
     link = opened()
     order(link, "many", 200)
-    worker = link._crew.workers[0]
+    worker = link._pool.workers[0]
     while len(worker.inbox) < 201:  # and the welcome; into our memory, but not yet delivered
         worker.data.take(worker.inbox)
     os.kill(link.pids[0], signal.SIGKILL)
@@ -341,7 +341,7 @@ def test_a_refused_message_raises_and_says_why(opened, monkeypatch):
         with pytest.raises(ProtocolError, match="no such order"):
             again()
     asked = []
-    monkeypatch.setattr(link._crew.workers[0].data, "send", lambda *given: asked.append(given))
+    monkeypatch.setattr(link._pool.workers[0].data, "send", lambda *given: asked.append(given))
     link.close()
     assert not asked  # it no longer listens: nobody waits for it to shut down in good order
 
