@@ -101,7 +101,6 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
     from lazygt.record.device import register as _register
     from lazygt.record.foreign.functions import apply
-    from lazygt.record.foreign.registry import watch as _watch
     from lazygt.record.tensor import LazyTensor
     from lazygt.record.tensor import show_with as _show_with
     from lazygt.session import Session, current
@@ -115,7 +114,6 @@ if os.environ.get("LAZYGT_WORKER") != "1":
     _show_with(_notebook)
     _register()
     _follow()
-    _watch()
 
 __all__ = [
     "CodeError",

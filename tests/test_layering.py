@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -38,8 +37,6 @@ FORBIDDEN = {
 }
 # What still breaks a rule, by package. Only ever less may stand here.
 UPWARD = {("runtime", "transfer")}
-#: how many modules stand on circles, imports for types counted
-CIRCLES: dict[str, int] = {}
 
 REASON = re.compile(r"#.*\bwhy: \S")
 
@@ -49,7 +46,6 @@ class Import:
     importer: str
     imported: str
     line: int
-    only_for_types: bool
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} imports {self.imported}"
@@ -83,8 +79,8 @@ def read_imports(name: str, path: Path, known: set[str], source: str | None = No
     tree = ast.parse(source if source is not None else path.read_text())
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     return [
-        Import(name, target, node.lineno, any(is_type_checking(outer) for outer in around))
-        for node, around in walk_imports(tree)
+        Import(name, target, node.lineno)
+        for node, _ in walk_imports(tree)
         for target in dict.fromkeys(imported_modules(node, package, known))
     ]
 
@@ -101,10 +97,6 @@ def walk_imports(
 
 def is_function(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
 @cache
@@ -136,13 +128,13 @@ def complaint(entry: Import) -> str | None:
     return None
 
 
-def circles(only_at_run_time: bool) -> list[set[str]]:
-    """Modules that import one another, each circle's together."""
+def circles() -> list[set[str]]:
+    """Modules that import one another, each circle's together; imports for types are counted."""
     graph = nx.DiGraph()
     graph.add_edges_from(
         (entry.importer, entry.imported)
         for entry in all_imports()
-        if entry.importer != entry.imported and not (only_at_run_time and entry.only_for_types)
+        if entry.importer != entry.imported
     )
     return [members for members in nx.strongly_connected_components(graph) if len(members) > 1]
 
@@ -158,15 +150,8 @@ def test_imports_point_down() -> None:
 
 
 def test_no_import_cycle() -> None:
-    assert not circles(only_at_run_time=True)
-
-
-def test_no_circle_of_types() -> None:
     """An import under `if TYPE_CHECKING` never runs, and yet binds two files to be read as one."""
-    rings = circles(only_at_run_time=False)
-    ringed = Counter(package_of(module) for ring in rings for module in ring)
-    grown = {package: count for package, count in ringed.items() if count > CIRCLES.get(package, 0)}
-    assert not grown, "\n".join(" <-> ".join(sorted(ring)) for ring in rings)
+    assert not circles(), "\n".join(" <-> ".join(sorted(circle)) for circle in circles())
 
 
 def test_imports_inside_functions_state_a_reason() -> None:

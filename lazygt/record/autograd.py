@@ -20,6 +20,7 @@ import torch
 from lazygt.graph.source import PACKAGE
 from lazygt.record.context import recorder, session_stack
 from lazygt.record.host_values import blank
+from lazygt.record.patches import Patch
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import LazyTensor
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
@@ -28,6 +29,10 @@ _autograd: Any = torch.autograd
 _autograd_node = torch._C._current_autograd_node
 #: torch's own way into the autograd engine
 _engine_run_backward = _autograd._engine_run_backward
+_node_hooks: Any = torch.autograd.function._HookMixin
+_register_on_node = _node_hooks._register_hook
+_saved_hooks: Any = torch.autograd.graph.saved_tensors_hooks
+_set_up_saved_hooks = _saved_hooks.__init__
 
 
 def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,31 +109,29 @@ def _defer(active: Recorder, error: BaseException) -> None:
         active.backward_error = error
 
 
-def _nothing() -> None:
-    return None
+def deferring(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook whose exceptions go aside while autograd runs; it changes no gradient then."""
+    return _deferring(hook, lambda: None)
 
 
-def install() -> None:
-    """Take over the way into the engine, and every way to register a hook."""
-    _autograd._engine_run_backward = run_backward
-    mixin: Any = torch.autograd.function._HookMixin
-    register_on_node = mixin._register_hook
-    saved: Any = torch.autograd.graph.saved_tensors_hooks
-    set_up = saved.__init__
+def _register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
+    return _register_on_node(backward_hooks, deferring(hook))
 
-    def register_hook(backward_hooks: Any, hook: Callable[..., Any]) -> Any:
-        return register_on_node(backward_hooks, _deferring(hook, _nothing))
 
-    @functools.wraps(set_up)
-    def init(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-        set_up(
-            self, pack_hook, _deferring(unpack_hook, lambda: blank(recorder(), (0,), None, None))
-        )
+@functools.wraps(_set_up_saved_hooks)
+def _init_saved_hooks(
+    self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]
+) -> None:
+    unpack = _deferring(unpack_hook, lambda: blank(recorder(), (0,), None, None))
+    _set_up_saved_hooks(self, pack_hook, unpack)
 
-    mixin._register_hook = staticmethod(register_hook)
-    saved.__init__ = init
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        setattr(LazyTensor, name, _registering(getattr(torch.Tensor, name)))
+
+_NOEXCEPT = "what is raised in a backward pass must not pass C++ that is noexcept"
+PATCHES = (
+    Patch(_autograd, "_engine_run_backward", run_backward, _NOEXCEPT),
+    Patch(_node_hooks, "_register_hook", staticmethod(_register_hook), _NOEXCEPT),
+    Patch(_saved_hooks, "__init__", _init_saved_hooks, _NOEXCEPT),
+)
 
 
 def defer_hooks(t: torch.Tensor) -> None:
@@ -137,13 +140,5 @@ def defer_hooks(t: torch.Tensor) -> None:
         hooks = getattr(t, name)
         if hooks is not None:
             for number, hook in hooks.items():
-                hooks[number] = _deferring(hook, _nothing)
+                hooks[number] = deferring(hook)
             setattr(t, name, hooks)  # torch hands them to the TensorImpl
-
-
-def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(register)
-    def registering(self: LazyTensor, hook: Callable[..., Any]) -> Any:
-        return register(self, _deferring(hook, _nothing))
-
-    return registering

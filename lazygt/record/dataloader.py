@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, dataloader
 
 from lazygt.record.context import session_stack
+from lazygt.record.patches import Patch
 from lazygt.record.swap import on_host
 from lazygt.record.tensor import DEVICE_0, LazyTensor
 
@@ -26,11 +27,6 @@ _process_data: Any = _iterator._process_data
 #: Lazy tensors are sought among so many objects; a dataset holds them near its top.
 _MOST_OBJECTS = 100_000
 _ENDS = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
-
-
-def install() -> None:
-    """Have loaders come here when they start processes, and for what these send."""
-    _iterator.__init__, _iterator._process_data = _starting, _processing
 
 
 def _starting(self: Any, loader: DataLoader[Any]) -> None:
@@ -67,3 +63,10 @@ def _held_by(something: Any) -> list[Any]:
     if isinstance(something, FunctionType):  # not its globals
         return [something.__closure__, something.__defaults__, something.__kwdefaults__]
     return gc.get_referents(something)
+
+
+_NO_SESSION = "a loader's worker process has no session, and inherits the dataset"
+PATCHES = (
+    Patch(_iterator, "__init__", _starting, _NO_SESSION),
+    Patch(_iterator, "_process_data", _processing, _NO_SESSION),
+)

@@ -23,19 +23,27 @@ from torch.utils.backend_registration import (
 
 from lazygt.record import autograd, dataloader, factories, host_rng, rng, subclasses, swap, tensor
 from lazygt.record.context import NAME, OpenSession, recorder, session_stack
+from lazygt.record.foreign import registry
+from lazygt.record.formulas import optimizers
 from lazygt.record.formulas.autocast import fall_through, register_autocast
 from lazygt.record.formulas.decompositions import register_decompositions
 from lazygt.record.formulas.derivatives import register_derivatives
-from lazygt.record.formulas.optimizers import register_optimizers
 from lazygt.record.formulas.recurrent import register_recurrent
 from lazygt.record.host_values import blank
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.patches import Patches
+from lazygt.record.tensor import Above, LazyTensor
 from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _libraries: list[torch.library.Library] = []
 #: torch keeps bare pointers to them, so they must not be collected
 _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
+
+
+#: While no session is open, too: what torch asks here is answered as torch itself would then.
+_ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
+                  *optimizers.PATCHES, *registry.PATCHES)  # fmt: skip
+_IN_SESSIONS = Patches(*swap.IN_SESSIONS)
 
 
 # -- sessions ------------------------------------------------------------------------------
@@ -45,7 +53,7 @@ def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     DEFER_INTERRUPT.adopt()
     session_stack.append(session)
-    swap.patch()
+    _IN_SESSIONS.apply()
     if session.config.default_device:
         factories.patch()
     if session.device_type == "cpu":
@@ -57,7 +65,7 @@ def close_session(session: OpenSession) -> None:
     if session in session_stack:
         session_stack.remove(session)
     if not session_stack:
-        swap.unpatch()
+        _IN_SESSIONS.undo()
     if not any(s.config.default_device for s in session_stack):
         factories.unpatch()
     if not any(s.device_type == "cpu" for s in session_stack):
@@ -67,7 +75,7 @@ def close_session(session: OpenSession) -> None:
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
     session_stack.clear()
-    swap.unpatch()
+    _IN_SESSIONS.undo()
     factories.unpatch()
     rng.drop()
     host_rng.uninstall()
@@ -297,10 +305,6 @@ def register() -> None:
     torch._register_device_module(NAME, module)
     torch._C._acc.register_python_privateuseone_hook(_hook)
     torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    autograd.install()
-    swap.install()
-    subclasses.install()
-    dataloader.install()
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
@@ -323,8 +327,9 @@ def register() -> None:
     _libraries.append(register_derivatives())
     _libraries.append(register_recurrent())
     _libraries.append(register_autocast())
-    register_optimizers()
+    optimizers.register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
-    # set here, not defined there: it saves a Python call an op
-    LazyTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
+    tensor.connect(_torch_dispatch, Above(swap.move_to_host, autograd.deferring))
+    registry.note_defined()
+    _ALWAYS.apply()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor
 
 _tensor: Any = torch.Tensor
@@ -130,7 +131,8 @@ def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> An
     return made
 
 
-def install() -> None:
-    """Torch's ways to make a tensor of another class take lazy ones."""
-    _tensor._make_subclass = staticmethod(make_subclass)
-    _tensor.as_subclass = as_subclass
+_OWN_CLASS = "lazy tensors can be of the user's classes too"
+PATCHES = (
+    Patch(_tensor, "_make_subclass", staticmethod(make_subclass), _OWN_CLASS),
+    Patch(_tensor, "as_subclass", as_subclass, _OWN_CLASS),
+)

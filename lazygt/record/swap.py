@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 
 from lazygt.record.autograd import defer_hooks
 from lazygt.record.host_values import blank
+from lazygt.record.patches import Patch
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
 from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class, host_copy
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
@@ -26,8 +27,6 @@ _tensor: Any = torch.Tensor
 _host_data: Any = _tensor.data
 _lazy_data: Any = LazyTensor.data
 _compatible: Any = torch._has_compatible_shallow_copy_type
-#: (owner, name) -> what stands there while no session is open
-_originals: dict[tuple[Any, str], Any] = {}
 
 
 class _Moving(threading.local):
@@ -36,29 +35,6 @@ class _Moving(threading.local):
 
 
 _moving = _Moving()
-
-
-def patch() -> None:
-    """Have torch ask here what can be moved in place, and move it."""
-    if _originals:
-        return
-    for owner, name, ours in (
-        (_tensor, "data", property(_host_data.__get__, _set_host_data)),
-        (Parameter, "__new__", new_parameter),
-        (ScriptModule, "_apply", _apply_scripted),
-    ):
-        _originals[owner, name] = vars(owner).get(name)
-        setattr(owner, name, ours)
-
-
-def unpatch() -> None:
-    """Undo ``patch``."""
-    for (owner, name), original in _originals.items():
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-    _originals.clear()
 
 
 def has_compatible_type(*args: Any) -> bool:
@@ -98,12 +74,12 @@ def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
         _host_data.__set__(t, value)
 
 
-def _set_lazy_data(t: LazyTensor, value: torch.Tensor) -> None:
-    """``t.data = value`` of a lazy tensor."""
-    if isinstance(value, LazyTensor) or not (t.is_leaf and _is_movable(value)):
-        _lazy_data.__set__(t, value)
-    else:
-        _to_host(t, value)
+def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
+    """``t.data = value`` of a lazy tensor, for a value of the host; False: it can't be done."""
+    if not (t.is_leaf and _is_movable(value)):
+        return False
+    _to_host(t, value)
+    return True
 
 
 def _check(t: torch.Tensor, value: torch.Tensor) -> None:
@@ -195,9 +171,17 @@ def _left_behind(grad: torch.Tensor) -> None:
     )
 
 
-def install() -> None:
-    """``nn.Module`` asks here; ``.data = ...`` of lazy tensors takes values of the host."""
-    asked: Any = torch
-    asked._has_compatible_shallow_copy_type = has_compatible_type
-    lazy: Any = LazyTensor
-    lazy.data = _lazy_data.setter(_set_lazy_data)
+_IN_PLACE = "a tensor that moves between devices written in C++ stays the object that it is"
+PATCHES = (
+    Patch(
+        torch,
+        "_has_compatible_shallow_copy_type",
+        has_compatible_type,
+        f"nn.Module asks it what can be moved in place: {_IN_PLACE}",
+    ),
+)
+IN_SESSIONS = (
+    Patch(torch.Tensor, "data", property(_host_data.__get__, _set_host_data), _IN_PLACE),
+    Patch(Parameter, "__new__", new_parameter, "parameters of lazy values are of the user's class"),
+    Patch(ScriptModule, "_apply", _apply_scripted, "it holds TensorImpls, which can't be swapped"),
+)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 
@@ -167,6 +167,30 @@ class ViewChain:
         self.serial, self.base, self.index = serial, base, index
 
 
+class Above(NamedTuple):
+    """What LazyTensor does with the help of what stands above this file."""
+
+    #: ``t.data = value`` for a value of the host; False: it can't be done
+    move_to_host: Callable[[LazyTensor, torch.Tensor], bool]
+    #: a hook whose exceptions go aside while autograd runs
+    deferring: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+_above: Above
+
+
+def connect(dispatch: Callable[..., Any], above: Above) -> None:
+    """Give LazyTensor what stands above this file; done once, when the device is registered.
+
+    Args:
+        dispatch: every op comes to it. It becomes the method itself: one that called it would cost
+            a Python call an op.
+    """
+    global _above
+    _above = above
+    LazyTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+
+
 class Viewer(Protocol):
     """Shows tensors and sessions in a notebook."""
 
@@ -215,7 +239,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Set by device.py, where it is implemented."""
+        """Replaced by ``connect``."""
         raise RuntimeError("device 'lazygt' has not been registered")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +329,8 @@ class LazyTensor(torch.Tensor):
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, LazyTensor):
+            if _above.move_to_host(self, new):
+                return
             raise RuntimeError(
                 f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
                 f"{new.device}; use .data = value.to('lazygt')"
@@ -342,6 +368,14 @@ class LazyTensor(torch.Tensor):
         twin.__dict__.pop("_is_param", None)
         return twin.__reduce_ex__(protocol)
 
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """As torch's; what it raises reaches the user when the backward pass has ended."""
+        return _register_hook(self, _above.deferring(hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        """As torch's; what it raises reaches the user when the backward pass has ended."""
+        return _register_accumulated_hook(self, _above.deferring(hook))
+
     def untyped_storage(self) -> LazyStorage:
         """An identity and a size: no memory that could be read here."""
         return storage_of(self, self._storage.addresses)
@@ -378,6 +412,8 @@ def _is_values(given: Any) -> bool:
 #: What a lazy tensor has in its ``__dict__`` and one of the host has not.
 OF_LAZY = frozenset({"_storage", "_view"})
 _make_subclass = torch.Tensor._make_subclass
+_register_hook: Any = torch.Tensor.register_hook
+_register_accumulated_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 make_wrapper = torch.Tensor._make_wrapper_subclass
 STRIDED = torch.strided

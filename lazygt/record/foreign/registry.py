@@ -22,6 +22,8 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.simple_registry import singleton as fake_kernels
 from torch.library import Library
 
+from lazygt.record.patches import Patch
+
 #: Dispatch keys of kernels that compute on any device.
 ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
               "CompositeImplicitAutograd")  # fmt: skip
@@ -60,6 +62,8 @@ class Noted:
 
 _noted: dict[str, Noted] = {}
 _count = 0
+_define: Any = Library.define
+_impl: Any = Library.impl
 
 
 def noted(qualname: str) -> Noted:
@@ -77,35 +81,39 @@ def count() -> int:
     return _count
 
 
-def watch() -> None:
-    """Note registrations from now on; done once, at import."""
+def note_defined() -> None:
+    """Note what was defined before lazygt was imported; torch does not tell by whom."""
     for qualname in torch.library._defs:
         _noted[qualname] = Noted(times=1)
-    define: Any = Library.define
-    impl: Any = Library.impl
 
-    @functools.wraps(define)
-    def noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any:
-        result = define(self, schema, *args, **kwargs)
-        qualname = _qualname(self, schema.split("(")[0])
-        _noted[qualname] = made = Noted(times=noted(qualname).times + 1)
-        made.by(_registering_module())
-        return result
 
-    @functools.wraps(impl)
-    def noting_impl(
-        self: Library, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any
-    ) -> Any:
-        result = impl(self, op_name, fn, dispatch_key, **kwargs)
-        key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
-        if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
-            note = _noted.setdefault(_qualname(self, op_name), Noted())
-            note.kernels[key] = fn
-            note.by(_registering_module())
-        return result
+@functools.wraps(_define)
+def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any:
+    result = _define(self, schema, *args, **kwargs)
+    qualname = _qualname(self, schema.split("(")[0])
+    _noted[qualname] = note = Noted(times=noted(qualname).times + 1)
+    note.by(_registering_module())
+    return result
 
-    Library.define = noting_define  # type: ignore[method-assign]
-    Library.impl = noting_impl  # type: ignore[method-assign]
+
+@functools.wraps(_impl)
+def _noting_impl(
+    self: Library, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any
+) -> Any:
+    result = _impl(self, op_name, fn, dispatch_key, **kwargs)
+    key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
+    if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
+        note = _noted.setdefault(_qualname(self, op_name), Noted())
+        note.kernels[key] = fn
+        note.by(_registering_module())
+    return result
+
+
+_IN_CPP = "torch keeps an op's Python functions in C++, where nobody finds them again"
+PATCHES = (
+    Patch(Library, "define", _noting_define, _IN_CPP),
+    Patch(Library, "impl", _noting_impl, _IN_CPP),
+)
 
 
 def _qualname(library: Library, op: Any) -> str:

@@ -19,6 +19,7 @@ from torch.optim import swa_utils
 from torch.optim.optimizer import _foreach_supported_types
 
 from lazygt.record.context import NAME, workers_device
+from lazygt.record.patches import Patch
 from lazygt.record.tensor import LazyTensor
 
 #: Optimizer (its module and its function have one name) -> whether foreach rounds differently.
@@ -33,10 +34,6 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 def register_optimizers() -> None:
     """Let optimizers take foreach formulas where they give the bits of eager torch."""
     _foreach_supported_types.append(LazyTensor)
-    for name, differs in _ROUNDS_DIFFERENTLY.items():
-        module = importlib.import_module(f"torch.optim.{name}")
-        setattr(module, name, _choosing(getattr(module, name), differs))
-    _let_averages_loop()
 
 
 def _choosing(
@@ -58,13 +55,22 @@ def _choosing(
     return chosen
 
 
-def _let_averages_loop() -> None:
+_everywhere: Any = swa_utils._get_foreach_kernels_supported_devices  # type: ignore[attr-defined]
+
+
+@functools.wraps(_everywhere)
+def _averaging_devices() -> list[str]:
     """``AveragedModel`` (SWA) asks for the devices on which a horizontal lerp is to be used."""
-    averages: Any = swa_utils
-    everywhere = averages._get_foreach_kernels_supported_devices
+    return [d for d in _everywhere() if d != NAME or workers_device() != "cpu"]
 
-    @functools.wraps(everywhere)
-    def devices() -> list[str]:
-        return [d for d in everywhere() if d != NAME or workers_device() != "cpu"]
 
-    averages._get_foreach_kernels_supported_devices = devices
+def _patch(name: str, differs: Callable[[dict[str, Any]], bool]) -> Patch:
+    module = importlib.import_module(f"torch.optim.{name}")
+    return Patch(module, name, _choosing(getattr(module, name), differs), _BITS)
+
+
+_BITS = "on CPU workers the loop has eager torch's bits, and torch asks only for the device's type"
+PATCHES = (
+    *[_patch(name, differs) for name, differs in _ROUNDS_DIFFERENTLY.items()],
+    Patch(swa_utils, "_get_foreach_kernels_supported_devices", _averaging_devices, _BITS),
+)

@@ -1,0 +1,84 @@
+"""What of torch's is replaced: all of it is listed and in force, and put back with the session."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.record import device
+from lazygt.record.patches import Patch, Patches
+
+ALWAYS = """\
+torch.autograd._engine_run_backward
+torch.autograd.function._HookMixin._register_hook
+torch.autograd.graph.saved_tensors_hooks.__init__
+torch._has_compatible_shallow_copy_type
+torch.Tensor._make_subclass
+torch.Tensor.as_subclass
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter._process_data
+torch.optim.asgd.asgd
+torch.optim.nadam.nadam
+torch.optim.radam.radam
+torch.optim.adamax.adamax
+torch.optim.swa_utils._get_foreach_kernels_supported_devices
+torch.library.Library.define
+torch.library.Library.impl"""
+IN_SESSIONS = """\
+torch.Tensor.data
+torch.nn.parameter.Parameter.__new__
+torch.jit._script.ScriptModule._apply"""
+
+
+def names(patches: Patches) -> str:
+    return "\n".join(str(patch).partition(":")[0] for patch in patches.patches)
+
+
+def in_force(patches: Patches) -> list[bool]:
+    return [vars(patch.owner).get(patch.name) is patch.ours for patch in patches.patches]
+
+
+def test_what_is_replaced_is_known_and_has_a_reason() -> None:
+    assert names(device._ALWAYS) == ALWAYS
+    assert names(device._IN_SESSIONS) == IN_SESSIONS
+    assert all(patch.why for patch in (*device._ALWAYS.patches, *device._IN_SESSIONS.patches))
+    assert all(in_force(device._ALWAYS))
+
+
+def test_sessions_put_back_what_they_replace() -> None:
+    before = [vars(patch.owner).get(patch.name) for patch in device._IN_SESSIONS.patches]
+    with lazygt.session(launcher="inline"):
+        with lazygt.session(launcher="inline"):
+            assert all(in_force(device._IN_SESSIONS))
+        assert all(in_force(device._IN_SESSIONS)), "the outer session is still open"
+    after = [vars(patch.owner).get(patch.name) for patch in device._IN_SESSIONS.patches]
+    assert [ours is theirs for ours, theirs in zip(before, after, strict=True)] == [True] * 3
+
+
+class Base:
+    inherited = "torch's"
+
+
+class Owner(Base):
+    own = "torch's"
+
+
+@pytest.mark.parametrize("name", ["own", "inherited"])
+def test_a_patch_is_made_once_and_undone(name: str) -> None:
+    patches = Patches(Patch(Owner, name, "ours", "a test"))
+    here = dict(vars(Owner))
+    for _ in range(2):
+        patches.apply()
+        patches.apply()
+        assert getattr(Owner, name) == "ours"
+        patches.undo()
+        patches.undo()
+        assert dict(vars(Owner)) == here
+        assert getattr(Owner, name) == "torch's"
+
+
+def test_a_patch_says_what_it_is() -> None:
+    patch: Any = Patch(torch.Tensor, "data", None, "a reason")
+    assert str(patch) == "torch.Tensor.data: a reason"
+    assert str(Patch(torch.optim, "x", None, "y")) == "torch.optim.x: y"

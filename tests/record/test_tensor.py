@@ -1,0 +1,57 @@
+"""A storage says where its value is."""
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.record.tensor import LazyTensor, State
+
+
+def state(t: torch.Tensor) -> State:
+    assert isinstance(t, LazyTensor)
+    return t._storage.state
+
+
+def test_a_storage_says_where_its_value_is() -> None:
+    with lazygt.session(launcher="inline") as s:
+        x = torch.ones(4)
+        assert state(x) is State.RECORDED
+        s.flush()
+        assert state(x) is State.REMOTE
+        y = x + 1
+        assert (state(x), state(y)) == (State.REMOTE, State.RECORDED), "x has only entered"
+        x.mul_(2)
+        assert state(x) is State.RECORDED
+        assert state(x[1:]) is State.RECORDED, "a view is where its storage is"
+        assert state(torch.empty(3)) is State.BLANK
+        assert state(torch.empty(3).fill_(1)) is State.RECORDED
+        number = torch.tensor(2.0)
+        assert state(number) is State.HOST
+        assert (number * x).tolist() == [4.0] * 4
+        assert state(number) is State.REMOTE, "it has met worker data"
+        assert (state(x), state(y)) == (State.REMOTE, State.REMOTE)
+    assert (state(x), state(number)) == (State.CLOSED, State.CLOSED)
+
+
+def test_a_value_that_was_never_shipped_is_lost_and_says_so() -> None:
+    with lazygt.session(launcher="inline") as s:
+        x = torch.ones(4)
+        s.flush()
+        y = x + 1
+        s.recorder.next_trace()  # as when Ctrl-C ends a flush
+        assert (state(x), state(y)) == (State.REMOTE, State.LOST)
+        with pytest.raises(lazygt.LazyGTError, match="the flush that shipped it was interrupted"):
+            y.tolist()
+        with pytest.raises(lazygt.LazyGTError, match="the flush that shipped it was interrupted"):
+            y + 1
+        y.data = x * 3
+        assert y.tolist() == [3.0] * 4
+
+
+def test_a_tensor_of_another_session_is_refused() -> None:
+    with lazygt.session(launcher="inline"):
+        x = torch.ones(4)
+        refused = pytest.raises(lazygt.NoSession, match="belongs to another session")
+        with lazygt.session(launcher="inline"), refused:
+            x + 1
+        assert (x + 1).tolist() == [2.0] * 4
