@@ -258,7 +258,6 @@ def test_a_loss_over_a_cut_vocabulary_moves_numbers_a_token(ranks: int) -> None:
         all_reduce(A, "model"): 2,  # the embedding; the gradient of what the head takes
         all_reduce(TOKENS * 4, "model", "max"): 1,
         all_reduce(TOKENS * 4, "model"): 2,  # of the softmax and of its backward
-        all_reduce(4, "model"): 1,  # the number of targets
     })  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from lazygt.graph.placement import (
     groups,
     shard_bounds,
 )
+from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.base import Results
 from lazygt.graph.shapes.meta_run import run_on_metas
 
@@ -122,6 +123,7 @@ def changed(
 _SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
 _LIMIT = 20_000
 _seen: OrderedDict[Any, Results | None] = OrderedDict()
+_shapes = Shapes()
 
 
 class Builder:
@@ -161,6 +163,16 @@ class Builder:
     @index.setter
     def index(self, index: int) -> None:
         self._index = index
+
+    @property
+    def rank(self) -> tuple[str, int, int]:
+        """The axis, its ranks and which of them this is: for what is remembered of each."""
+        return self.axis, self.parts, self._index
+
+    def beside(self, inputs: Sequence[TensorMeta], params: Sequence[str] = ()) -> Builder:
+        """Another graph of the same rank, with nothing in it."""
+        return Builder(inputs, params, axis=self.axis, parts=self.parts, index=self._index,
+                       device_type=self._device_type)  # fmt: skip
 
     def graph(self, outputs: Sequence[Ref]) -> Graph:
         """All that was written."""
@@ -380,7 +392,11 @@ class Builder:
             _seen.move_to_end(key)
             return _seen[key]
         metas = {n: self.meta(ref(n)) for n in numbers((args, kwargs))}
-        found = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
+        found = _shapes.results(f, args, kwargs, metas, self._samples)
+        if found is None:
+            found = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
+            if found is not None:
+                _shapes.learn(f, args, kwargs, metas, self._samples, found)
         _seen[key] = found
         if len(_seen) > _LIMIT:
             _seen.popitem(last=False)

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lazygt.graph.node import FUSED, Node
 from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
-    activations,
     batchnorm,
     creation,
-    elementwise_loss,
+    derived,
     foreach,
     indexing,
     internal,
     kernels,
-    loss,
-    normalisation,
     pointwise,
     reductions,
-    rmsnorm,
     slicing,
-    softmax,
     statistics,
     table,
     views,
     write_back,
 )
 from lazygt.passes.sharding.rules.base import Collective, Metas, R, Rule, Strategy
-
-_FAMILIES = (
-    activations,
-    batchnorm,
-    creation,
-    elementwise_loss,
-    foreach,
-    indexing,
-    internal,
-    kernels,
-    loss,
-    normalisation,
-    pointwise,
-    reductions,
-    rmsnorm,
-    slicing,
-    softmax,
-    statistics,
-    table,
-    views,
-    write_back,
-)
-RULES: dict[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
+from lazygt.passes.sharding.rules.decompose import is_composite
 
 __all__ = ["RULES", "Collective", "Metas", "Rule", "Strategy", "has_rule", "strategies_of"]
 
@@ -65,13 +40,19 @@ def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
     rule = None if node.op == FUSED or node.dynamic else _rule(node.op)
     found = {(whole.inputs, whole.outputs): whole}
     dtypes = _dtypes(node, metas) if rule else ()
-    for strategy in rule(node, metas, parts) if rule else ():
+    for strategy in _listed(rule, node, metas, parts) if rule else ():
         if not _reducible(strategy, dtypes):
             continue
         known = found.get((strategy.inputs, strategy.outputs))
         if known is None or known is whole:  # a rule may say how the op runs on whole values
             found[strategy.inputs, strategy.outputs] = strategy
     return tuple(found.values())
+
+
+def _listed(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Those of a rule; where it has none, those that follow from what the op is made of."""
+    strategies = rule(node, metas, parts)
+    return strategies if strategies or rule is DERIVED else DERIVED(node, metas, parts)
 
 
 def _dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
@@ -101,4 +82,27 @@ def _rule(op: str) -> Rule | None:
     found = RULES.get(op)
     if found is None and pointwise.is_pointwise(op):
         return pointwise.strategies
-    return found
+    return DERIVED if found is None and is_composite(op) else found
+
+
+#: Of ops that torch takes apart into others.
+DERIVED = derived.rule(strategies_of)
+
+_FAMILIES = (
+    creation,
+    foreach,
+    indexing,
+    internal,
+    kernels,
+    pointwise,
+    reductions,
+    slicing,
+    statistics,
+    table,
+    views,
+    write_back,
+)
+RULES: dict[str, Rule] = {
+    **{op: rule for family in _FAMILIES for op, rule in family.RULES.items()},
+    **batchnorm.rules(DERIVED),
+}

@@ -19,6 +19,7 @@ from lazygt.graph.placement import Partial, Placement, Replicate
 from lazygt.passes.sharding.rules.base import (
     PMAX,
     PMIN,
+    Call,
     Metas,
     P,
     R,
@@ -56,7 +57,8 @@ _GRADIENTS = frozenset(
     f"{name}_backward"
     for name in ("threshold", "gelu", "tanh", "sigmoid", "silu", "elu", "hardtanh", "hardsigmoid",
                  "hardswish", "leaky_relu", "softplus", "mish", "hardshrink", "softshrink",
-                 "rrelu_with_noise")
+                 "rrelu_with_noise", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+                 "binary_cross_entropy")
 )  # fmt: skip
 #: Never decrease, and are defined from -inf to inf.
 _RISING = frozenset(
@@ -172,4 +174,17 @@ _UNTAGGED = (
     "rrelu_with_noise_backward.default rsub.Tensor floor_divide.default floor_divide_.Tensor "
     "isin.Tensor_Scalar"
 )
-RULES: dict[str, Rule] = dict(table(_UNTAGGED, strategies))
+#: Losses, which are so where nothing is reduced.
+_LOSSES = (
+    "mse_loss.default mse_loss_backward.default smooth_l1_loss.default "
+    "smooth_l1_loss_backward.default huber_loss.default huber_loss_backward.default "
+    "soft_margin_loss.default soft_margin_loss_backward.default binary_cross_entropy.default "
+    "binary_cross_entropy_backward.default binary_cross_entropy_with_logits.default"
+)
+
+
+def _unreduced(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    return () if Call(node, metas, parts)["reduction"] else strategies(node, metas, parts)
+
+
+RULES: dict[str, Rule] = {**table(_UNTAGGED, strategies), **table(_LOSSES, _unreduced)}

@@ -1,11 +1,11 @@
-"""Reductions whose ranks must meet: norms, logsumexp, variances, places of extremes.
+"""Reductions whose ranks must meet: norms, places of extremes.
 
 Each meets inside the strategy, with collectives of the reduced size, and its result is R.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,6 @@ import torch
 from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.placement import block_size
 from lazygt.passes.sharding.rules.base import (
-    PMAX,
-    PMIN,
     Call,
     Collective,
     Lowering,
@@ -31,22 +29,6 @@ from lazygt.passes.sharding.rules.reductions import identity, passing_strategies
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
-
-
-def extreme(build: Builder, value: Ref, dims: Sequence[int], op: str) -> Ref:
-    """The maximum or minimum over dims (kept, of size 1) of the blocks of all ranks."""
-    shape = [1 if dim in dims else size for dim, size in enumerate(build.shape(value))]
-    if build.meta(value).numel:
-        mine = build.op(f"aten.a{op}.default", value, tuple(dims), True)
-    else:
-        mine = build.full(shape, identity(build.meta(value).dtype, op), like=value)
-    return build.all_reduce(mine, op)
-
-
-def total(build: Builder, value: Ref, dims: Sequence[int]) -> Ref:
-    """The sum over dims (kept, of size 1) of the blocks of all ranks."""
-    mine = build.op("aten.sum.dim_IntList", value, tuple(dims), True)
-    return build.all_reduce(mine, "sum")
 
 
 def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -124,88 +106,6 @@ def _met(
     return [call.strategy(R, self=S(dim)).by(lower, comm) for dim in split]
 
 
-def _logsumexp(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    dims = reduced_dims(call)
-    nbytes, shape = call.result().nbytes, call.result().shape
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
-        top = extreme(build, value, sorted(dims), "max")
-        # as torch: where the maximum is infinite, the difference would be NaN
-        infinite = build.op("aten.eq.Scalar", build.op("aten.abs.default", top), float("inf"))
-        top = build.op("aten.masked_fill.Scalar", top, infinite, 0)
-        powers = build.op("aten.exp.default", build.op("aten.sub.Tensor", value, top))
-        logs = build.op("aten.log.default", total(build, powers, sorted(dims)))
-        return (build.reshape(build.op("aten.add.Tensor", logs, top), shape),)
-
-    comm = [Collective("all_reduce", nbytes, "max"), Collective("all_reduce", nbytes)]
-    same = call.meta("self").dtype == call.result().dtype
-    return passing_strategies(call, dims) + (_met(call, dims, lower, comm) if same else [])
-
-
-def _variance(finish: Callable[[Builder, Ref, Ref], Sequence[Ref]]) -> Rule:
-    """``finish``: the results, from the variance and the mean."""
-
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        dims, result = reduced_dims(call), call.result()
-        found = passing_strategies(call, dims)
-        count = call.meta("self").numel // max(result.numel, 1)
-        if call.meta("self").dtype.is_complex:
-            return found
-
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            (value,) = operands
-            mean, squares = moments(build, value, sorted(dims), count)
-            divisor = _divisor(build, build.bind(node, operands)["correction"], count, mean)
-            made = finish(build, build.op("aten.div.Tensor", squares, divisor), mean)
-            return [build.reshape(one, result.shape) for one in made]
-
-        comm = [Collective("all_reduce", result.nbytes)] * 2
-        return found + _met(call, dims, lower, comm)
-
-    return strategies
-
-
-def _divisor(build: Builder, correction: Arg, count: int, like: Ref) -> Ref:
-    """The count less the correction, which may be a run-time number; not below 0."""
-    whole = build.full((), count, like=like)
-    rest = build.op("aten.sub.Scalar", whole, 1 if correction is None else correction)
-    made: Ref = build.op("aten.clamp_min.default", rest, 0)
-    return made
-
-
-def moments(build: Builder, value: Ref, dims: Sequence[int], count: int) -> tuple[Ref, Ref]:
-    """The mean over dims (kept) of all blocks, and the sum of the squared distances from it."""
-    mean = build.op("aten.div.Scalar", total(build, value, dims), count)
-    distance = build.op("aten.sub.Tensor", value, mean)
-    return mean, total(build, build.op("aten.mul.Tensor", distance, distance), dims)
-
-
-def _deviation(build: Builder, variance: Ref) -> Ref:
-    made: Ref = build.op("aten.sqrt.default", variance)
-    return made
-
-
-def _both_extremes(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """aminmax, of empty blocks too: the ranks' extremes are left partial."""
-    call = Call(node, metas, parts)
-    dims = reduced_dims(call)
-    shape = call.result().shape
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        meta = build.meta(operands[0])
-        if meta.numel:
-            return build.rerun(node, operands)
-        return [build.full(shape, identity(meta.dtype, op), operands[0]) for op in ("min", "max")]
-
-    split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
-    return passing_strategies(call, dims) + [
-        call.strategy((PMIN, PMAX), self=S(d)).by(lower) for d in split
-    ]
-
-
 def _place(op: str, both: bool) -> Rule:
     """argmax and max.dim: the block's extremes and where they are, gathered and compared.
 
@@ -253,15 +153,6 @@ def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) ->
 
 RULES: dict[str, Rule] = {
     **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
-    **table("logsumexp.default", _logsumexp),
-    **table("var.correction", _variance(lambda build, var, mean: (var,))),
-    **table("std.correction", _variance(lambda build, var, mean: (_deviation(build, var),))),
-    **table("var_mean.correction", _variance(lambda build, var, mean: (var, mean))),
-    **table(
-        "std_mean.correction",
-        _variance(lambda build, var, mean: (_deviation(build, var), mean)),
-    ),
-    **table("aminmax.default", _both_extremes),
     **table("argmax.default", _place("max", both=False)),
     **table("argmin.default", _place("min", both=False)),
     **table("max.dim", _place("max", both=True)),

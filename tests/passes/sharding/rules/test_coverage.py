@@ -38,7 +38,7 @@ WITHOUT = ["_local_scalar_dense", "bernoulli_.float"]
 #: program reaches; of distances within one set, and of values put where a mask is, each needs all.
 CORE_WITHOUT = """
 _local_scalar_dense.default _pdist_forward.default masked_scatter.default nonzero.default
-rand.default randn.default randperm.default resize_.default scalar_tensor.default var.dim
+rand.default randn.default randperm.default resize_.default scalar_tensor.default
 """
 
 

@@ -1,0 +1,139 @@
+"""Decompositions that torch does not have, or that exchange less where ranks must meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from lazygt.graph.ops import overload
+from lazygt.passes.sharding.builder import schema
+
+Tensor = torch.Tensor
+Formula = Callable[..., Any]
+_NONE, _MEAN = 0, 1
+
+
+def _loss(op: str) -> Formula:
+    """Each element's loss, by the op itself, then their mean or sum."""
+
+    def formula(*args: Any) -> Tensor:
+        named = _named(op, args)
+        each: Tensor = overload(op)(**{**named, "reduction": _NONE})
+        return each.mean() if named["reduction"] == _MEAN else each.sum()
+
+    return formula
+
+
+def _loss_backward(op: str) -> Formula:
+    """Each element has the whole gradient, or its share of it."""
+
+    def formula(*args: Any) -> Tensor:
+        named = _named(op, args)
+        gradient, value, target = named["grad_output"], named["self"], named["target"]
+        if named["reduction"] == _MEAN:
+            gradient = gradient / prod(torch.broadcast_shapes(value.shape, target.shape))
+        made: Tensor = overload(op)(**{**named, "grad_output": gradient, "reduction": _NONE})
+        return made
+
+    return formula
+
+
+def _named(op: str, args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of a loss by name. One of single elements is left to the pointwise rule."""
+    arguments = schema(op)
+    named = {name: default for name, _, default in arguments}
+    named.update(zip(named, args, strict=False))
+    if named["reduction"] == _NONE:
+        raise ValueError("nothing is reduced")
+    return named
+
+
+def _moments(
+    value: Tensor, dim: Sequence[int] | None, correction: Any, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean: the mean first, so that distances from it are small."""
+    if value.is_complex():
+        raise ValueError("of complex numbers, the kernel alone knows the variance")
+    dims = [d % value.dim() for d in dim] if dim else list(range(value.dim()))
+    count = prod(value.shape[d] for d in dims)
+    mean = value.mean(dims, keepdim=True)
+    distance = value - mean
+    squares = (distance * distance).sum(dims, keepdim=keepdim)
+    rest: Any = count - (1 if correction is None else correction)
+    divisor = rest.clamp_min(0) if isinstance(rest, Tensor) else max(rest, 0)
+    return squares / divisor, mean if keepdim else mean.squeeze(dims)
+
+
+def _var(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(value, dim, correction, keepdim)[0]
+
+
+def _std(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _moments(value, dim, correction, keepdim)[0].sqrt()
+
+
+def _var_mean(
+    value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    return _moments(value, dim, correction, keepdim)
+
+
+def _std_mean(
+    value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    variance, mean = _moments(value, dim, correction, keepdim)
+    return variance.sqrt(), mean
+
+
+def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """0 where every element is -inf: there the maximum is, which ranks have met for anyway."""
+    value = value if dtype is None else value.to(dtype)
+    top = value.amax(dim, keepdim=True)
+    powers = (value - top).exp()
+    return (powers / powers.sum(dim, keepdim=True)).masked_fill(top == float("-inf"), 0)
+
+
+def _nll_backward(
+    gradient: Tensor,
+    value: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """Class by class, so that classes may be cut too."""
+    dim = 0 if value.dim() == 1 else 1
+    along = [-1 if d == dim else 1 for d in range(value.dim())]
+    placements = target.unsqueeze(dim)
+    classes = torch.arange(value.shape[dim], device=value.device).view(along)
+    flow = gradient.unsqueeze(dim) if reduction == _NONE else gradient
+    if reduction == _MEAN:
+        flow = flow / total_weight
+    flow = -flow if weight is None else -flow * weight.view(along)
+    chosen = (classes == placements) & (placements != ignore_index)
+    return torch.where(chosen, flow, torch.zeros_like(value))
+
+
+def _converted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype)
+
+
+_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+FORMULAS: dict[str, Formula] = {
+    **{op: _loss(op) for op in (
+        *(f"aten.{name}.default" for name in _LOSSES),
+        "aten.binary_cross_entropy_with_logits.default")},
+    **{op: _loss_backward(op) for op in (f"aten.{name}_backward.default" for name in _LOSSES)},
+    "aten.var.correction": _var,
+    "aten.std.correction": _std,
+    "aten.var_mean.correction": _var_mean,
+    "aten.std_mean.correction": _std_mean,
+    "aten._safe_softmax.default": _safe_softmax,
+    "aten.nll_loss_backward.default": _nll_backward,
+    "aten.nll_loss2d_backward.default": _nll_backward,
+    "prims.convert_element_type.default": _converted,
+}  # fmt: skip
