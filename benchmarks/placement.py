@@ -161,7 +161,7 @@ def _cells(rounds: list[Chosen], total: float, a_node: list[float]) -> list[str]
     )
     question, solution = rounds[0].question, rounds[0].solution
     return [
-        f"{sum(len(entry.rows) for entry in question.entries):,}",
+        f"{sum(len(entry.strategies) for entry in question.entries):,}",
         f"{build * 1e3:.0f}",
         f"{took * 1e3:.0f}",
         f"{total * 1e3:.0f}",

@@ -51,7 +51,7 @@ def collectives(
 ) -> list[tuple[str, int]]:
     """(kind, the value's bytes) of what is sent, each placement of a value made once."""
     annotations, kept = annotations or {}, question.placements(solution)
-    rows = question.rows(solution)
+    rows = question.strategies(solution)
     made: dict[int, Placement] = {}
     for value in range(len(graph.inputs)):
         known = annotations.get(value, Annotation(R))

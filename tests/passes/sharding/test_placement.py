@@ -52,7 +52,7 @@ def test_megatron_mlp_is_one_all_reduce(machine: Machine, parts: int, kind: str)
     annotations = {v: replace(a, kind=kind) for v, a in COLUMN_ROW.items()}  # type: ignore[arg-type]
     assert kinds(graph, annotations, parts, machine, outputs=[[R]]) == {"all_reduce": 1}
     question = question_of(graph, annotations, parts, machine, outputs=[[R]])
-    rows = question.rows(solve(question.problem))
+    rows = question.strategies(solve(question.problem))
     assert [str(row) for row in rows[:3]] == [
         "(R, S(1)) -> (S(1))",
         "(S(1)) -> (S(1))",
@@ -151,7 +151,7 @@ def test_a_small_batch_does_not_replicate_the_work(explore: bool) -> None:
     assert all(
         min(entry.shares) == 1 or max(entry.shares) < 1 for entry in question.entries if entry.heavy
     )
-    rows = question.rows(solve(question.problem))
+    rows = question.strategies(solve(question.problem))
     heavy = [row for row, entry in zip(rows, question.entries, strict=True) if entry.heavy]
     assert len(heavy) == 5
     assert all(Shard in map(type, (*row.inputs, *row.outputs)) for row in heavy)
@@ -224,7 +224,9 @@ def test_a_pin_is_kept_by_every_user_that_can() -> None:
                 placement = pinned[value].placement
                 parts = {P} if placement == R else set()  # what is whole counts as a sum, too
                 assert (
-                    {placement} <= {row.inputs[place] for row in entry.rows} <= {placement} | parts
+                    {placement}
+                    <= {row.inputs[place] for row in entry.strategies}
+                    <= {placement} | parts
                 )
 
 
@@ -251,7 +253,7 @@ def test_a_free_input_starts_where_it_is_wanted() -> None:
 def test_without_annotations_nothing_is_sharded_unless_asked() -> None:
     graph = graph_of(MLP)
     question = question_of(graph)
-    rows = [row for entry in question.entries for row in entry.rows]
+    rows = [row for entry in question.entries for row in entry.strategies]
     assert Shard not in {
         type(placement) for row in rows for placement in (*row.inputs, *row.outputs)
     }
@@ -266,11 +268,11 @@ def test_a_factory_makes_what_is_asked_and_asks_for_nothing() -> None:
         %2: f32[64, 64] = aten.add.Tensor(%0, %1)
         return %2
         """)
-    whole = question_of(graph).entries[1].rows
+    whole = question_of(graph).entries[1].strategies
     assert [str(row) for row in whole] == ["(R, R) -> (R)"]
     sharded = {0: Annotation(S(0))}
     question = question_of(graph, sharded, outputs=[[S(0)]])
-    rows = question.rows(solve(question.problem))
+    rows = question.strategies(solve(question.problem))
     assert str(rows[1]) == "(S(0), S(0)) -> (S(0))"
     assert kinds(graph, sharded, outputs=[[S(0)]]) == {}
 

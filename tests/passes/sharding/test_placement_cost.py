@@ -148,12 +148,12 @@ def brute_force(
     """The least time over every choice of these rows; outputs are whole."""
     metas = graph.values
     best = math.inf
-    options = [range(len(entry.rows)) for entry in entries]
+    options = [range(len(entry.strategies)) for entry in entries]
     for picked in itertools.product(*options):
         total, uses = 0.0, [[] for _ in metas]  # type: list[list[set[Placement]]]
         made = [inputs.get(v, Annotation(R)).placement for v in range(len(graph.inputs))]
         for node, entry, at in zip(graph.nodes, entries, picked, strict=True):
-            row = entry.rows[at]
+            row = entry.strategies[at]
             total += seconds(float(entry.costs[at]))
             made.extend(row.outputs)
             for value in set(node.refs()):
@@ -197,8 +197,8 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
             graph, metas, lambda n, m=metas: strategies_of(n, m, 4), 4, machine
         )
         entries = [found.entries[number] for number in found.numbers]
-        dropped += sum(len(entry.rows) for entry in entries)
-        dropped -= sum(len(entry.rows) for entry in question.entries)
+        dropped += sum(len(entry.strategies) for entry in entries)
+        dropped -= sum(len(entry.strategies) for entry in question.entries)
         least = brute_force(graph, entries, machine, {})
         assert seconds(solve(question.problem).cost) == pytest.approx(least, rel=1e-9), str(graph)
     assert dropped > 50

@@ -76,14 +76,14 @@ def brute_force(
 ) -> float:
     """The least time over every choice of these rows; outputs are whole."""
     best = math.inf
-    for rows in itertools.product(*(range(len(entry.rows)) for entry in entries)):
+    for rows in itertools.product(*(range(len(entry.strategies)) for entry in entries)):
         total = 0.0
         uses: list[list[set[Placement]]] = [[] for _ in graph.values]
         made: list[Placement | None] = [None] * len(graph.inputs)
         for node, entry, at in zip(graph.nodes, entries, rows, strict=True):
             total += seconds(float(entry.costs[at]))
-            made.extend(entry.rows[at].outputs)
-            refs, wanted = node.refs(), entry.rows[at].inputs
+            made.extend(entry.strategies[at].outputs)
+            refs, wanted = node.refs(), entry.strategies[at].inputs
             for value in set(refs):
                 uses[value].append({la for v, la in zip(refs, wanted, strict=True) if v == value})
         for value in set(graph.outputs):

@@ -29,7 +29,7 @@ def test_rows_of_a_view_stay_where_they_are() -> None:
     solution = solve(question.problem)
     assert solution.exact
     assert collectives(graph, question, solution, annotations, [[S(1)]]) == []
-    assert [str(row) for row in question.rows(solution)] == [
+    assert [str(row) for row in question.strategies(solution)] == [
         "(S(1)) -> (S(0/10))",
         "(S(0/10), R) -> (S(0/10))",
         "(S(0/10)) -> (S(0/10))",
@@ -43,7 +43,7 @@ def test_no_row_is_interleaved_where_nothing_is_cut_so(explore: bool) -> None:
     placements = {
         placement
         for entry in question.entries
-        for row in entry.rows
+        for row in entry.strategies
         for placement in (*row.inputs, *row.outputs)
     }
     assert S(1) in placements
