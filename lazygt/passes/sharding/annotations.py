@@ -46,7 +46,7 @@ class Annotation:
     """
 
     placement: Placement
-    kind: Literal["given", "sharding", "free", "pinned"] = "given"
+    kind: Literal["given", "stored", "free", "pinned"] = "given"
 
 
 def follow(
@@ -90,7 +90,7 @@ def _made(
     if is_elementwise(node, metas):
         each = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
         found = each.pop() if len(each) == 1 else None
-        return () if found is None or found.kind != "sharding" else (found,)
+        return () if found is None or found.kind != "stored" else (found,)
     return ()
 
 
@@ -167,7 +167,7 @@ def annotations_of(
         if isinstance(placement, Unspecified):
             continue
         if each.unit is not None and each.unit.axis == mesh.names[at] and placement != R:
-            found[value] = Annotation(placement, "sharding")
+            found[value] = Annotation(placement, "stored")
         elif each.pinned:
             found[value] = Annotation(placement, "pinned")
         elif value < len(graph.inputs) and placement != R:

@@ -178,7 +178,7 @@ class _Reach:
         self._graph, self._catalogue, self._bits = graph, catalogue, Bits()
         self.numbers = list(catalogue.numbers)
         self._pinned = {v: a.placement for v, a in annotations.items() if a.kind == "pinned"}
-        self._stored = {v: a.placement for v, a in annotations.items() if a.kind == "sharding"}
+        self._stored = {v: a.placement for v, a in annotations.items() if a.kind == "stored"}
         self._reached = [0] * len(metas)
         for value, annotation in annotations.items():
             self._reached[value] = self._bit(annotation.placement)

@@ -134,12 +134,12 @@ def test_data_parallel_is_one_reduction_a_parameter(machine: Machine, parts: int
 
 def test_weights_that_are_stored_in_blocks_are_gathered_and_their_gradients_scattered() -> None:
     """A fully sharded step: gathers for use (kept for the backward), a reduce-scatter each."""
-    sharding = {1: Annotation(S(0), "sharding"), 2: Annotation(S(0), "sharding")}
+    stored = {1: Annotation(S(0), "stored"), 2: Annotation(S(0), "stored")}
     # the new weights are written in place, as optimizers do
     text = DATA_PARALLEL.replace("aten.sub.Tensor(%2, %7)", "aten.sub_.Tensor(%2, %7) writes %2")
     text = text.replace("aten.sub.Tensor(%1, %12)", "aten.sub_.Tensor(%1, %12) writes %1")
     graph = graph_of(text)
-    found = kinds(graph, {0: Annotation(S(0)), **sharding}, outputs=[[S(0)], [S(0)]])
+    found = kinds(graph, {0: Annotation(S(0)), **stored}, outputs=[[S(0)], [S(0)]])
     assert found == {"all_gather": 2, "reduce_scatter": 2}
 
 

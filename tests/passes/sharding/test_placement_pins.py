@@ -58,12 +58,8 @@ def annotated(
 def annotations_at_random(draw: random.Random, graph: Graph) -> dict[int, Annotation]:
     placements = (R, S(0), S(1))
     found = {
-        0: Annotation(
-            draw.choice(placements), draw.choice(["given", "sharding", "pinned", "free"])
-        ),
-        1: Annotation(
-            draw.choice(placements), draw.choice(["given", "sharding", "pinned", "free"])
-        ),
+        0: Annotation(draw.choice(placements), draw.choice(["given", "stored", "pinned", "free"])),
+        1: Annotation(draw.choice(placements), draw.choice(["given", "stored", "pinned", "free"])),
     }
     for value in range(2, len(graph.values)):
         if draw.random() < 0.3:
@@ -113,4 +109,4 @@ def test_pins_and_wishes_get_the_best_of_all_choices(first: int) -> None:
             f"seed {seed} {notes}\n{graph}"
         )
         kinds |= {note.kind for note in notes.values()}
-    assert kinds == {"given", "sharding", "pinned", "free"}
+    assert kinds == {"given", "stored", "pinned", "free"}
