@@ -10,7 +10,7 @@ JOBS   ?= 2
 
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
-	@echo "make test       every test: the fast ones in parallel, then the slow ones"
+	@echo "make test       every test; those that bound how long something takes run alone, at the end"
 	@echo "make test-deep  property tests with many more examples, and Ctrl-C a thousand times"
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make lint       ruff and mypy"
@@ -27,17 +27,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
-test: test-fast test-slow
+PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
+# By files in the order of their names: by the number of their tests, long ones would come last.
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP)
+	$(PYTEST) -m "not timed" $(PARALLEL)
+	$(PYTEST) -m timed
 
 test-fast: $(STAMP)
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	$(PYTEST) -m "not slow" $(PARALLEL)
 
-# Slow tests that measure no time may run side by side; those of faults and transfers may not.
-UNTIMED := $(addprefix tests/,benchmarks conformance docs examples models passes sharding)
-
-test-slow: test-fast
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(UNTIMED)
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -m slow $(addprefix --ignore=,$(UNTIMED))
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow and not timed" $(PARALLEL)
+	$(PYTEST) -m timed
 
 test-deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600

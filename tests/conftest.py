@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import forking
+from tests.patience import patience
 
 # A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,6 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 CHILD_EXIT_SECONDS = 5.0
+#: A test's limit is for one that hangs; this is how much slower a busy machine may be.
+BUSY = 10
+#: Where slow tests bound how long something takes.
+TIMED = {"faults", "transfer"}
 
 settings.register_profile(
     "ci",
@@ -57,10 +62,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.path.parent.name in TIMED:
+            item.add_marker("timed")
+        limit = item.get_closest_marker("timeout")
+        if limit is not None:
+            item.add_marker(pytest.mark.timeout(BUSY * limit.args[0]), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork what the test starts from a process with torch, its sessions' workers too."""
     anew = item.get_closest_marker("anew") is not None
     subprocess.Popen = forking.Popen if anew else forking.Forked  # type: ignore[misc]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_like_others() -> Iterator[None]:
+    """The compile process gets only what nobody else wants, which on a busy machine is nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "setpriority", lambda *which: None)
+        patch.setattr(os, "sched_setscheduler", lambda *which: None)
+        yield
 
 
 def child_pids() -> set[int]:
@@ -91,7 +115,7 @@ def left_behind(before: set[int]) -> list[str]:
                 started.append(process)
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs(started, timeout=CHILD_EXIT_SECONDS)
+    _, alive = psutil.wait_procs(started, timeout=patience(CHILD_EXIT_SECONDS))
     return [describe(process) for process in alive]
 
 

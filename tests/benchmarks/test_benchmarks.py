@@ -90,7 +90,7 @@ def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,7 +23,7 @@ def test_collectives_against_gloo() -> None:
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -66,7 +66,7 @@ def run(arguments: str) -> str:
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

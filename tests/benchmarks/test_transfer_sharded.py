@@ -19,7 +19,7 @@ def test_it_runs_and_counts_no_weights_in_the_client() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def test_python_examples_run(name: str, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

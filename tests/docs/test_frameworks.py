@@ -45,7 +45,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

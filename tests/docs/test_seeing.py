@@ -88,6 +88,6 @@ def run(
         input=input,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )

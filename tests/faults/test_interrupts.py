@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 INTERRUPTS = 1000 if DEEP else 40
-SECONDS = 3000 if DEEP else 240
+SECONDS = 3000 if DEEP else 1000
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 

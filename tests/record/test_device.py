@@ -212,7 +212,7 @@ def test_a_checkpoint_loads_without_lazygt(s: lazygt.Session, tmp_path: Path, zi
         "print(d['weight'].tolist())"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=600
     )
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == str(weights["weight"].tolist())
@@ -520,7 +520,7 @@ print("done")
 def test_what_is_raised_in_a_backward_pass_reaches_the_user(which: str) -> None:
     out = subprocess.run(
         [sys.executable, "-c", _RAISING, which],
-        capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
         env=dict(os.environ),
     )  # fmt: skip
     assert (out.returncode, out.stdout.strip()) == (0, "done"), out.stderr

@@ -68,7 +68,7 @@ def run(text: str, *command: str, **environment: str) -> list[str]:
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
-    said, errors = client.communicate(timeout=100)
+    said, errors = client.communicate(timeout=600)
     assert client.returncode == 0, errors
     return said.splitlines()
 
