@@ -46,17 +46,17 @@ def _processing(self: Any, data: Any, worker_id: int) -> Any:
 
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
     """Those that objects hold, by whatever attributes, lists and closures."""
-    found, seen, waiting = [], {id(root) for root in roots}, deque(roots)
+    lazy, seen, waiting = [], {id(root) for root in roots}, deque(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
         for held in _held_by(waiting.popleft()):
             if id(held) in seen:
                 continue
             seen.add(id(held))
             if isinstance(held, LazyTensor):
-                found.append(held)
+                lazy.append(held)
             elif not isinstance(held, _ENDS):
                 waiting.append(held)
-    return found
+    return lazy
 
 
 def _held_by(something: Any) -> list[Any]:

@@ -54,9 +54,9 @@ aten = torch.ops.aten
 
 def handler_of(f: OpFacts) -> Handler | None:
     """The handler of an op, or None for an ordinary one."""
-    found = _HANDLERS.get(f.func)
-    if found is not None:
-        return found
+    handler = _HANDLERS.get(f.func)
+    if handler is not None:
+        return handler
     if is_foreign(f.func):
         return _foreign
     if f.inplace_view:
@@ -127,8 +127,8 @@ def _copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.size(), target.shape)
-    own = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
-    if own and not is_placed(target):
+    whole = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
+    if whole and not is_placed(target):
         fill(target, source.cpu())
         return target
     lazy = to_lazy(recorder, source.cpu().to(target.dtype))
@@ -180,9 +180,9 @@ def _out_of_place(func: Any) -> Any:
     packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
     wanted = [str(argument.type) for argument in func._schema.arguments]
     for name in packet.overloads():
-        found = getattr(packet, name)
-        if [str(argument.type) for argument in found._schema.arguments] == wanted:
-            return found
+        overload = getattr(packet, name)
+        if [str(argument.type) for argument in overload._schema.arguments] == wanted:
+            return overload
     raise NotImplementedError(f"{func} has no out-of-place form")
 
 
@@ -285,11 +285,11 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Note by its statistics what the layout was: the backward formula makes all row-major."""
-    made = recorder.record_plain(func, args, kwargs)
+    results = recorder.record_plain(func, args, kwargs)
     form = suggest_memory_format(args[0])
     if recorder.worker_device == "cpu" and form != torch.contiguous_format:
-        _CHANNELS_LAST[made[1]._storage] = form
-    return made
+        _CHANNELS_LAST[results[1]._storage] = form
+    return results
 
 
 def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:

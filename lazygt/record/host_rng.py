@@ -49,16 +49,16 @@ def uninstall() -> None:
         _set_default(torch.default_generator)
 
 
-def _set_default(found: Any) -> None:
-    vars(torch.random)["default_generator"] = found
+def _set_default(generator: Any) -> None:
+    vars(torch.random)["default_generator"] = generator
 
 
 @cache
 def _kernels() -> dict[Overload, Callable[..., Any]]:
     """For each op that draws on CPU tensors the kernel that stands in for torch's own."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
-    found = [name for name in names if name.startswith("aten::") and _takes_generator(name)]
-    ops = [overload(_full(name)) for name in (*found, *_WITHOUT_ARGUMENT)]
+    drawing = [name for name in names if name.startswith("aten::") and _takes_generator(name)]
+    ops = [overload(_full(name)) for name in (*drawing, *_WITHOUT_ARGUMENT)]
     return {op: _joined(op) for op in ops if facts(op).random}
 
 
@@ -74,13 +74,13 @@ def _full(name: str) -> str:
 
 
 def _joined(func: Overload) -> Callable[..., Any]:
-    own = torch.library.get_kernel(func, "CPU")
+    torchs = torch.library.get_kernel(func, "CPU")
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
         if not given or rng.is_default(given[0]):
             rng.to_client()
-        return own.call_boxed(keys, *args, **kwargs)
+        return torchs.call_boxed(keys, *args, **kwargs)
 
     return kernel
 

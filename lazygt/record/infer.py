@@ -67,13 +67,13 @@ class Inference:
             self._seen.move_to_end(key)
             return self._seen[key]
         self.runs += 1
-        found = self._run(f, args, kwargs, metas, params)
-        self._seen[key] = found
-        if found is not None:
-            self._shapes.learn(f, args, kwargs, metas, params, found)
+        inferred = self._run(f, args, kwargs, metas, params)
+        self._seen[key] = inferred
+        if inferred is not None:
+            self._shapes.learn(f, args, kwargs, metas, params, inferred)
         if len(self._seen) > _LIMIT:
             self._seen.popitem(last=False)
-        return found
+        return inferred
 
     def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
         """Take note of the strides that a kernel gave to results of a node.

@@ -153,10 +153,10 @@ class Recorder:
             for name, a in kwargs.items():
                 add(name)
                 add(self._key(a, f.hoist_named.get(name, 0), f))
-        found = tuple(key)
-        step = trace.step.children.get(found)
+        path_key = tuple(key)
+        step = trace.step.children.get(path_key)
         if step is None:
-            step = on_miss(trace, found, f, args, kwargs or {})
+            step = on_miss(trace, path_key, f, args, kwargs or {})
         trace.step = step
         trace.call_sites.append(user_call_site(_CALLER))
         make = step.make

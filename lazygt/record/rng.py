@@ -158,20 +158,20 @@ def is_default(given: torch.Generator) -> bool:
 
 def holder() -> SessionGenerator | None:
     """Whose workers have the state of the stream, where the user may ask for it."""
-    for found in _holders:
-        return None if found.is_recording() else found
+    for generator in _holders:
+        return None if generator.is_recording() else generator
     return None
 
 
 def to_client() -> None:
     """Let the client's CPU generator go on where the workers stopped."""
-    found = holder()
-    if found is not None:
-        found.restore_host_state()
+    generator = holder()
+    if generator is not None:
+        generator.restore_host_state()
 
 
 def drop() -> None:
     """What the workers have is no longer the state of the stream."""
-    for found in _holders:
-        found.holds = False
+    for generator in _holders:
+        generator.holds = False
     _holders.clear()

@@ -67,11 +67,13 @@ def lazy_class(cls: type) -> type[LazyTensor]:
 @functools.cache
 def _joined(cls: type) -> type[LazyTensor]:
     theirs = [base for base in cls.__mro__ if base not in LazyTensor.__mro__]
-    own = {name for base in theirs if base is not Parameter for name in vars(base)}
-    members: dict[str, Any] = {name: vars(LazyTensor)[name] for name in _OURS if name not in own}
+    defined = {name for base in theirs if base is not Parameter for name in vars(base)}
+    members: dict[str, Any] = {
+        name: vars(LazyTensor)[name] for name in _OURS if name not in defined
+    }
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     members["_host_class"] = cls
-    if "__setattr__" not in own:
+    if "__setattr__" not in defined:
         members["__setattr__"] = _set_attribute
     if not issubclass(cls, Parameter):
         members["__new__"] = _new
@@ -127,8 +129,8 @@ def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> An
     """``nn.Parameter.__new__``: parameters of lazy values are of the user's class too."""
     if isinstance(data, LazyTensor) and cls is not Parameter:
         return make_subclass(cls, data, requires_grad)
-    made: Any = _new_parameter(_host_class(cls), data, requires_grad)
-    return made
+    parameter: Any = _new_parameter(_host_class(cls), data, requires_grad)
+    return parameter
 
 
 _OWN_CLASS = "lazy tensors can be of the user's classes too"

@@ -247,8 +247,8 @@ class LazyTensor(torch.Tensor):
 
         Of sizes or a list ``type(t)(...)`` makes a tensor.
         """
-        made = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
-        return made(*args, **kwargs)
+        make = torch.Tensor if args and not _is_values(args[0]) else torch.nn.Parameter
+        return make(*args, **kwargs)
 
     def _repr_html_(self) -> str:
         return viewer().tensor_html(self)

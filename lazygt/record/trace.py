@@ -248,25 +248,25 @@ def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The tensors an op writes, in schema order (lists flattened, missing ones skipped)."""
     written = [args[position] for position in f.writes if position < len(args)]
     written += [kwargs[name] for name in f.writes_named if name in kwargs]
-    found: list[Any] = []
+    flat: list[Any] = []
     for a in written:
         if isinstance(a, (list, tuple)):
-            found.extend(a)
+            flat.extend(a)
         else:
-            found.append(a)
-    return [t for t in found if t is not None]
+            flat.append(a)
+    return [t for t in flat if t is not None]
 
 
 def returned(
     f: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    made: list[Any],
+    fresh: list[Any],
     ints: tuple[int, ...] = (),
 ) -> Any:
     """What an op returns, out of its fresh handles, the tensors it wrote, and its numbers."""
     if f.outputs == ("fl",):
-        return made
+        return fresh
     out: list[Any] = []
     numbers = iter(ints)
     single = sum(kind != "fl" for kind in f.outputs)
@@ -277,11 +277,11 @@ def returned(
         elif kind == "i":
             out.append(next(numbers))
         elif kind == "fl":
-            taken = len(made) - (single - len(out))
-            out.append(made[:taken])
-            made = made[taken:]
+            taken = len(fresh) - (single - len(out))
+            out.append(fresh[:taken])
+            fresh = fresh[taken:]
         else:
-            out.append(made.pop(0))
+            out.append(fresh.pop(0))
     if not out:
         return None
     return out[0] if len(out) == 1 else tuple(out)

@@ -127,10 +127,10 @@ class TraceTrie:
         """
         assert step.parent is not None
         fresh = () if step.node is None else step.node.fresh
-        made = sum(meta.nbytes for meta in fresh if meta is not None)
-        step.nbytes += self._on_a_rank(step, made)
+        nbytes = sum(meta.nbytes for meta in fresh if meta is not None)
+        step.nbytes += self._on_a_rank(step, nbytes)
         if alive is not None and step.nbytes >= self.max_bytes:
-            step.nbytes = self._on_a_rank(step, alive() + made)
+            step.nbytes = self._on_a_rank(step, alive() + nbytes)
         step.full = step.depth >= self.max_depth or step.nbytes >= self.max_bytes
         step.parent.children[step.key] = step
         self.steps += 1
@@ -161,16 +161,16 @@ class TraceTrie:
         A plan with more outputs will do: what is not needed is freed with the next message. When
         a value dies is up to Python's garbage collector, and must not cost a miss.
         """
-        found = step.plans.get(outputs)
-        if found is None:
+        kept = step.plans.get(outputs)
+        if kept is None:
             needed = set(outputs)
             for have, plan in step.plans.items():
                 if needed.issubset(have):
-                    outputs, found = have, plan
+                    outputs, kept = have, plan
                     break
-        if found is not None:
+        if kept is not None:
             self._recent.touch((id(step), outputs))
-        return found
+        return kept
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
@@ -234,8 +234,8 @@ def build_graph(
     """The graph of a path through the trie: inputs first, then the results of the ops in order."""
     inputs = tuple([step.input for step in steps if step.input is not None])
     recorded = [step.node for step in steps if step.node is not None]
-    shift, made = len(inputs), sum([len(node.results) for node in recorded])
-    numbers = {value: value + shift for value in range(made)}
+    shift, results = len(inputs), sum([len(node.results) for node in recorded])
+    numbers = {value: value + shift for value in range(results)}
     numbers.update({~value: value for value in range(shift)})
     nodes = tuple([renumbered(node, numbers) for node in recorded])
     return Graph(inputs, kinds, nodes, tuple([numbers[value] for value in outputs]), lines)
@@ -333,12 +333,12 @@ def line_of(step: TrieNode) -> str:
     number = sum(passed.node is not None for passed in step.path()) - 1
     below = [step]
     while below:
-        found = below.pop()
-        for kept in found.plans.values():
+        step_below = below.pop()
+        for kept in step_below.plans.values():
             for plan, made_of in zip(kept.entry.plans, kept.origins, strict=True):
                 origins = made_of or range(len(plan.steps.graph.nodes))
                 if number in origins:
                     line: str = plan.steps.graph.line(origins.index(number))
                     return line
-        below.extend(found.children.values())
+        below.extend(step_below.children.values())
     return "?"

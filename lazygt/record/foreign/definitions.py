@@ -98,7 +98,9 @@ class Definitions:
         tags = tag_names(func.tags)
         if source.can_be_imported:
             first = [*source.modules, *map(os.path.basename, source.libraries)][0]
-            made = Definition(f"{title}@{first}", schema, tags, source.modules, source.libraries)
+            definition = Definition(
+                f"{title}@{first}", schema, tags, source.modules, source.libraries
+            )
             imported, witness = source.modules, None
         else:
             module = ", ".join(name for name in source.modules if not name.startswith("torch."))
@@ -107,9 +109,11 @@ class Definitions:
                 raise _no_kernel(title, module, self.device_type)
             imported, witness = None, Witness.of(source.kernel)
             code, modules, libraries = bundle(source.kernel, title, module)
-            made = Definition(f"{title}@{code_name(code)}", schema, tags, modules, libraries, code)
+            definition = Definition(
+                f"{title}@{code_name(code)}", schema, tags, modules, libraries, code
+            )
         infer = None if fake is None else _Infer(func, fake)
-        return _Known(func, known_op(made, infer), fake, imported, witness)
+        return _Known(func, known_op(definition, infer), fake, imported, witness)
 
 
 def _no_kernel(title: str, module: str, device_type: str) -> Exception:

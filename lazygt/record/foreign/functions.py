@@ -64,14 +64,14 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     parts = (fn, shape, *(None if type(x) is Operand else x for x in given))
     call = _Call(active, plain, parts)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        made, structure = call.run(tensors)
-        return structure.put_together(made)
+        results, structure = call.run(tensors)
+        return structure.put_together(results)
     with active.lock:
         state = active.generator.get_state()
-    found: list[Structure] = []
+    structures: list[Structure] = []
     record: Any = _Differentiable.apply
-    flat = record(call, state, found, *tensors)
-    return found[0].put_together(flat)
+    flat = record(call, state, structures, *tensors)
+    return structures[0].put_together(flat)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class _Call:
             ]
             assert isinstance(op.infer, _Results)
             structure = op.infer.structure(tuple(map(meta_of, lazy)))
-            made = active.record_foreign(op.facts, (lazy, structure is None))
+            results = active.record_foreign(op.facts, (lazy, structure is None))
         if structure is not None:
-            return made, structure
-        *leaves, text = made
+            return results, structure
+        *leaves, text = results
         shown = tuple(meta_of(x) if isinstance(x, LazyTensor) else x for x in leaves)
         spec = pytree.treespec_loads(text)
         return [x for x in leaves if isinstance(x, LazyTensor)], Structure(shown, spec)
@@ -139,8 +139,10 @@ class _Call:
             return known[1]
         code, modules, libraries = bundle(plain, plain.name, plain.module)
         name = f"function.{plain.name}.default@{code_name(code)}"
-        made = Definition(name, f"function::{plain.name}{_SCHEMA}", (), modules, libraries, code)
-        op = known_op(made, _Results(name, plain, torch.device(definitions.device_type)))
+        definition = Definition(
+            name, f"function::{plain.name}{_SCHEMA}", (), modules, libraries, code
+        )
+        op = known_op(definition, _Results(name, plain, torch.device(definitions.device_type)))
         if witness is not None:
             if len(definitions.functions) >= _FUNCTIONS:
                 definitions.functions.clear()
@@ -194,8 +196,8 @@ class _Results:
 
 def _meta(value: torch.Tensor) -> TensorMeta:
     """The meta of a result: it has memory of its own."""
-    found = TensorMeta.of(value)
-    return TensorMeta(found.shape, found.stride, found.dtype)
+    meta = TensorMeta.of(value)
+    return TensorMeta(meta.shape, meta.stride, meta.dtype)
 
 
 def _rows(meta: TensorMeta) -> TensorMeta:
@@ -207,17 +209,17 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, state: torch.Tensor, found: list[Structure], *tensors: Any
+        ctx: Any, call: _Call, state: torch.Tensor, structures: list[Structure], *tensors: Any
     ) -> Any:
-        made, structure = call.run(tensors)
-        found.append(structure)
+        results, structure = call.run(tensors)
+        structures.append(structure)
         ctx.call = call
         ctx.save_for_backward(state, *tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *[t for t in made if not (t.is_floating_point() or t.is_complex())]
+            *[t for t in results if not (t.is_floating_point() or t.is_complex())]
         )
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -225,6 +227,6 @@ class _Differentiable(torch.autograd.Function):
         state, *tensors = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[3:])
         call = ctx.call.gradient(wanted, tuple(grad is not None for grad in grads))
-        made, _ = call.run([state, *tensors, *(grad for grad in grads if grad is not None)])
-        left = iter(made)
+        results, _ = call.run([state, *tensors, *(grad for grad in grads if grad is not None)])
+        left = iter(results)
         return None, None, None, *[next(left) if each else None for each in wanted]

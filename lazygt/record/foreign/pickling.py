@@ -72,9 +72,9 @@ def _named_in(text: bytes) -> Iterator[OpOverload]:
         space, _, name = qualname.partition("::")
         if space.encode() in text and name.encode() in text and space not in ("prims", "aten"):
             packet = getattr(getattr(torch.ops, space), name.partition(".")[0], None)
-            found = getattr(packet, name.partition(".")[2] or "default", None)
-            if found is not None:
-                yield found
+            overload = getattr(packet, name.partition(".")[2] or "default", None)
+            if overload is not None:
+                yield overload
 
 
 def _inner(func: OpOverload) -> InnerOp:
@@ -130,8 +130,8 @@ def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]
             f"workers can import",
         ) from error
     finally:
-        for each in pickler.by_value:
-            cloudpickle.unregister_pickle_by_value(each)
+        for imported in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(imported)
     return buffer.getvalue()
 
 

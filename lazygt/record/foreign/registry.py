@@ -179,14 +179,14 @@ def source_of(func: Any, device_type: str) -> Source:
     kernels = inner_kernels(func)
     kernel = kernels.get(device_type) or kernels.get(None)
     if defined is not None:
-        own = note.modules or [defined._init_fn.__module__]
-        own = [*own, *([kernel.__module__] if kernel else [])]
-        return Source(kernel, tuple(dict.fromkeys(own)), again=note.times > 1)
+        by_name = note.modules or [defined._init_fn.__module__]
+        by_name = [*by_name, *([kernel.__module__] if kernel else [])]
+        return Source(kernel, tuple(dict.fromkeys(by_name)), again=note.times > 1)
     modules = list(note.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
-    found = () if kernel else libraries_with(func.namespace, _opname(func))
-    by_module = [(module_of(path), path) for path in found]
+    loaded = () if kernel else libraries_with(func.namespace, _opname(func))
+    by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
     alone = tuple(path for name, path in by_module if not name)
     return Source(kernel, tuple(modules), alone, again=note.times > 1)

@@ -61,8 +61,8 @@ def fall_through(library: torch.library.Library) -> None:
 
 def _overload(name: str) -> torch._ops.OpOverload | None:
     packet, _, which = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
-    return getattr(found, which or "default", None)
+    ops = getattr(torch.ops.aten, packet, None)
+    return getattr(ops, which or "default", None)
 
 
 def _casting(
@@ -89,10 +89,10 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype | None:
-    found = [
+    dtypes = [
         t.dtype
         for a in args
         for t in (a if isinstance(a, (list, tuple)) else (a,))
         if isinstance(t, torch.Tensor) and t.is_floating_point()
     ]
-    return torch.float32 if torch.float32 in found else None
+    return torch.float32 if torch.float32 in dtypes else None

@@ -84,11 +84,13 @@ def _attention(
         return _empty_attention(query, key, value)
     mask = _additive(attn_mask, query)
     if on_cpus:
-        found = _attention_on_cpus(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        result = _attention_on_cpus(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa
+        )
     else:
-        found = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale)
-    if found is not None:
-        return found
+        result = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale)
+    if result is not None:
+        return result
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

@@ -49,9 +49,9 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
         plain = all(isinstance(a, LazyTensor) for a in args if isinstance(a, torch.Tensor))
         wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
-            found = formula(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+            result = formula(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         others = keyset.remove(keys.AutogradPrivateUse1)
         others = others | torch._C.DispatchKeySet(keys.AutogradOther)
         return op.redispatch(others, *args, **kwargs)

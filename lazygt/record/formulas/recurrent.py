@@ -304,9 +304,11 @@ def _layers(
         gates = [
             whole.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
         ]
-        own = tuple(part[index] for part in first)
+        state_before = tuple(part[index] for part in first)
         run = _backwards if reverse else _forwards
-        outs, state = run(gates, own, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest]))
+        outs, state = run(
+            gates, state_before, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest])
+        )
         return torch.cat(outs, 0), state
 
     directions = 2 if bidirectional else 1
