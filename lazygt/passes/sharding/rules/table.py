@@ -55,6 +55,11 @@ def _scaled_down(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return strategies_by(call, f"{text} -> {text}")
 
 
+def _spread(call: Call) -> str:
+    """To products of empty blocks torch adds one number as one, whatever their rows are."""
+    return "ik" if call.meta("self").numel == 1 else ""
+
+
 def _averaged(call: Call) -> str:
     """A mean over samples counts those of all ranks."""
     return "n" if call["reduction"] == 1 else ""
@@ -80,7 +85,7 @@ _PRODUCTS: dict[str, Rule] = {
     **rule("dot.default vdot.default", "* k, * k ->"),
     **rule("addmm.default addmm_.default", "+ i j, * i k, * k j -> i j"),
     **rule("baddbmm.default baddbmm_.default", "+ b i j, * b i k, * b k j -> b i j"),
-    **rule("addmv.default addmv_.default", "+ i, * i k, * k -> i"),
+    **rule("addmv.default addmv_.default", "+ i, * i k, * k -> i", keeping=_spread),
     **rule("addbmm.default addbmm_.default", "+ i j, * b i k, * b k j -> i j"),
     **rule("addr.default addr_.default", "+ i j, * i, * j -> i j"),
     **rule("_addmm_activation.default", "i j, i !k, !k j -> i j"),

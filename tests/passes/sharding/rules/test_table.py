@@ -96,6 +96,8 @@ CASES: Cases = {
     "qr of wide matrices": lambda d: Case("linalg_qr.default", d.of(*d.shape(2), 3, 4), "complete"),
     "qr without q": lambda d: Case("linalg_qr.default", d.of(*d.shape(2), 3, 4), "r"),
     "cholesky": of_matrices("cholesky.default"), "ldl_solve": ldl_solve, "vdot": complex_dot,
+    "addmv": lambda d: Case("addmv.default", d.of(5), d.of(5, 6), d.of(6)),
+    "addmv of one number": lambda d: Case("addmv.default", d.of(1), d.of(5, 6), d.of(6)),
     "int mm": int_mm, "weights of bags": weights_of_bags,
     "addmm and activation": lambda d: Case(
         "_addmm_activation.default", d.of(6), d.of(d.size(), 4), d.of(4, 6), use_gelu=True),
