@@ -38,15 +38,15 @@ def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
     """
     whole = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
     rule = None if node.op == FUSED or node.dynamic else _rule(node.op)
-    found = {(whole.inputs, whole.outputs): whole}
+    strategies = {(whole.inputs, whole.outputs): whole}
     dtypes = _dtypes(node, metas) if rule else ()
     for strategy in _listed(rule, node, metas, parts) if rule else ():
         if not _reducible(strategy, dtypes):
             continue
-        known = found.get((strategy.inputs, strategy.outputs))
+        known = strategies.get((strategy.inputs, strategy.outputs))
         if known is None or known is whole:  # a rule may say how the op runs on whole values
-            found[strategy.inputs, strategy.outputs] = strategy
-    return tuple(found.values())
+            strategies[strategy.inputs, strategy.outputs] = strategy
+    return tuple(strategies.values())
 
 
 def _listed(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -79,10 +79,10 @@ def has_rule(op: str) -> bool:
 
 
 def _rule(op: str) -> Rule | None:
-    found = RULES.get(op)
-    if found is None and pointwise.is_pointwise(op):
+    rule = RULES.get(op)
+    if rule is None and pointwise.is_pointwise(op):
         return pointwise.strategies
-    return DERIVED if found is None and is_composite(op) else found
+    return DERIVED if rule is None and is_composite(op) else rule
 
 
 #: Of ops that torch takes apart into others.

@@ -112,9 +112,9 @@ class Call:
     def meta(self, name: str) -> TensorMeta:
         """The global meta of a tensor argument."""
         number: int = self.args[name].index
-        found = self.metas[number]
-        assert found is not None, f"{self.node.op}: {name} is an undefined tensor"
-        return found
+        meta = self.metas[number]
+        assert meta is not None, f"{self.node.op}: {name} is an undefined tensor"
+        return meta
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The global shape of a tensor argument."""
@@ -126,9 +126,9 @@ class Call:
 
     def result(self, which: int = 0) -> TensorMeta:
         """The global meta of a result."""
-        found = self.node.results[which]
-        assert found is not None, f"{self.node.op}: result {which} is undefined"
-        return found
+        meta = self.node.results[which]
+        assert meta is not None, f"{self.node.op}: result {which} is undefined"
+        return meta
 
     def strategy(
         self,
@@ -243,10 +243,10 @@ def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> l
             else value
             for value, given, meta in zip(operands, strategy.inputs, metas, strict=True)
         ]
-        made = build.rerun(node, wide)
-        if kept is None or made[0] is None:
-            return made
-        return (build.reduce_scatter(made[0], kept, partial.op),)
+        results = build.rerun(node, wide)
+        if kept is None or results[0] is None:
+            return results
+        return (build.reduce_scatter(results[0], kept, partial.op),)
 
     return [strategy.by(lower, comm)]
 
@@ -255,8 +255,8 @@ def among_zeros(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     """This rank's block along ``dim``, where it is among zeros for those of the others."""
     start, stop = build.bounds(size)
     after = [0, 0] * (len(build.shape(value)) - 1 - dim)
-    made: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
-    return made
+    padded: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
+    return padded
 
 
 def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
@@ -272,5 +272,5 @@ def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int
 def zeros(build: Builder, meta: TensorMeta, placement: Placement) -> Ref:
     """This rank's part of a value of zeros."""
     shape = build.local(meta.shape, placement)
-    made: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
-    return made
+    value: Ref = build.op("aten.zeros.default", shape, dtype=meta.dtype, device=DEVICE)
+    return value

@@ -46,23 +46,23 @@ def _sized(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Blocks are row-major, whatever the whole would be."""
     call = Call(node, metas, parts)
-    made = call.result()
-    return [call.strategy(S(dim)).by(_anew(made)) for dim in shardable_dims(made.shape)]
+    meta = call.result()
+    return [call.strategy(S(dim)).by(_anew(meta)) for dim in shardable_dims(meta.shape)]
 
 
 def _like(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
-    made = call.result()
-    splits, shape = shardable_dims(made.shape), call.shape("self")
+    meta = call.result()
+    splits, shape = shardable_dims(meta.shape), call.shape("self")
     have: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
-    found = [call.strategy(R, self=placement).by(_anew(made)) for placement in have]
+    strategies = [call.strategy(R, self=placement).by(_anew(meta)) for placement in have]
     for dim in splits:
-        found += [
-            call.strategy(S(dim), self=placement).by(_anew(made))
+        strategies += [
+            call.strategy(S(dim), self=placement).by(_anew(meta))
             for placement in (R, S(dim), P, PMAX, PMIN)
             if placement != S(dim) or dim in shardable_dims(shape)
         ]
-    return found
+    return strategies
 
 
 def _anew(made: TensorMeta) -> LocalLowering:
@@ -105,11 +105,11 @@ def _arange(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _only_shape(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Whole random tensors: their numbers are one device's; what they are like need not be."""
     call = Call(node, metas, parts)
-    made = call.meta("self")
-    have: list[Placement] = [*map(S, shardable_dims(made.shape)), P]
+    meta = call.meta("self")
+    have: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        whole = build.op("aten.empty_strided.default", made.shape, made.stride, dtype=made.dtype,
+        whole = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
                          device=DEVICE)  # fmt: skip
         return build.rerun(node, [whole])
 
@@ -124,9 +124,9 @@ def _dropout(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
         ones = build.op("aten.ones.default", meta.shape, dtype=meta.dtype, device=DEVICE)
         scales, mask = (
-            build.convert(one, meta.shape, R, strategy.inputs[0])
-            for one in build.rerun(node, [ones])
-            if one
+            build.convert(value, meta.shape, R, strategy.inputs[0])
+            for value in build.rerun(node, [ones])
+            if value
         )
         return build.op("aten.mul.Tensor", operands[0], scales), mask
 

@@ -54,14 +54,14 @@ FORMS = SPLIT | {
 def singles(node: Node) -> list[Node]:
     """The ops on one tensor that a horizontal op of ``FORMS`` stands for."""
     form = FORMS[node.op]
-    made = []
+    nodes = []
     for which in range(len(node.args[0])):
         args, kwargs = form.narrow(node.args, which)
         kept = (*kwargs, *node.kwargs)
         fresh = node.fresh[which : which + 1]
         written = node.written[which : which + 1]
-        made.append(Node(form.single, args, kept, fresh, node.writes[which : which + 1], written))
-    return made
+        nodes.append(Node(form.single, args, kept, fresh, node.writes[which : which + 1], written))
+    return nodes
 
 
 def are_apart(node: Node) -> bool:
@@ -114,12 +114,12 @@ def _side_by_side(node: Node, strategies: list[Strategy]) -> Strategy | None:
 def _each(strategies: Sequence[Strategy]) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         local = dict(zip(_positions(node), operands, strict=True))
-        made: list[Ref | None] = []
+        results: list[Ref | None] = []
         for which, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
-            mine = [local[place, which] if (place, which) in local else local[place, -1]
+            values = [local[place, which] if (place, which) in local else local[place, -1]
                     for place in _tensor_places(node)]  # fmt: skip
-            made += lower_strategy(build, strategy, single, mine)
-        return made
+            results += lower_strategy(build, strategy, single, values)
+        return results
 
     return lower
 
@@ -130,22 +130,22 @@ def _tensor_places(node: Node) -> list[int]:
 
 def _positions(node: Node) -> list[tuple[int, int]]:
     """(argument, which of its list) of each of ``node.refs()``; -1: of no list."""
-    found = []
+    positions = []
     for place in _tensor_places(node):
         arg = node.args[place]
-        found += [(place, which) for which in range(len(arg))] if type(arg) is tuple else [
+        positions += [(place, which) for which in range(len(arg))] if type(arg) is tuple else [
             (place, -1)
         ]  # fmt: skip
-    return found
+    return positions
 
 
 def _fused(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Parameters, gradients and moments split alike; steps and learning rates stay whole."""
     call = Call(node, metas, parts)
     lists = {
-        name: [meta for n in found if (meta := metas[n]) is not None]
+        name: [meta for n in refs if (meta := metas[n]) is not None]
         for name, arg in call.args.items()
-        if type(arg) is tuple and (found := numbers(arg))
+        if type(arg) is tuple and (refs := numbers(arg))
     }
     shapes = [meta.shape for meta in lists["self"]]
     rank = max(map(len, shapes), default=0)
@@ -167,9 +167,9 @@ def _aligned(metas: list[TensorMeta], shapes: list[tuple[int, ...]], dim: int) -
 
 def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int) -> Placement:
     for name, given in placements.items():
-        found = numbers(call.args[name])
-        if value in found:
-            return given[found.index(value)]
+        refs = numbers(call.args[name])
+        if value in refs:
+            return given[refs.index(value)]
     return R
 
 
@@ -201,14 +201,14 @@ def _step(strategy: Placed, which: int) -> Placed:
     args = tuple([_one_of(arg, which) for arg in node.args])
     taken = {item for arg in args if type(arg) is tuple for item in arg}
     places = [place for place, value in enumerate(node.writes) if Ref(value) in taken]
-    made = Node(
+    single = Node(
         node.op,
         args,
         node.kwargs,
         writes=tuple([node.writes[place] for place in places]),
         written=tuple([node.written[place] for place in places]),
     )
-    return Placed(made, [strategy.results[place] for place in places], strategy.source)
+    return Placed(single, [strategy.results[place] for place in places], strategy.source)
 
 
 def _one_of(arg: Arg, which: int) -> Arg:

@@ -41,12 +41,12 @@ def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if not shape:
         return ()
     dim = call.dim("dim", len(shape))
-    found = [call.strategy(S(d), self=S(d)) for d in shardable_dims(shape) if d != dim]
+    strategies = [call.strategy(S(d), self=S(d)) for d in shardable_dims(shape) if d != dim]
     if shardable_dims(call.shape("index")):
-        found.append(call.strategy(S(dim), index=S(0)))
+        strategies.append(call.strategy(S(dim), index=S(0)))
     if shape[dim] > 1 and _summable(call):
-        found.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
-    return [*found, call.strategy(P, self=P)]
+        strategies.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
+    return [*strategies, call.strategy(P, self=P)]
 
 
 def _selected(dim: int, size: int) -> Lowering:
@@ -57,10 +57,10 @@ def _selected(dim: int, size: int) -> Lowering:
         if not shape[dim]:
             picked = build.meta(index).numel
             return (build.full((*shape[:dim], picked, *shape[dim + 1 :]), 0, like=value),)
-        own, outside = own_indices(build, index, size)
-        made = build.op("aten.index_select.default", value, dim, own)
+        local, outside = own_indices(build, index, size)
+        rows = build.op("aten.index_select.default", value, dim, local)
         outside = build.reshape(outside, (-1, *[1] * (len(shape) - 1 - dim)))
-        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
@@ -72,16 +72,16 @@ def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if not shape or not index:
         return ()
     dim = call.dim("dim", len(shape))
-    found = [
+    strategies = [
         call.strategy(S(d), self=S(d), index=S(d))
         for d in shardable_dims(index)
         if d != dim and shape[d] == index[d]
     ]
     if index[dim] > 1:
-        found.append(call.strategy(S(dim), index=S(dim)))
+        strategies.append(call.strategy(S(dim), index=S(dim)))
     if shape[dim] > 1 and _summable(call):
-        found.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
-    return [*found, call.strategy(P, self=P)]
+        strategies.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
+    return [*strategies, call.strategy(P, self=P)]
 
 
 def _gathered(dim: int, size: int) -> Lowering:
@@ -90,9 +90,9 @@ def _gathered(dim: int, size: int) -> Lowering:
         value, index = args["self"], args["index"]
         if not build.shape(value)[dim]:
             return (build.full(build.shape(index), 0, like=value),)
-        own, outside = own_indices(build, index, size)
-        made = build.op("aten.gather.default", value, dim, own)
-        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+        local, outside = own_indices(build, index, size)
+        rows = build.op("aten.gather.default", value, dim, local)
+        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
@@ -107,16 +107,16 @@ def _scatter(added: bool) -> Rule:
             return ()
         dim = call.dim("dim", len(shape))
         names = ["self", "index", *(["src"] if call.has("src") else [])]
-        found = [
+        strategies = [
             call.strategy(S(d), **dict.fromkeys(names, S(d)))
             for d in shardable_dims(shape)
             if d != dim and all(call.shape(name)[d] == shape[d] for name in names)
         ]
         if added:
-            found.append(call.strategy(P, self=P, src=P))
+            strategies.append(call.strategy(P, self=P, src=P))
             if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
-                found.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
-        return found
+                strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
+        return strategies
 
     return strategies
 
@@ -127,10 +127,12 @@ def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if not shape:
         return ()
     dim = call.dim("dim", len(shape))
-    found = [call.strategy(S(d), self=S(d), source=S(d)) for d in shardable_dims(shape) if d != dim]
+    strategies = [
+        call.strategy(S(d), self=S(d), source=S(d)) for d in shardable_dims(shape) if d != dim
+    ]
     if shardable_dims(call.shape("index")):
-        found.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
-    return [*found, call.strategy(P, self=P, source=P)]
+        strategies.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
+    return [*strategies, call.strategy(P, self=P, source=P)]
 
 
 def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -145,13 +147,15 @@ def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     rank = max(len(meta.shape) for meta in known)
     grown = rank - len(taken)
     free = [d for d in shardable_dims(shape) if d not in taken]
-    found = [call.strategy(S(d + (grown if d > taken[0] else 0)), self=S(d)) for d in free]
+    strategies = [call.strategy(S(d + (grown if d > taken[0] else 0)), self=S(d)) for d in free]
     if len(taken) == 1:
         dims = shardable_dims(known[0].shape)
-        found += [call.strategy(S(taken[0] + d), indices=S(d)) for d in dims]
+        strategies += [call.strategy(S(taken[0] + d), indices=S(d)) for d in dims]
         if shape[taken[0]] > 1 and _summable(call):
-            found.append(call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]])))
-    return [*found, call.strategy(P, self=P)]
+            strategies.append(
+                call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]]))
+            )
+    return [*strategies, call.strategy(P, self=P)]
 
 
 def _indexed(dim: int, size: int) -> Lowering:
@@ -163,10 +167,10 @@ def _indexed(dim: int, size: int) -> Lowering:
             return (build.full((*shape[:dim], *picked, *shape[dim + 1 :]), 0, like=value),)
         below = build.op("aten.lt.Scalar", index, 0)  # torch counts those from the end
         index = build.op("aten.where.self", below, build.op("aten.add.Scalar", index, size), index)
-        own, outside = own_indices(build, index, size)
-        made = build.op("aten.index.Tensor", value, (*[None] * dim, own))
+        local, outside = own_indices(build, index, size)
+        rows = build.op("aten.index.Tensor", value, (*[None] * dim, local))
         outside = build.reshape(outside, (*picked, *[1] * (len(shape) - 1 - dim)))
-        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
@@ -175,21 +179,23 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Dims that no index takes; partial sums when the values are added."""
     call = Call(node, metas, parts)
     shape, indices, values = call.shape("self"), call["indices"], call.shape("values")
-    found = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
+    strategies = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
     known = [m for index in indices if index is not None and (m := metas[index.index]) is not None]
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in known)
     if masked and taken == [0] and call.meta("values").numel == 1:
-        return found + _masked_put(call, len(known[0].shape))
+        return strategies + _masked_put(call, len(known[0].shape))
     if masked or taken != list(range(len(taken))):
-        return found  # the values' dims are then in other places
+        return strategies  # the values' dims are then in other places
     rank = max((len(meta.shape) for meta in known), default=0)
     for dim in shardable_dims(shape):
         if dim not in taken:
-            own = dim - len(taken) + rank - (rank + len(shape) - len(taken) - len(values))
-            split = own >= 0 and values[own] == shape[dim]
-            found.append(call.strategy(S(dim), self=S(dim), values=S(own) if split else R))
-    return found
+            dim_of_values = dim - len(taken) + rank - (rank + len(shape) - len(taken) - len(values))
+            split = dim_of_values >= 0 and values[dim_of_values] == shape[dim]
+            strategies.append(
+                call.strategy(S(dim), self=S(dim), values=S(dim_of_values) if split else R)
+            )
+    return strategies
 
 
 def _masked_put(call: Call, rank: int) -> list[Strategy]:
@@ -203,12 +209,14 @@ def _masked_put(call: Call, rank: int) -> list[Strategy]:
 def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     count, features = call.shape("weight")
-    found = [call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))]
+    strategies = [
+        call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))
+    ]
     if features > 1:
-        found.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
+        strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
-        found.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
-    return [*found, call.strategy(P, weight=P)]
+        strategies.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
+    return [*strategies, call.strategy(P, weight=P)]
 
 
 def _look_up(count: int) -> Lowering:
@@ -220,10 +228,10 @@ def _look_up(count: int) -> Lowering:
         if not build.block(count):
             shape = (*build.shape(indices), build.shape(weight)[1])
             return (build.full(shape, 0, like=weight),)
-        own, outside = own_indices(build, indices, count)
-        made = build.op("aten.embedding.default", weight, own)
+        local, outside = own_indices(build, indices, count)
+        rows = build.op("aten.embedding.default", weight, local)
         outside = build.op("aten.unsqueeze.default", outside, -1)
-        return (build.op("aten.masked_fill.Scalar", made, outside, 0),)
+        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
 
@@ -242,12 +250,12 @@ def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strate
     call = Call(node, metas, parts)
     count, features = call["num_weights"], call.shape("grad_output")[-1]
     tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
-    found = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
+    strategies = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
     if features > 1:
-        found.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
+        strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
     if count > 1 and not call["scale_grad_by_freq"]:
-        found.append(call.strategy(S(0)).by(_own_rows(count)))
-    return [*found, call.strategy(P, grad_output=P)]
+        strategies.append(call.strategy(S(0)).by(_own_rows(count)))
+    return [*strategies, call.strategy(P, grad_output=P)]
 
 
 def _own_rows(count: int) -> Lowering:
@@ -255,14 +263,14 @@ def _own_rows(count: int) -> Lowering:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        padding, mine = args["padding_idx"], build.block(count)
-        own, outside = own_indices(build, args["indices"], count)
+        padding, block = args["padding_idx"], build.block(count)
+        local, outside = own_indices(build, args["indices"], count)
         padded = build.op("aten.eq.Scalar", args["indices"], padding)
         outside = build.op("aten.logical_or.default", outside, padded)
-        own = build.op("aten.masked_fill.Scalar", own, outside, mine)
-        changes = {"indices": own, "num_weights": mine + 1, "padding_idx": -1}
-        (made,) = build.rerun(node, operands, **changes)
-        return (build.op("aten.slice.Tensor", made, 0, 0, mine),)
+        local = build.op("aten.masked_fill.Scalar", local, outside, block)
+        changes = {"indices": local, "num_weights": block + 1, "padding_idx": -1}
+        (gradient,) = build.rerun(node, operands, **changes)
+        return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
 
     return lower
 
@@ -276,20 +284,20 @@ def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     rest: list[Placement] = [R] * (len(node.results) - 1)
     if call["mode"] == _MAX:
         return ()
-    found = [call.strategy([P, *rest], weight=P)]
+    strategies = [call.strategy([P, *rest], weight=P)]
     if call.shape("weight")[1] > 1:
-        found.append(call.strategy([S(1), *rest], weight=S(1)))
-    return found
+        strategies.append(call.strategy([S(1), *rest], weight=S(1)))
+    return strategies
 
 
 def _bag_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     if call["mode"] == _MAX or call.args.get("sparse"):
         return ()
-    found = [call.strategy(P, grad=P)]
+    strategies = [call.strategy(P, grad=P)]
     if call.shape("grad")[1] > 1:
-        found.append(call.strategy(S(1), grad=S(1)))
-    return found
+        strategies.append(call.strategy(S(1), grad=S(1)))
+    return strategies
 
 
 RULES: dict[str, Rule] = {

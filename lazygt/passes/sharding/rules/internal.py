@@ -73,10 +73,10 @@ def _collective(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _again(placement: Placement) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        (made,) = node.results
-        assert made is not None
-        shape = build.local(made.shape, placement)
-        meta = intern(shape, contiguous_stride(shape), made.dtype)
+        (whole,) = node.results
+        assert whole is not None
+        shape = build.local(whole.shape, placement)
+        meta = intern(shape, contiguous_stride(shape), whole.dtype)
         return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
 
     return lower

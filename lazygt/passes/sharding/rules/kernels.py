@@ -48,11 +48,15 @@ def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if not _batched(call):
         return ()
     out, into = _weight_dims(call)
-    samples, channels, made = call.shape("input")[0], call.shape("input")[1], call.result().shape[1]
+    samples, channels, outgoing = (
+        call.shape("input")[0],
+        call.shape("input")[1],
+        call.result().shape[1],
+    )
     bias = call.has("bias")
     strategies = [call.strategy(S(0), input=S(0))] if samples > 1 else []
     incoming: list[Strategy] = []
-    if call["groups"] == 1 and made > 1:
+    if call["groups"] == 1 and outgoing > 1:
         strategies.append(call.strategy(S(1), weight=S(out), **({"bias": S(0)} if bias else {})))
     if call["groups"] == 1 and channels > 1:
         incoming.append(_incoming(call, into))
@@ -77,12 +81,12 @@ def _incoming(call: Call, into: int) -> Strategy:
         args = build.bind(node, operands)
         if build.meta(args["input"]).numel:
             return build.rerun(node, operands)
-        made = zeros(build, result, P)
+        zero = zeros(build, result, P)
         if args["bias"] is None:
-            return (made,)
+            return (zero,)
         ones = [1] * (len(result.shape) - 2)
         bias = build.reshape(args["bias"], (1, result.shape[1], *ones))
-        return (build.op("aten.add.Tensor", made, bias),)
+        return (build.op("aten.add.Tensor", zero, bias),)
 
     return strategy.by(lower)
 
@@ -103,19 +107,19 @@ def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Stra
         return ()
     out, into = _weight_dims(call)
     samples, channels = call.shape("input")[:2]
-    made, groups = call.shape("grad_output")[1], call["groups"]
+    outgoing, groups = call.shape("grad_output")[1], call["groups"]
     strategies: list[Strategy] = []
     incoming: list[Strategy] = []
     if samples > 1:
         strategies.append(call.strategy((S(0), P, P), grad_output=S(0), input=S(0)))
-    if groups == 1 and made > 1:
+    if groups == 1 and outgoing > 1:
         strategy = call.strategy((P, S(out), S(0)), grad_output=S(1), weight=S(out))
-        strategies.append(strategy.by(_own_bias(made)))
+        strategies.append(strategy.by(_own_bias(outgoing)))
     if groups == 1 and channels > 1:
         incoming.append(_incoming_backward(call, into))
     if groups > 1 and groups % parts == 0:
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
-        strategies.append(strategy.by(_fewer_groups_backward(made)))
+        strategies.append(strategy.by(_fewer_groups_backward(outgoing)))
     split = [zeros_when_empty(call, strategy) for strategy in strategies]
     return [*split, *incoming, call.strategy(P, grad_output=P)]
 
@@ -128,11 +132,11 @@ def _incoming_backward(call: Call, into: int) -> Strategy:
     inner = zeros_when_empty(call, strategy.by(_without_bias(wanted)))
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        made = [*lower_strategy(build, inner, node, operands)]
+        gradients = [*lower_strategy(build, inner, node, operands)]
         if wanted[2]:
             gradient = build.bind(node, operands)["grad_output"]
-            made[2] = build.op("aten.sum.dim_IntList", gradient, dims)
-        return made
+            gradients[2] = build.op("aten.sum.dim_IntList", gradient, dims)
+        return gradients
 
     return strategy.by(lower)
 
@@ -144,20 +148,20 @@ def _without_bias(wanted: tuple[bool, ...]) -> Lowering:
     return lower
 
 
-def _own_bias(made: int) -> Lowering:
+def _own_bias(outgoing: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         sizes = build.bind(node, operands)["bias_sizes"]
-        mine = None if sizes is None else (build.block(made),)
-        return build.rerun(node, operands, bias_sizes=mine)
+        block = None if sizes is None else (build.block(outgoing),)
+        return build.rerun(node, operands, bias_sizes=block)
 
     return lower
 
 
-def _fewer_groups_backward(made: int) -> Lowering:
+def _fewer_groups_backward(outgoing: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        mine = None if args["bias_sizes"] is None else (build.block(made),)
-        return build.rerun(node, operands, groups=args["groups"] // build.parts, bias_sizes=mine)
+        block = None if args["bias_sizes"] is None else (build.block(outgoing),)
+        return build.rerun(node, operands, groups=args["groups"] // build.parts, bias_sizes=block)
 
     return lower
 
@@ -191,24 +195,24 @@ def _recurrent(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     workspace = call.result(3)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        made = build.rerun(node, operands)
-        return (*made[:3], zeros(build, workspace, R))
+        results = build.rerun(node, operands)
+        return (*results[:3], zeros(build, workspace, R))
 
     return [zeros_when_empty(call, strategy.by(lower))]
 
 
 def _recurrent_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
-    strategies = [call.strategy(R), call.strategy(R, workspace=S(0))]
-    found = [strategy.by(_with_own_workspace) for strategy in strategies]
+    whole = [call.strategy(R), call.strategy(R, workspace=S(0))]
+    strategies = [strategy.by(_with_own_workspace) for strategy in whole]
     if _has_samples(call):
         outputs = (S(_samples(call)), P, P, P, P, S(0), S(0))
         inner = call.strategy(outputs, **_recurrent_placements(call)).by(_with_own_workspace)
         lower = zeros_when_empty(call, inner).lower  # an empty workspace says nothing
-        found.append(
+        strategies.append(
             call.strategy(outputs, workspace=S(0), **_recurrent_placements(call)).by(lower)
         )
-    return found
+    return strategies
 
 
 def _with_own_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

@@ -79,17 +79,17 @@ def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if result is None or not known or len(known) != len(operands):
         return ()
     count = len(node.results)
-    found = [
+    strategies = [
         Strategy(tuple(aligned(meta, result.shape, dim) for meta in known), (S(dim),) * count)
         for dim in shardable_dims(result.shape)
     ]
-    return [*found, *_partial_strategies(node, known, result)]
+    return [*strategies, *_partial_strategies(node, known, result)]
 
 
 def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
     """The placement of an operand that is broadcast to ``shape``, when dim ``dim`` is split."""
-    own = dim - (len(shape) - len(meta.shape))
-    return S(own) if own >= 0 and meta.shape[own] == shape[dim] else R
+    place = dim - (len(shape) - len(meta.shape))
+    return S(place) if place >= 0 and meta.shape[place] == shape[dim] else R
 
 
 def _partial_strategies(
@@ -97,12 +97,12 @@ def _partial_strategies(
 ) -> list[Strategy]:
     pure, written = _pure(node.op)
     inner = operands[: len(operands) - 1] if written else operands
-    found: list[Strategy] = []
+    strategies: list[Strategy] = []
     for inputs, output in _patterns(node, pure, inner, result):
         given = (*inputs, output) if written else inputs
         if not node.writes or given[0] == output or written:
-            found.append(Strategy(given, (output,) * len(node.results)))
-    return found
+            strategies.append(Strategy(given, (output,) * len(node.results)))
+    return strategies
 
 
 def _patterns(

@@ -81,13 +81,13 @@ def _rule(
         dims = reduced_dims(call)
         lower = lowered(call) if lowered else None
         split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
-        found = passing_strategies(call, dims)
-        found += [
+        strategies = passing_strategies(call, dims)
+        strategies += [
             call.strategy(partial, self=S(dim)).by(lower and local_lowering(lower)) for dim in split
         ]
         if linear and _keeps_partials(call, partial):
-            found.append(call.strategy(partial, self=partial))
-        return found
+            strategies.append(call.strategy(partial, self=partial))
+        return strategies
 
     return strategies
 
@@ -147,11 +147,11 @@ def _other_dims(call: Call) -> tuple[int, list[Strategy]]:
 def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """The best of each block's best: k a rank, when every block has as many."""
     call = Call(node, metas, parts)
-    dim, found = _other_dims(call)
+    dim, strategies = _other_dims(call)
     shape, k = call.shape("self"), call["k"]
     size = shape[dim] if shape else 0
     if k < 1 or size < 2 or block_size(size, parts, parts - 1) < k:
-        return found
+        return strategies
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         best, places = build.rerun(node, operands)
@@ -165,21 +165,21 @@ def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     comm = [
         Collective("all_gather", meta.nbytes * parts) for meta in (call.result(), call.result(1))
     ]
-    return [*found, call.strategy(R, self=S(dim)).by(lower, comm)]
+    return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
 def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """A block's sums plus the totals of the blocks before it."""
     call = Call(node, metas, parts)
-    dim, found = _other_dims(call)
+    dim, strategies = _other_dims(call)
     shape = call.shape("self")
     size = shape[dim] if shape else 0
-    found.append(call.strategy(P, self=P))
+    strategies.append(call.strategy(P, self=P))
     if size < 2:
-        return found
+        return strategies
     total = call.result().nbytes // size * parts
     strategy = call.strategy(S(dim), self=S(dim)).by(_after(dim), [Collective("all_gather", total)])
-    return [*found, strategy]
+    return [*strategies, strategy]
 
 
 def _after(dim: int) -> Lowering:
@@ -187,8 +187,8 @@ def _after(dim: int) -> Lowering:
         (sums,) = build.rerun(node, operands)
         assert sums is not None
         dtype = build.meta(sums).dtype
-        mine = build.op("aten.sum.dim_IntList", operands[0], (dim,), True, dtype=dtype)
-        totals = build.all_gather(mine, dim, build.parts)
+        sum_of_block = build.op("aten.sum.dim_IntList", operands[0], (dim,), True, dtype=dtype)
+        totals = build.all_gather(sum_of_block, dim, build.parts)
         before = build.op("aten.slice.Tensor", totals, dim, 0, build.index)
         before = build.op("aten.sum.dim_IntList", before, (dim,), True, dtype=dtype)
         return (build.op("aten.add.Tensor", sums, before),)

@@ -41,20 +41,24 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
     # torch lets an empty 1-d tensor stand among tensors of any rank
     split = [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
-    found = [call.strategy(S(d), tensors=S(d)) for d in split]
+    strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
-        found += scattered(call, {"tensors": dim}, kept=dim)
-    return found + [call.strategy(placement, tensors=placement) for placement in partials(call)]
+        strategies += scattered(call, {"tensors": dim}, kept=dim)
+    return strategies + [
+        call.strategy(placement, tensors=placement) for placement in partials(call)
+    ]
 
 
 def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
-    found = [
+    strategies = [
         call.strategy(S(d), tensors=S(d - (d > dim))) for d in shardable_dims(shape) if d != dim
     ]
-    return found + [call.strategy(placement, tensors=placement) for placement in partials(call)]
+    return strategies + [
+        call.strategy(placement, tensors=placement) for placement in partials(call)
+    ]
 
 
 def partials(call: Call, bools: bool = False) -> list[Placement]:
@@ -73,8 +77,10 @@ def _cut(gone: bool) -> Rule:
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
         dim = call.dim("dim", len(call.shape("self")))
-        found = _uncut(call, dim, gone)
-        return found if len(node.results) > 1 else [*found, *scattered(call, {"self": dim})]
+        strategies = _uncut(call, dim, gone)
+        return (
+            strategies if len(node.results) > 1 else [*strategies, *scattered(call, {"self": dim})]
+        )
 
     return strategies
 
@@ -82,34 +88,37 @@ def _cut(gone: bool) -> Rule:
 def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
     """The strategies that split another dim than the one that is cut, or none."""
     split = [d for d in shardable_dims(call.shape("self")) if d != dim]
-    found = [call.strategy(S(d - (gone and d > dim)), self=S(d)) for d in split]
-    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+    strategies = [call.strategy(S(d - (gone and d > dim)), self=S(d)) for d in split]
+    return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
 def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Along the cut dim: each rank's part of the slice among zeros."""
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    found = _uncut(call, dim, gone=False)
+    strategies = _uncut(call, dim, gone=False)
     first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
     if shape[dim] < 2:
-        return found
+        return strategies
     if (first, last, step) == (0, shape[dim], 1):
-        return [*found, call.strategy(S(dim), self=S(dim))]
+        return [*strategies, call.strategy(S(dim), self=S(dim))]
     if last <= first:
-        return found
+        return strategies
     (strategy,) = scattered(call, {"self": dim})
-    return [*found, strategy.by(_own_part(dim, shape[dim], first, last)) if step == 1 else strategy]
+    return [
+        *strategies,
+        strategy.by(_own_part(dim, shape[dim], first, last)) if step == 1 else strategy,
+    ]
 
 
 def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
         (a, b), start = own_part(build, size, first, last), build.rank_offset(size)
-        mine = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
+        part = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
         after = [0, 0] * (len(build.shape(value)) - 1 - dim)
         padding = (*after, a - first, last - b)
-        return (build.op("aten.constant_pad_nd.default", mine, padding, 0),)
+        return (build.op("aten.constant_pad_nd.default", part, padding, 0),)
 
     return lower
 
@@ -117,9 +126,9 @@ def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
 def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
-    found = _uncut(call, dim, gone=True)
+    strategies = _uncut(call, dim, gone=True)
     lower = _owned(dim, shape[dim], call["index"] % shape[dim])
-    return found + [strategy.by(lower) for strategy in scattered(call, {"self": dim})]
+    return strategies + [strategy.by(lower) for strategy in scattered(call, {"self": dim})]
 
 
 def _owned(dim: int, size: int, at: int) -> Lowering:
@@ -143,7 +152,7 @@ def _placed(gone: bool) -> Rule:
         call = Call(node, metas, parts)
         shape = tuple(call["input_sizes"])
         dim = call.dim("dim", len(shape))
-        found = [
+        strategies = [
             call.strategy(S(d), grad_output=S(d - (gone and d > dim))).by(
                 sized(shape, "input_sizes")
             )
@@ -151,17 +160,17 @@ def _placed(gone: bool) -> Rule:
             if d != dim
         ]
         if shape[dim] > 1:
-            found.append(call.strategy(S(dim)).by(_placed_and_cut(dim)))
-        return [*found, call.strategy(P, grad_output=P)]
+            strategies.append(call.strategy(S(dim)).by(_placed_and_cut(dim)))
+        return [*strategies, call.strategy(P, grad_output=P)]
 
     return strategies
 
 
 def _placed_and_cut(dim: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (made,) = build.rerun(node, operands)
-        assert made is not None
-        return (build.shard(made, dim),)
+        (whole,) = build.rerun(node, operands)
+        assert whole is not None
+        return (build.shard(whole, dim),)
 
     return lower
 
@@ -172,16 +181,16 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
         mixed = touched(call)
-        found = [
+        strategies = [
             call.strategy(S(d), self=S(d))
             for d in shardable_dims(call.shape("self"))
             if d not in mixed
         ]
         if not linear:
-            return found
+            return strategies
         split = [d for d in shardable_dims(call.shape("self")) if d in mixed]
-        found += [strategy for d in split for strategy in scattered(call, {"self": d}, kept=d)]
-        return [*found, call.strategy(P, self=P)]
+        strategies += [strategy for d in split for strategy in scattered(call, {"self": d}, kept=d)]
+        return [*strategies, call.strategy(P, self=P)]
 
     return strategies
 
@@ -207,8 +216,8 @@ def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """diag_embed: the last dim becomes two; the others stand in order in the rest."""
     call = Call(node, metas, parts)
     rank = len(call.result().shape)
-    made = {call.dim("dim1", rank), call.dim("dim2", rank)}
-    places = [place for place in range(rank) if place not in made]
+    diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    places = [place for place in range(rank) if place not in diagonal]
     split = [d for d in shardable_dims(call.shape("self")) if d < len(places)]
     return [*(call.strategy(S(places[d]), self=S(d)) for d in split), call.strategy(P, self=P)]
 
@@ -228,21 +237,21 @@ def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     rank = len(call.shape("self"))
     gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
     split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
-    found = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
-    found += [strategy for d in sorted(gone) for strategy in scattered(call, {"self": d})]
-    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+    strategies = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
+    strategies += [strategy for d in sorted(gone) for strategy in scattered(call, {"self": d})]
+    return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
 def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """tril and triu: the diagonal is counted from where the block starts."""
     call = Call(node, metas, parts)
     shape = call.shape("self")
-    found = []
+    strategies = []
     for dim in shardable_dims(shape):
         towards = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
         lower = _shifted(shape[dim], towards) if towards else None
-        found.append(call.strategy(S(dim), self=S(dim)).by(lower))
-    return [*found, call.strategy(P, self=P)]
+        strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
+    return [*strategies, call.strategy(P, self=P)]
 
 
 def _shifted(size: int, towards: int) -> Lowering:

@@ -43,12 +43,12 @@ def _mapped(dims: DimMap) -> Rule:
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
         places = dims(call)
-        found = [
+        strategies = [
             call.strategy(S(place), self=S(dim))
             for dim in shardable_dims(call.shape("self"))
             if (place := places[dim]) is not None
         ]
-        return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+        return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
     return strategies
 
@@ -110,13 +110,13 @@ def _squeeze(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.squeeze.dims", operands[0], tuple(sorted(gone))),)
 
-    found = [
+    strategies = [
         call.strategy(S(dim - sum(other < dim for other in gone)), self=S(dim)).by(
             local_lowering(lower)
         )
         for dim in shardable_dims(call.shape("self"))
     ]
-    return found + [call.strategy(placement, self=placement) for placement in PARTIALS]
+    return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
 def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
@@ -130,14 +130,14 @@ def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
 
 def _expand(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
-    have, made = call.shape("self"), call.result().shape
-    new = len(made) - len(have)
-    found = [call.strategy(placement, self=placement) for placement in PARTIALS]
-    for dim in shardable_dims(made):
-        own = dim - new
-        placement = S(own) if own >= 0 and have[own] == made[dim] else R
-        found.append(call.strategy(S(dim), self=placement).by(sized(made)))
-    return found
+    have, wide = call.shape("self"), call.result().shape
+    new = len(wide) - len(have)
+    strategies = [call.strategy(placement, self=placement) for placement in PARTIALS]
+    for dim in shardable_dims(wide):
+        dim_of_self = dim - new
+        placement = S(dim_of_self) if dim_of_self >= 0 and have[dim_of_self] == wide[dim] else R
+        strategies.append(call.strategy(S(dim), self=placement).by(sized(wide)))
+    return strategies
 
 
 def _view(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -182,18 +182,18 @@ def _as_strided(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         ]
         return build.rerun(node, kept)
 
-    found = [call.strategy(R).by(lower)]
+    strategies = [call.strategy(R).by(lower)]
     if node.op == "aten.as_strided.default" and _sees_items(call):
-        found.append(call.strategy(S(0), self=S(0)).by(_seen_items(call.result().shape)))
-    return found
+        strategies.append(call.strategy(S(0), self=S(0)).by(_seen_items(call.result().shape)))
+    return strategies
 
 
 def _sees_items(call: Call) -> bool:
     """Whether the first dim is that of a row-major operand, and no item reaches into the next."""
-    meta, made = call.meta("self"), call.result()
-    if not meta.plain or not made.numel or call["storage_offset"] is not None:
+    meta, view = call.meta("self"), call.result()
+    if not meta.plain or not view.numel or call["storage_offset"] is not None:
         return False
-    (count, *inner), (step, *strides) = (made.shape or (1,)), (made.stride or (0,))
+    (count, *inner), (step, *strides) = (view.shape or (1,)), (view.stride or (0,))
     reach = sum((size - 1) * stride for size, stride in zip(inner, strides, strict=True))
     return 1 < count == meta.shape[0] and step == meta.stride[0] > reach
 

@@ -42,20 +42,20 @@ def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     base, chain = metas[node.args[0].index], node.args[2]
     if base is None:
         return ()
-    found = [Strategy((R, R), (R,), _laid_out(base)), Strategy((P, P), (P,), _laid_out(base))]
+    strategies = [Strategy((R, R), (R,), _laid_out(base)), Strategy((P, P), (P,), _laid_out(base))]
     steps = _steps(base, chain)
     covered = _covers(steps)
     if covered:
-        found.append(Strategy((P, R), (R,), _laid_out(base)))
+        strategies.append(Strategy((P, R), (R,), _laid_out(base)))
     for dim in shardable_dims(base.shape):
         placement = _through(steps, S(dim), parts)
         if placement is not None:
-            found += _by_blocks(dim, placement, _written, covered)
+            strategies += _by_blocks(dim, placement, _written, covered)
         elif (reshaped := _reshaped(steps, dim, parts)) is not None:
-            found += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
+            strategies += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
         elif (cut := _cut(steps, dim, parts)) is not None:
-            found.append(Strategy((S(dim), R), (S(dim),), _part_written(chain, cut)))
-    return found
+            strategies.append(Strategy((S(dim), R), (S(dim),), _part_written(chain, cut)))
+    return strategies
 
 
 def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> list[Strategy]:
@@ -68,16 +68,16 @@ def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> li
 
 def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
     """Each view as a node on value 0, the meta of that value, and the result that is used."""
-    found = []
+    steps = []
     for op, position, args, kwargs, which in chain:
         operands = (*args[:position], Ref(0), *args[position + 1 :])
         results = run_on_metas(facts(overload(op)), operands, kwargs, {0: base}, (), "cpu")
         assert results is not None, f"{op}: a view whose shape depends on values"
-        found.append((Node(op, operands, kwargs, results[0]), base, which))
-        made = results[0][which]
-        assert made is not None
-        base = made
-    return found
+        steps.append((Node(op, operands, kwargs, results[0]), base, which))
+        meta = results[0][which]
+        assert meta is not None
+        base = meta
+    return steps
 
 
 def _through(
@@ -117,9 +117,9 @@ def _reshaped(
     for strategy in _VIEWS[node.op](node, (meta,), parts):
         if strategy.inputs == (S(dim),):
             last = _through(steps[1:], strategy.outputs[0], parts)
-            made = node.results[0]
-            assert made is not None
-            return None if last is None else _Reshaped(made.shape, strategy.outputs[0], last)
+            result = node.results[0]
+            assert result is not None
+            return None if last is None else _Reshaped(result.shape, strategy.outputs[0], last)
     return None
 
 
@@ -202,9 +202,9 @@ def _selected_shape(
     """The shape of no element along ``dim`` of the view of a local base."""
     shape = build.shape(base)
     for node, _, which in _steps(build.meta(base), chain):
-        made = node.results[which]
-        assert made is not None
-        shape = made.shape
+        result = node.results[which]
+        assert result is not None
+        shape = result.shape
     return (*shape[:dim], 0, *shape[dim + 1 :])
 
 
@@ -259,10 +259,10 @@ def _into(gone: bool) -> Rule:
         shape = call.shape("self")
         dim = call.dim("dim", len(shape))
         split = [d for d in shardable_dims(shape) if d != dim]
-        found = [call.strategy(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
+        strategies = [call.strategy(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
         if shape[dim] > 1 and call.args.get("step", 1) == 1:
-            found.append(call.strategy(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
-        return found + [
+            strategies.append(call.strategy(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
+        return strategies + [
             call.strategy(placement, self=placement, src=placement) for placement in partials(call)
         ]
 
