@@ -14,7 +14,7 @@ LEFT: dict[str, int] = {
     "graph": 34,
     "lazygt": 12,
     "observe": 11,
-    "passes": 238,
+    "passes": 139,
     "record": 48,
     "runtime": 68,
     "transfer": 17,

@@ -9,7 +9,6 @@ import torch
 from lazygt.graph.node import FUSED, Node
 from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
-    batchnorm,
     creation,
     derived,
     foreach,
@@ -19,7 +18,6 @@ from lazygt.passes.sharding.rules import (
     pointwise,
     reductions,
     slicing,
-    statistics,
     table,
     views,
     write_back,
@@ -97,12 +95,11 @@ _FAMILIES = (
     pointwise,
     reductions,
     slicing,
-    statistics,
     table,
     views,
     write_back,
 )
 RULES: dict[str, Rule] = {
     **{op: rule for family in _FAMILIES for op, rule in family.RULES.items()},
-    **batchnorm.rules(DERIVED),
+    **kernels.batch_norm_rules(DERIVED),
 }

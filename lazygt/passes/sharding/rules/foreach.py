@@ -16,7 +16,7 @@ from lazygt.graph.placement import Placement, Shard
 from lazygt.passes.base import Placed, placed, rebuild
 from lazygt.passes.foreach_forms import ALL, EACH, SPLIT, ForeachForm
 from lazygt.passes.sharding.builder import numbers
-from lazygt.passes.sharding.rules import pointwise, statistics
+from lazygt.passes.sharding.rules import pointwise, reductions
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -79,7 +79,7 @@ def _horizontal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """For each placement that some tensor can have, the strategies of all of them side by side."""
     if not are_apart(node):
         return []
-    rule = statistics.RULES.get(FORMS[node.op].single, pointwise.strategies)
+    rule = reductions.RULES.get(FORMS[node.op].single, pointwise.strategies)
     options: list[dict[Placement, Strategy]] = []
     for single in singles(node):
         whole = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
