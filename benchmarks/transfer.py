@@ -167,7 +167,7 @@ def extra_memory(group: dict[str, Any], megabytes: float) -> list[str]:
     sender.verify = "crc32"
     for _ in range(2):
         sender.send(source, timeout=SECONDS)  # now the receiver has touched both slots
-    held = sum(os.fstat(slot.arena.fd).st_blocks * 512 for slot in sender._slots) / 1e6
+    held = sum(os.fstat(slot.arena.fd).st_blocks * 512 for slot in sender.transport.slots) / 1e6
     before = reset_peak(), receiver.ask("reset peak")
     sender.send(source, timeout=SECONDS)
     peaks = status("VmHWM") - before[0], receiver.ask("peak") - before[1]

@@ -1,12 +1,12 @@
 """Transfer out of a session whose two workers hold the weights in blocks (FSDP, Shard(0)).
 
-Each worker writes its own blocks into the receivers' memory, or broadcasts them with Gloo; beside
+Each worker writes its own blocks into the receivers' memory, or broadcasts them; beside
 it the same weights gathered by the client, which is what a sender does that knows no blocks, and a
 plain memcpy of as many bytes.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,13 +26,13 @@ from lazygt.transfer import (
     Sender,
     SharedMemoryTransferSender,
 )
-from lazygt.transfer.routes import moves
+from lazygt.transfer.layout import route
 
 WIDTH = 1_024
 MEMCPY, WHOLE, CRC = "memcpy, one thread", "to whole", "to whole, crc32"
 PARALLEL, CLIENT = "to two tensor parallel ranks", "gathered by the client, to whole"
-GLOO, GLOO_PARALLEL = "Gloo, to whole", "Gloo, to two tensor parallel ranks"
-GLOO_CLIENT = "Gloo, gathered by the client, to whole"
+BROADCAST, BROADCAST_PARALLEL = "broadcast, to whole", "broadcast, to two tensor parallel ranks"
+BROADCAST_CLIENT = "broadcast, gathered by the client, to whole"
 #: column parallel, row parallel
 TARGET = {"*.up.weight": {"model": Shard(0)}, "*.down.weight": {"model": Shard(1)}}
 
@@ -62,7 +62,7 @@ class Gathered:
 
 @contextmanager
 def sender_to(
-    *receivers: dict[str, Any], kind: type[Sender] = SharedMemoryTransferSender
+    *receivers: dict[str, Any], kind: Callable[[], Sender] = SharedMemoryTransferSender
 ) -> Iterator[Sender]:
     """A sender with a receiver for each dict of arguments."""
     with kind() as sender, ExitStack() as stack:
@@ -97,9 +97,9 @@ def measure(args: argparse.Namespace) -> Report:
         sender_to({}) as whole,
         sender_to(*ranks) as parallel,
         sender_to({}) as client,
-        sender_to({}, kind=BroadcastTransferSender) as gloo,
-        sender_to(*ranks, kind=BroadcastTransferSender) as gloo_parallel,
-        sender_to({}, kind=BroadcastTransferSender) as gloo_client,
+        sender_to({}, kind=BroadcastTransferSender) as broadcast,
+        sender_to(*ranks, kind=BroadcastTransferSender) as broadcast_parallel,
+        sender_to({}, kind=BroadcastTransferSender) as broadcast_client,
     ):
         model = model_of(args.megabytes)
         lazygt.parallelize_module(model, parallelize_plan={"*": [Shard(0), Replicate()]})
@@ -116,14 +116,14 @@ def measure(args: argparse.Namespace) -> Report:
             CRC: lambda: sent(whole, "crc32", direct),
             PARALLEL: lambda: sent(parallel, "none", direct),
             CLIENT: lambda: sent(client, "none", gathered),
-            GLOO: lambda: sent(gloo, "none", direct),
-            GLOO_PARALLEL: lambda: sent(gloo_parallel, "none", direct),
-            GLOO_CLIENT: lambda: sent(gloo_client, "none", gathered),
+            BROADCAST: lambda: sent(broadcast, "none", direct),
+            BROADCAST_PARALLEL: lambda: sent(broadcast_parallel, "none", direct),
+            BROADCAST_CLIENT: lambda: sent(broadcast_client, "none", gathered),
         }
         interleave(cases, 3)  # memory is faulted in, routes are planned
-        planned = moves.cache_info().misses
+        planned = route.cache_info().misses
         found = interleave(cases, args.rounds)
-        through = [through_client(s, sender, direct) for sender in (whole, gloo)]
+        through = [through_client(s, sender, direct) for sender in (whole, broadcast)]
         report = whole.send(direct, timeout=SECONDS)
     table = Report(
         "transfer_sharded",
@@ -137,10 +137,10 @@ def measure(args: argparse.Namespace) -> Report:
     written = ", ".join(f"{done / 1e6:.0f} MB by worker {n}" for n, done in report.written.items())
     table.remarks += [
         f"against gathering in the client: {ratio(found[CLIENT], found[WHOLE]):.2f}x as fast",
-        f"with Gloo: {ratio(found[GLOO_CLIENT], found[GLOO]):.2f}x as fast",
-        f"one transfer: {written}; {through[0]} bytes through the client ({through[1]} with Gloo), "
-        f"all of them orders and their answers",
-        f"routes planned during the rounds: {moves.cache_info().misses - planned}",
+        f"by broadcast: {ratio(found[BROADCAST_CLIENT], found[BROADCAST]):.2f}x as fast",
+        f"one transfer: {written}; {through[0]} bytes through the client ({through[1]} by "
+        f"broadcast), all of them requests and their answers",
+        f"routes planned during the rounds: {route.cache_info().misses - planned}",
         "each worker copies with its share of the cores",
     ]
     return table

@@ -33,11 +33,15 @@ from lazygt.runtime.launch.opening import device_type, open_link
 from lazygt.runtime.plan import Plan, PlanRecord
 from lazygt.runtime.values import RemoteValue
 from lazygt.submit import Submitter
-from lazygt.transfer import origins
+from lazygt.transfer import copy_request
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.axis import AxisStep
-    from lazygt.transfer.workers import Workers
+    from lazygt.weights import SessionSource
+
+
+#: What lets workers copy their values for transfers.
+COPIER = "lazygt.transfer.copier:copier_for"
 
 
 class Session:
@@ -52,7 +56,7 @@ class Session:
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._logical = VirtualMesh.of(self.mesh, config.invariant)
-        self._link = open_link(config, self.mesh)
+        self._link = open_link(config, self.mesh, COPIER)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
         self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._console)
@@ -76,7 +80,7 @@ class Session:
         self._owner = os.getpid()
         self._hook: RemovableHandle | None = None
         self._closing = threading.Lock()
-        self._workers: Workers | None = None
+        self._weight_source: SessionSource | None = None
         self._idle = Idle(self, config.default_device)
         _overseer.opened(self)
 
@@ -167,16 +171,18 @@ class Session:
             return [t._storage.remote for t in handles if t._storage.remote is not None]
 
     @property
-    def origin(self) -> Workers | None:
+    def weight_source(self) -> SessionSource | None:
         """The workers as those who send their own weights; None where one stands for many."""
         if self.config.invariant or self.config.launcher == "dry":
             return None
-        if self._workers is None:
+        if self._weight_source is None:
             # why: few sessions transfer
-            from lazygt.transfer.workers import Workers
+            from lazygt.weights import SessionSource
 
-            self._workers = Workers(self.mesh, self._client, self.recorder.lock, self.settle)
-        return self._workers
+            self._weight_source = SessionSource(
+                self.mesh, self._client, self.recorder.lock, self.settle
+            )
+        return self._weight_source
 
     def compiled(self, timeout: float | None = None) -> bool:
         """Wait until what is being compiled is compiled and swapped in.
@@ -355,15 +361,15 @@ def overseen(
         _overseer = before
 
 
-def _origin(tensor: LazyTensor) -> Workers | None:
+def _source(tensor: LazyTensor) -> SessionSource | None:
     recorder = recorder_of(tensor)
     for session in session_stack:
         if isinstance(session, Session) and session.recorder is recorder:
-            return session.origin
+            return session.weight_source
     return None
 
 
-origins.BY_DEVICE[NAME] = _origin
+copy_request.BY_DEVICE[NAME] = _source
 
 
 def current() -> Session:

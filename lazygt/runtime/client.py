@@ -353,12 +353,12 @@ class Client:
         if self.observer is not None:
             self.observer.message("send", kind, rank, self._seq, size, why)
 
-    def order(self, rank: int, number: int, order: tuple[Any, ...]) -> None:
-        """Have a worker write blocks for a transfer; ``written`` takes its answer."""
-        self._send("write", rank, encode(Write(number, order)), "transfer_weights()")
+    def write(self, rank: int, number: int, request: tuple[Any, ...]) -> None:
+        """Have a worker copy blocks for a transfer; ``written`` takes its answer."""
+        self._send("write", rank, encode(Write(number, request)), "transfer_weights()")
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
-        """(rank, number, checksums, error, handles) of what was ordered and is done.
+        """(rank, number, checksums, error, handles) of what was asked for and is done.
 
         Waits at most ``seconds`` for something to come.
 

@@ -145,10 +145,10 @@ class Swap(Part, tag=5):
 
 
 class Write(Part, tag=7):
-    """Copy blocks into a transfer's memory; see ``transfer.writer``."""
+    """Copy blocks for a transfer; see ``worker.Copier``."""
 
     number: int
-    order: Any
+    request: Any
 
 
 class Renew(Part, tag=10):
@@ -202,7 +202,7 @@ class Wrote(Part, tag=8):
     """The checksums of blocks that were written, or why they could not be.
 
     Attributes:
-        handles: by which receivers find the blocks; see ``transfer.orders``.
+        handles: by which receivers find the blocks.
     """
 
     number: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -49,10 +49,21 @@ from lazygt.runtime.wire import Buffer, DeltaCodec, decode, encode
 
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
-    from lazygt.transfer.writer import Writer
 
 #: Ids of what a data-dependent node made: given by the worker, so above all of the client's.
 DYNAMIC_IDS = 1 << 48
+
+
+class Copier(Protocol):
+    """Copies values to where a transfer of weights needs them."""
+
+    def copy_packed(
+        self, packed: Any, value_of: Callable[[int], torch.Tensor]
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Do what a request says; the checksums of what was copied, and handles to it."""
+
+    def close(self) -> None:
+        """Give back what it has."""
 
 
 class _Known:
@@ -83,6 +94,7 @@ class Worker:
             LAZYGT_SHM_THRESHOLD says.
         cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
         inline: the generator is the client's own, so it is lent to a run and put back.
+        copier: makes what copies values for transfers, when one is asked for first.
     """
 
     def __init__(
@@ -97,6 +109,7 @@ class Worker:
         shm_threshold: int | None = None,
         inline: bool = False,
         cache_dir: str | None = None,
+        copier: Callable[[torch.device], Copier] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.rank, self.world_size = rank, world_size
@@ -116,7 +129,8 @@ class Worker:
         self._cache = Cache(config.cache_dir)
         self._takes_code = config.ship_code
         self._waiting: list[list[Buffer]] = []
-        self._writer: Writer | None = None
+        self._make_copier = copier
+        self._copier: Copier | None = None
         self._next_dynamic = DYNAMIC_IDS
         #: number of the process group, and the one that the client knows to be broken
         self._group, self._left = 0, -1
@@ -160,9 +174,9 @@ class Worker:
         """Drop all values."""
         self.store = Store()
         self._executors.clear()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
 
     def _plan(self, message: Ship, frames: Sequence[Buffer]) -> None:
         digest = message.digest
@@ -233,17 +247,16 @@ class Worker:
 
     def _write(self, message: Write) -> Wrote:
         """Copy blocks of values to where a transfer needs them."""
-        # why: few workers ever send weights
-        from lazygt.transfer import orders, writer
-
         number = message.number
         try:
-            if self._writer is None:
-                self._writer = writer.Writer(writer.threads(), self.device)
-            done = self._writer.write(orders.Order.read(message.order), self._value)
+            if self._copier is None:
+                if self._make_copier is None:
+                    raise ProtocolError("this worker was started without a copier")
+                self._copier = self._make_copier(self.device)
+            checks, handles = self._copier.copy_packed(message.request, self._value)
         except Exception as error:  # noqa: BLE001 - reported to the client
             return Wrote(number, error=f"{type(error).__name__}: {error}")
-        return Wrote(number, tuple(done.checks), "", tuple(done.handles))
+        return Wrote(number, checks, "", handles)
 
     def _value(self, key: int) -> torch.Tensor:
         value = self.store.get(key)

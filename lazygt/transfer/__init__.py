@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lazygt.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender
-    from lazygt.transfer.cuda_ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
     from lazygt.transfer.errors import (
         ManifestMismatch,
         ReceiverDied,
@@ -27,11 +25,19 @@ if TYPE_CHECKING:
         VersionHeld,
     )
     from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
+    from lazygt.transfer.manifest import Manifest, ParamSpec
     from lazygt.transfer.receiver import Receiver
     from lazygt.transfer.report import Progress, TransferReport
     from lazygt.transfer.sender import Sender
-    from lazygt.transfer.shm import SharedMemoryTransferReceiver, SharedMemoryTransferSender
-    from lazygt.transfer.spec import Manifest, ParamSpec
+    from lazygt.transfer.transports.cuda_ipc import CudaIpcTransferReceiver, CudaIpcTransferSender
+    from lazygt.transfer.transports.process_group import (
+        BroadcastTransferReceiver,
+        BroadcastTransferSender,
+    )
+    from lazygt.transfer.transports.shared_memory import (
+        SharedMemoryTransferReceiver,
+        SharedMemoryTransferSender,
+    )
 
 __all__ = [
     "BroadcastTransferReceiver",
@@ -61,14 +67,14 @@ __all__ = [
 
 #: Which files have the public names. A file is loaded when one of its names is asked for.
 _FILES = {
-    "broadcast": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
-    "cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
+    "transports.process_group": {"BroadcastTransferReceiver", "BroadcastTransferSender"},
+    "transports.cuda_ipc": {"CudaIpcTransferReceiver", "CudaIpcTransferSender"},
     "extractor": {"Chunk", "Extractor", "ModuleExtractor"},
     "receiver": {"Receiver"},
     "report": {"Progress", "TransferReport"},
     "sender": {"Sender"},
-    "shm": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
-    "spec": {"Manifest", "ParamSpec"},
+    "transports.shared_memory": {"SharedMemoryTransferReceiver", "SharedMemoryTransferSender"},
+    "manifest": {"Manifest", "ParamSpec"},
 }
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lazygt.transfer.spec import DTYPE_NAMES, Manifest, ParamSpec
+from lazygt.transfer.manifest import DTYPE_NAMES, Manifest, ParamSpec
 
 
 class Chunk(NamedTuple):

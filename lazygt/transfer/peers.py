@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError, SecurityError
 from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone
+from lazygt.transfer.connection import PROTOCOL, Connection, Deadline, Message, PeerGone
 from lazygt.transfer.errors import (
     ManifestMismatch,
     ReceiverDied,
@@ -20,17 +20,48 @@ from lazygt.transfer.errors import (
     TransferError,
     VersionHeld,
 )
-from lazygt.transfer.holding import Holding
-from lazygt.transfer.peer import Peer
+from lazygt.transfer.layout import ReceiverLayout
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to a newcomer
 _DEATH_SECONDS = 0.1  # between the end of a killed process's connection and its own
-_ASK_AGAIN_SECONDS = 1e-3
-_PING_SECONDS = 0.4  # for a sign of life, on a busy machine
+PING_SECONDS = 0.4  # for a sign of life, on a busy machine
 _TURNED_AWAY = 4  # that an error names, the last ones
 
 
-class Peers:
+@dataclass(eq=False)
+class ReceiverLink:
+    """One receiver, as its sender sees it.
+
+    Attributes:
+        name: as it calls itself; unique among those connected.
+        layout: what it holds of each parameter; None: all of it.
+        version: what it had when the transfer began.
+        transfer: number of the transfer that its answers below belong to.
+        said: what it has answered: kind of message -> the message.
+        staged: requests that it has taken in.
+        sent: requests that it has been told of.
+        holds: it still holds tensors of the version that is to be overwritten.
+        left: it has said that it goes, and holds nothing.
+    """
+
+    connection: Connection
+    name: str
+    layout: ReceiverLayout | None = None
+    version: int = 0
+    transfer: int = 0
+    said: dict[str, dict[str, Any]] = field(default_factory=dict)
+    staged: int = 0
+    sent: int = 0
+    holds: bool = False
+    left: bool = False
+
+    def expect(self, transfer: int) -> None:
+        """Forget what was said in earlier transfers."""
+        self.transfer, self.said, self.staged, self.holds = transfer, {}, 0, False
+        self.sent = 0
+
+
+class Receivers:
     """Listens for receivers and talks to them; used by one thread.
 
     Args:
@@ -51,46 +82,41 @@ class Peers:
         self._strangers: list[Connection] = []
         #: who was turned away since enough were there, and why
         self._turned_away: deque[str] = deque(maxlen=_TURNED_AWAY)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.connected: list[Peer] = []
+        self.connected: list[ReceiverLink] = []
         #: of the transfer that runs; newcomers join the next one
-        self.active: list[Peer] = []
+        self.active: list[ReceiverLink] = []
         #: somebody who may still look at shared memory can't be asked any more
         self.suspect = False
+        #: for a sign of life that was asked for
+        self._patience: Deadline | None = None
         #: what the transfer is at, for errors
         self.during = "begin"
 
     # -- talking ---------------------------------------------------------------------------
 
-    def tell(self, peer: Peer, message: Message, deadline: Deadline, fds: Sequence[int]) -> None:
+    def send(
+        self, receiver: ReceiverLink, message: Message, deadline: Deadline, fds: Sequence[int]
+    ) -> None:
         """Send a message to one receiver.
 
         Raises:
             ReceiverDied, ReceiverFrozen: see there; the receiver is dropped.
         """
         try:
-            peer.connection.send(message, deadline, fds)
+            receiver.connection.send(message, deadline, fds)
         except PeerGone:
-            raise self._gone(peer) from None
+            raise self._gone(receiver) from None
         except TimeoutError:
-            self.drop(peer)
-            raise ReceiverFrozen((peer.name,), deadline.seconds, self.during) from None
+            self.drop(receiver)
+            raise ReceiverFrozen((receiver.name,), deadline.seconds, self.during) from None
 
-    def tell_all(self, message: Message, deadline: Deadline) -> None:
+    def send_all(self, message: Message, deadline: Deadline) -> None:
         """Send a message to every receiver of the transfer."""
-        for peer in list(self.active):
-            self.tell(peer, message, deadline, ())
+        for receiver in list(self.active):
+            self.send(receiver, message, deadline, ())
 
-    def wait(
-        self,
-        done: Callable[[Peer], bool],
-        deadline: Deadline,
-        until: Callable[[], bool] | None = None,
-    ) -> None:
+    def wait(self, done: Callable[[ReceiverLink], bool], deadline: Deadline) -> None:
         """Wait until ``done`` holds for every receiver of the transfer.
-
-        Args:
-            until: besides, wait for this; it is asked every millisecond, and after `wake`.
 
         Raises:
             ReceiverDied: one has gone. It is dropped.
@@ -99,18 +125,33 @@ class Peers:
             ManifestMismatch, ReceiverRefused: one has refused.
         """
         self.pump(0.0)
-        while not (all(map(done, self.active)) and (until is None or until())):
+        while not all(map(done, self.active)):
             if deadline.expired:
-                slowest = min((peer.staged for peer in self.active), default=0)
-                late = [peer for peer in self.active if not done(peer)]
-                self._too_late(
-                    late or [peer for peer in self.active if peer.staged == slowest], deadline
-                )
-            asked = until is not None
-            self.pump(min(deadline.remaining, _ASK_AGAIN_SECONDS) if asked else deadline.remaining)
+                self._too_late([link for link in self.active if not done(link)], deadline)
+            self.pump(deadline.remaining)
 
-    def accuse_silent(self, deadline: Deadline) -> None:
-        """Ask every receiver for a sign of life, when a transfer is late or has failed.
+    def begin(self, transfer: int) -> list[ReceiverLink]:
+        """Those who are connected take part in a transfer."""
+        self.active = list(self.connected)
+        self._patience = None
+        for receiver in self.active:
+            receiver.expect(transfer)
+        return list(self.active)
+
+    def ping(self, deadline: Deadline) -> None:
+        """Ask every receiver for a sign of life, if they have not been asked; does not wait.
+
+        Args:
+            deadline: of the transfer.
+        """
+        if self._patience is None and self.active:
+            self._patience = Deadline(PING_SECONDS)
+            for receiver in self.active:
+                receiver.said.pop("pong", None)
+            self.send_all({"kind": "ping", "transfer": self.active[0].transfer}, deadline)
+
+    def check_liveness(self, deadline: Deadline) -> None:
+        """Wait for a sign of life of every receiver, when a transfer is late or has failed.
 
         Args:
             deadline: of the transfer, for the error.
@@ -118,12 +159,14 @@ class Peers:
         Raises:
             ReceiverDied, ReceiverFrozen: some gave none. They are dropped.
         """
-        for peer in self.active:
-            peer.said.pop("pong", None)
-        patience = Deadline(_PING_SECONDS)
-        if self.active:
-            self.tell_all({"kind": "ping", "transfer": self.active[0].transfer}, patience)
-        while silent := [peer for peer in self.active if "pong" not in peer.said]:
+        self._await_pongs(deadline)
+        self._patience = None  # they may have answered long ago
+        self._await_pongs(deadline)
+
+    def _await_pongs(self, deadline: Deadline) -> None:
+        self.ping(Deadline(PING_SECONDS))
+        patience = self._patience or Deadline(0.0)
+        while silent := [receiver for receiver in self.active if "pong" not in receiver.said]:
             if patience.expired:
                 self._too_late(silent, deadline)
             self.pump(patience.remaining)
@@ -137,7 +180,7 @@ class Peers:
         self.pump(0.0)  # so that those who have left do not count
         while len(self.connected) < count:
             if deadline.expired:
-                here = ", ".join(peer.name for peer in self.connected) or "none"
+                here = ", ".join(receiver.name for receiver in self.connected) or "none"
                 away = "; turned away: " + ", ".join(self._turned_away) if self._turned_away else ""
                 raise TransferError(
                     f"waited {deadline.seconds:g} s for {count} receiver(s) at {self.address}; "
@@ -150,45 +193,37 @@ class Peers:
         """Wait at most so long for something to happen, and take it in."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
-        poller.register(self._wake, select.POLLIN)
-        owners: dict[int, Peer | Connection] = {}
-        for peer in self.connected:
-            owners |= dict.fromkeys(peer.connection.descriptors, peer)
+        owners: dict[int, ReceiverLink | Connection] = {}
+        for receiver in self.connected:
+            owners |= dict.fromkeys(receiver.connection.descriptors, receiver)
         for stranger in self._strangers:
             owners |= dict.fromkeys(stranger.descriptors, stranger)
         for fd in owners:
             poller.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poller.poll(seconds * 1e3)]
         for owner in dict.fromkeys(owners[fd] for fd in ready if fd in owners):
-            if isinstance(owner, Peer):
+            if isinstance(owner, ReceiverLink):
                 self._listen_to(owner)
             else:
                 self._admit(owner)
         if self._listener.fileno() in ready:
             self._accept()
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
 
-    def wake(self) -> None:
-        """Let a `wait` ask again at once; any thread may call it."""
-        if not self.closed:
-            os.eventfd_write(self._wake, 1)
-
-    def drop(self, peer: Peer) -> None:
+    def drop(self, receiver: ReceiverLink) -> None:
         """Hang up on a receiver. Idempotent."""
-        if peer not in self.connected:
+        if receiver not in self.connected:
             return
-        if not peer.left and not peer.connection.has_ended(_DEATH_SECONDS):
+        if not receiver.left and not receiver.connection.has_ended(_DEATH_SECONDS):
             self.suspect = True
-        peer.connection.close()
-        self.connected.remove(peer)
-        if peer in self.active:
-            self.active.remove(peer)
+        receiver.connection.close()
+        self.connected.remove(receiver)
+        if receiver in self.active:
+            self.active.remove(receiver)
 
     def drop_named(self, name: str) -> None:
         """Hang up on the receiver of this name, if it is there."""
-        for peer in [peer for peer in self.connected if peer.name == name]:
-            self.drop(peer)
+        for receiver in [receiver for receiver in self.connected if receiver.name == name]:
+            self.drop(receiver)
 
     @property
     def closed(self) -> bool:
@@ -198,12 +233,11 @@ class Peers:
         """Hang up on all and stop listening; called once."""
         self._listener.close()
         self._directory.close()
-        for peer in list(self.connected):
-            self.drop(peer)
+        for receiver in list(self.connected):
+            self.drop(receiver)
         for stranger in self._strangers:
             stranger.close()
         self._strangers.clear()
-        os.close(self._wake)
 
     # -- listening -------------------------------------------------------------------------
 
@@ -236,9 +270,9 @@ class Peers:
             connection.send({"kind": "refuse", "why": why}, deadline)
             connection.close()
             return
-        holding = Holding.unpack(hello.get("holding"))
+        layout = ReceiverLayout.unpack(hello.get("layout"))
         connection.send({"kind": "welcome"}, deadline)
-        self.connected.append(Peer(connection, hello["name"], holding))
+        self.connected.append(ReceiverLink(connection, hello["name"], layout))
 
     def _unwelcome(self, hello: Message) -> str | None:
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL:
@@ -248,50 +282,50 @@ class Peers:
         name = hello.get("name")
         if not isinstance(name, str):
             return f"a receiver's name is a str, not {name!r}"
-        if any(peer.name == name for peer in self.connected):
+        if any(receiver.name == name for receiver in self.connected):
             return f"there is a receiver named {name!r} already; give this one another name"
         return None
 
-    def _listen_to(self, peer: Peer) -> None:
-        needed = peer in self.active
+    def _listen_to(self, receiver: ReceiverLink) -> None:
+        needed = receiver in self.active
         try:
-            for message in peer.connection.receive():
-                self._take(peer, message)
+            for message in receiver.connection.receive():
+                self._take(receiver, message)
         except PeerGone:
-            died = self._gone(peer)
+            died = self._gone(receiver)
             if needed:
                 raise died from None
         except ProtocolError as error:
-            self.drop(peer)
+            self.drop(receiver)
             if needed:
-                raise ReceiverRefused(peer.name, f"it broke the protocol: {error}") from error
+                raise ReceiverRefused(receiver.name, f"it broke the protocol: {error}") from error
 
-    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _take(self, receiver: ReceiverLink, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "leave":
-            peer.left = True
-        elif message.get("transfer") != peer.transfer or peer not in self.active:
+            receiver.left = True
+        elif message.get("transfer") != receiver.transfer or receiver not in self.active:
             return  # an answer to a transfer that was given up
         elif kind == "staged":
-            peer.staged += 1
+            receiver.staged += 1
         elif kind == "held":
-            peer.holds = True
+            receiver.holds = True
         elif kind == "refuse":
             refused = ManifestMismatch if message.get("mismatch") else ReceiverRefused
-            raise refused(peer.name, str(message.get("why")))
+            raise refused(receiver.name, str(message.get("why")))
         else:
-            peer.said[kind] = message
-            peer.holds = False
+            receiver.said[kind] = message
+            receiver.holds = False
 
-    def _gone(self, peer: Peer) -> ReceiverDied:
-        self.drop(peer)
-        return ReceiverDied(peer.name, peer.connection.pid, self.during)
+    def _gone(self, receiver: ReceiverLink) -> ReceiverDied:
+        self.drop(receiver)
+        return ReceiverDied(receiver.name, receiver.connection.pid, self.during)
 
-    def _too_late(self, late: list[Peer], deadline: Deadline) -> None:
-        names = tuple(peer.name for peer in late)
-        if late and all(peer.holds for peer in late):
+    def _too_late(self, late: list[ReceiverLink], deadline: Deadline) -> None:
+        names = tuple(receiver.name for receiver in late)
+        if late and all(receiver.holds for receiver in late):
             raise VersionHeld(names, deadline.seconds)
-        for peer in late:
-            if not peer.holds:
-                self.drop(peer)
+        for receiver in late:
+            if not receiver.holds:
+                self.drop(receiver)
         raise ReceiverFrozen(names, deadline.seconds, self.during)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lazygt.transfer.control import Deadline
+from lazygt.transfer.connection import Deadline
 from lazygt.transfer.errors import SenderGone, TransferError
-from lazygt.transfer.incoming import Version
+from lazygt.transfer.version import Version
 
 
 class Readings:

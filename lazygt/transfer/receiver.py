@@ -3,87 +3,73 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
-
-from torch import Tensor
+from collections import deque
+from functools import partial
+from typing import Any, Self
 
 from lazygt.errors import ProtocolError
-from lazygt.transfer.batches import Piece
-from lazygt.transfer.bytework import Crew
-from lazygt.transfer.control import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
+from lazygt.transfer.checksums import CopyPool
+from lazygt.transfer.connection import PROTOCOL, Connection, Deadline, Message, PeerGone, connect
 from lazygt.transfer.errors import SenderGone, TransferError
-from lazygt.transfer.holding import Holding
-from lazygt.transfer.hooks import ReceiverHooks
-from lazygt.transfer.incoming import Aborted, Block, Incoming, Mismatch
-from lazygt.transfer.listening import SEND_SECONDS, Listening
-from lazygt.transfer.spec import Manifest, check_complete, difference
+from lazygt.transfer.layout import ReceiverLayout
+from lazygt.transfer.manifest import Manifest, check_complete, difference
+from lazygt.transfer.reading import Readings
+from lazygt.transfer.transports.base import ReceiverEnd
+from lazygt.transfer.version import Aborted, Block, Mismatch, StagedVersion, Wake
+
+_SEND_SECONDS = 10.0  # for an answer of some bytes; the sender reads them while it waits
 
 
-class Receiver(ReceiverHooks, Listening, ABC):
+class Receiver(Readings):
     """Receives versions of a model in a thread of its own, and hands them to readers.
 
     Args:
         address: the sender's.
+        transport: how bytes come: see `transports.base`. `SharedMemoryTransferReceiver` and the
+            others make a receiver with theirs.
         name: how errors call this receiver; unique among a sender's receivers.
         expect: refuse any other manifest; by default that of the first transfer counts.
-        holding: what it holds of each parameter; None: all of it. Strategies take it as three
-            arguments: ``mesh``, of receivers, such as ``{"model": 2}``; ``rank``, this one's
-            place there; ``placements``, which maps name patterns to ``torch.distributed.tensor``
-            placements, one an axis: a list in the mesh's order or a dict by axis. The first
-            pattern that fits counts; a parameter that none fits is held whole. They raise
-            ValueError if these make no sense together.
+        layout: what it holds of each parameter; None: all of it. The functions that make receivers
+            take it as three arguments: ``mesh``, of receivers, such as ``{"model": 2}``; ``rank``,
+            this one's place there; ``placements``, which maps name patterns to
+            ``torch.distributed.tensor`` placements, one an axis: a list in the mesh's order or a
+            dict by axis. The first pattern that fits counts; a parameter that none fits is held
+            whole. They raise ValueError if these make no sense together.
 
     Attributes:
         name: see above.
     """
 
-    strategy: ClassVar[str]
-
     def __init__(
         self,
         address: str,
+        transport: ReceiverEnd,
         *,
         name: str | None = None,
         expect: Manifest | None = None,
-        holding: Holding | None = None,
+        layout: ReceiverLayout | None = None,
     ) -> None:
         super().__init__(name or f"pid {os.getpid()}")
-        self._address, self._expect, self.holding = os.fspath(address), expect, holding
+        self._address, self._expect, self.layout = os.fspath(address), expect, layout
+        self._transport = transport
+        self._staged: StagedVersion | None = None
+        self._inbox: deque[dict[str, Any]] = deque()
+        self._wake = Wake()
+        self._closing = self._closed = False
         self._waiting: Message | None = None
         self._welcome = False
-        self._crew = Crew()
+        self._pool = CopyPool()
+        transport.attach(self._address, self._wake)
         self._thread = threading.Thread(target=self._run, name="lazygt-receiver", daemon=True)
         self._thread.start()
 
-    # -- what a strategy has to fill in ------------------------------------------------------
-
-    @abstractmethod
-    def staging(self, begin: Message, link: Connection, extent: int) -> Tensor | None:
-        """A flat uint8 buffer of ``extent`` bytes for the new version.
-
-        None when its memory is still held by readers; it is asked again after `Wake`.
-        """
-
-    @abstractmethod
-    def receive(
-        self, incoming: Incoming, data: Message, pieces: Sequence[Piece], link: Connection
-    ) -> None:
-        """Bring a request's pieces into the staging buffer."""
-
-    def keep(self, incoming: Incoming, unchanged: Sequence[int]) -> None:
-        """Bring parameters that did not travel into the staging buffer."""
-        current = self._current
-        if current is None or current.manifest.digest != incoming.manifest.digest:
-            raise ProtocolError("unchanged parameters for a receiver that has none")
-        for number in unchanged:
-            begin, size = incoming.manifest.places[number], incoming.manifest.params[number].nbytes
-            incoming.flat[begin : begin + size].copy_(current.flat[begin : begin + size])
-
-    # -- for everyone ----------------------------------------------------------------------
+    @property
+    def strategy(self) -> str:
+        """The name by which senders know the transport."""
+        return self._transport.strategy
 
     @property
     def connected(self) -> bool:
@@ -95,7 +81,10 @@ class Receiver(ReceiverHooks, Listening, ABC):
         self._closing = True
         self._wake()
         self._thread.join()
-        self._crew.close()
+        if not self._closed:
+            self._closed = True
+            self._pool.close()
+            self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,8 +125,8 @@ class Receiver(ReceiverHooks, Listening, ABC):
 
     def _serve(self, link: Connection) -> None:
         hello = {"protocol": PROTOCOL, "strategy": self.strategy, "name": self.name}
-        holds = {} if self.holding is None else {"holding": self.holding.packed}
-        link.send({"kind": "hello", **hello, **holds}, Deadline(SEND_SECONDS))
+        holds = {} if self.layout is None else {"layout": self.layout.packed}
+        link.send({"kind": "hello", **hello, **holds}, Deadline(_SEND_SECONDS))
         while not self._closing:
             self._poll(link)
             self._pull(link)
@@ -145,12 +134,12 @@ class Receiver(ReceiverHooks, Listening, ABC):
                 self._handle(link, self._inbox.popleft())
             if self._waiting is not None:
                 self._guarded(link, self._waiting, self._begin)
-            if self._incoming is not None and self._incoming.deadline.expired:
+            if self._staged is not None and self._staged.deadline.expired:
                 raise PeerGone  # a frozen sender; it is left, and finds that out when it wakes
         self._give_up()
         self._current = None
-        if not self.holds_memory():
-            link.send({"kind": "leave"}, Deadline(SEND_SECONDS))
+        if not self._transport.holds_memory():
+            link.send({"kind": "leave"}, Deadline(_SEND_SECONDS))
 
     def _handle(self, link: Connection, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -159,9 +148,8 @@ class Receiver(ReceiverHooks, Listening, ABC):
         elif kind == "begin":
             self._give_up()
             self._guarded(link, message, self._begin)
-        elif self._incoming is not None and message.get("transfer") == self._incoming.transfer:
+        elif self._staged is not None and message.get("transfer") == self._staged.transfer:
             step = {
-                "data": self._data,
                 "coming": self._coming,
                 "parts": self._parts,
                 "prepare": self._prepare,
@@ -192,79 +180,111 @@ class Receiver(ReceiverHooks, Listening, ABC):
 
     def _begin(self, link: Connection, message: Message) -> None:
         if "deadline" not in message:
-            self.invited(message, link)
-        incoming = Incoming(message, self._current, self.holding)
-        self._check_manifest(incoming)
-        incoming.deadline = message.get("deadline", incoming.deadline)
-        self._incoming, self._waiting = incoming, None
-        flat = self.staging(message, link, incoming.manifest.extent)
+            self._transport.invited(message, link.take_fd)
+        staged = StagedVersion(message, self._current, self.layout)
+        self._check_manifest(staged)
+        staged.deadline = message.get("deadline", staged.deadline)
+        self._staged, self._waiting = staged, None
+        flat = self._transport.stage(message, staged.manifest.extent)
         if flat is None:
             if "deadline" not in message:
                 self._answer(link, message, "held")
-            self._waiting = {**message, "deadline": incoming.deadline}
+            self._waiting = {**message, "deadline": staged.deadline}
             return
         self._answer(link, message, "ready", version=self.version)
-        incoming.stage_in(flat)  # while the sender gathers the first request
+        staged.allocate(flat)  # while the sender gathers the first request
 
-    def _check_manifest(self, incoming: Incoming) -> None:
-        if incoming.version <= self.version:
-            raise Mismatch(f"it has version {self.version}, not older than {incoming.version}")
+    def _check_manifest(self, staged: StagedVersion) -> None:
+        if staged.version <= self.version:
+            raise Mismatch(f"it has version {self.version}, not older than {staged.version}")
         expected = self._expect
         if expected is None and self._current is not None:
             expected = self._current.whole
-        why = None if expected is None else difference(expected, incoming.whole)
+        why = None if expected is None else difference(expected, staged.whole)
         if why is not None:
             raise Mismatch(why)
 
-    def _data(self, link: Connection, message: Message) -> None:
-        incoming = self._incoming
-        assert incoming is not None
-        pieces = [Piece(*entry) for entry in message["pieces"]]
-        runs = [incoming.run(piece) for piece in pieces]
-        self.receive(incoming, message, pieces, link)
-        incoming.take_in(self._crew, pieces, runs, message["checks"])
-        self._answer(link, message, "staged")
-
     def _coming(self, link: Connection, message: Message) -> None:
-        assert self._incoming is not None
-        self.coming(self._incoming, message, link)
+        assert self._staged is not None
+        self._transport.coming(self._staged, message, partial(self._wait_or_abort, link))
 
     def _parts(self, link: Connection, message: Message) -> None:
-        """Blocks that their owner has written."""
-        incoming = self._incoming
-        assert incoming is not None
-        blocks = [Block(*entry) for entry in message["parts"]]
-        self.bring(incoming, message, blocks, link)
-        incoming.take_in(self._crew, blocks, map(incoming.block, blocks), message["checks"])
+        """Blocks that have been copied."""
+        staged = self._staged
+        assert staged is not None
+        blocks = [Block(*part) for part in message["parts"]]
+        self._transport.fetch(staged, message, blocks, partial(self._wait_or_abort, link))
+        staged.verify_blocks(self._pool, blocks, message["checks"])
         self._answer(link, message, "staged")
 
     def _prepare(self, link: Connection, message: Message) -> None:
-        incoming = self._incoming
-        assert incoming is not None
-        unchanged = list(message["unchanged"])
-        if unchanged:
-            self.keep(incoming, unchanged)
-            for number in unchanged:
-                incoming.arrived[number] += incoming.manifest.params[number].nbytes
-        why = check_complete(incoming.manifest, incoming.arrived)
+        staged = self._staged
+        assert staged is not None
+        unchanged = [Block(*part) for part in message["unchanged"]]
+        staged.keep(self._current, unchanged, are_there=self._transport.has_unchanged)
+        why = check_complete(staged.manifest, staged.arrived)
         if why is not None:
             raise TransferError(why)
-        incoming.complete = True
+        staged.complete = True
         self._answer(link, message, "prepared")
 
     def _commit(self, link: Connection, message: Message) -> None:
-        incoming = self._incoming
-        if incoming is None or incoming.staged is None or not incoming.complete:
+        staged = self._staged
+        if staged is None or staged.new is None or not staged.complete:
             raise ProtocolError("a commit without a prepare")
         begin = time.perf_counter()
-        self._flip(incoming.staged)
+        self._flip(staged.new)
         pause = time.perf_counter() - begin
-        self._incoming = None
+        self._staged = None
         self._answer(link, message, "committed", pause=pause)
 
     def _give_up(self) -> None:
         """Forget the transfer on its way in."""
-        begun = self._incoming is not None
-        self._incoming = self._waiting = None
+        begun = self._staged is not None
+        self._staged = self._waiting = None
         if begun:
-            self.dropped()
+            self._transport.dropped()
+
+    # -- listening, also in the middle of a step that takes long --------------------------------
+
+    def _poll(self, link: Connection, seconds: float | None = None) -> None:
+        """Wait for a message, the sender's end, a `Wake`, or the deadline of a transfer."""
+        if seconds is None and self._staged is not None:
+            seconds = self._staged.deadline.remaining
+        poller = select.poll()
+        for fd in (*link.descriptors, self._wake.fd):
+            poller.register(fd, select.POLLIN)
+        ready = dict(poller.poll(None if seconds is None else seconds * 1e3))
+        if self._wake.fd in ready:
+            os.eventfd_read(self._wake.fd)
+
+    def _pull(self, link: Connection) -> None:
+        for message in link.receive():
+            if message["kind"] == "ping":
+                self._answer(link, message, "pong")
+            elif message["kind"] == "refuse":  # at once: the sender hangs up after it
+                raise SenderGone(f"the sender turned it away: {message.get('why')}")
+            else:
+                self._inbox.append(message)
+
+    def _wait_or_abort(self, link: Connection, seconds: float) -> None:
+        """Wait a moment in the middle of a step.
+
+        Raises:
+            Aborted: the sender gives the transfer up or is too late, or this receiver is closed.
+            PeerGone: it has gone.
+        """
+        self._poll(link, seconds)
+        self._pull(link)
+        staged = self._staged
+        if self._closing or staged is None or staged.deadline.expired:
+            raise Aborted
+        if any(_is_about(message, staged, "abort") for message in self._inbox):
+            raise Aborted
+
+    def _answer(self, link: Connection, message: Message, kind: str, **more: Any) -> None:
+        link.send({"kind": kind, "transfer": message["transfer"], **more}, Deadline(_SEND_SECONDS))
+
+
+def _is_about(message: Message, staged: StagedVersion, kind: str) -> bool:
+    return message["kind"] == kind and message.get("transfer") == staged.transfer

@@ -1,7 +1,7 @@
-"""The life of a transfer, seen from the sender; a strategy fills in how bytes move.
+"""The life of a transfer, seen from the sender; its transport knows how bytes move.
 
     begin ->     manifest, version, where the bytes will be      <- ready | refuse
-    data ->      one request: pieces with their checksums        <- staged | refuse
+    parts ->     one request: blocks with their checksums        <- staged | refuse
     prepare ->   no more data                                    <- prepared | refuse
     commit ->    flip to the new version                         <- committed
     abort ->     (instead, at any point before commit) forget it
@@ -13,37 +13,68 @@ said *prepared*: all bytes are there and have the right checksums.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Self
 
-from lazygt.transfer.batches import Batcher, Request
-from lazygt.transfer.bytework import Crew, checksum_named
-from lazygt.transfer.control import Deadline
-from lazygt.transfer.errors import ReceiverDied, ReceiverFrozen, ReceiverRefused, TransferError
+from lazygt.transfer.checksums import checksum_named
+from lazygt.transfer.connection import Deadline
+from lazygt.transfer.copier import LocalSource
+from lazygt.transfer.copy_request import WeightSource
+from lazygt.transfer.errors import (
+    ManifestMismatch,
+    ReceiverDied,
+    ReceiverFrozen,
+    ReceiverRefused,
+    TransferError,
+)
 from lazygt.transfer.extractor import Extractor
-from lazygt.transfer.hooks import SenderHooks
-from lazygt.transfer.outgoing import Outgoing, alone
-from lazygt.transfer.parts import remote
-from lazygt.transfer.peer import Peer
-from lazygt.transfer.peers import Peers
+from lazygt.transfer.layout import Bounds, Layouts
+from lazygt.transfer.manifest import ALIGNMENT
+from lazygt.transfer.peers import ReceiverLink, Receivers
 from lazygt.transfer.report import Progress, TransferReport
-from lazygt.transfer.spec import Manifest
+from lazygt.transfer.stream import TransferStream
+from lazygt.transfer.transaction import Transfer, alone, remote_model
+from lazygt.transfer.transports.base import SenderEnd
+
+GIB = 1 << 30
 
 _ABORT_SECONDS = 0.1  # for a message of 30 bytes; who does not take it is told by what comes next
-_UNREAD = 64  # requests: with more answers than a socket holds, both sides would wait to send
 _COMMIT_SECONDS = 1.0  # at least, for the answers to a decision that can't be taken back
 
+ShowProgress = Callable[[Progress], object]
 
-class Sender(SenderHooks, ABC):
-    """Sends models to the receivers that are connected; used by one thread at a time.
 
-    A strategy is a subclass in a file of its own, with its receiver beside it.
+def threshold_bytes(threshold_gb: float | str, name: str = "threshold_gb") -> int:
+    """GiB of a request in bytes.
 
     Args:
-        verify: the checksum of every piece: crc32, xor64 or none.
-        skip_unchanged: leave out CPU parameters whose bytes (by SHA-256) are those of the last
-            version, when all receivers have that one.
+        name: of the setting, for the error.
+
+    Raises:
+        ValueError: it is no number, negative, without end, or above 0 and below 256 bytes.
+    """
+    try:
+        nbytes = int(float(threshold_gb) * GIB)
+    except (ValueError, TypeError, OverflowError):
+        nbytes = -1
+    if nbytes < 0 or 0 < nbytes < ALIGNMENT:
+        raise ValueError(
+            f"{name}={threshold_gb!r}: expected GiB, 0 (a request a chunk) or at least "
+            f"{ALIGNMENT / GIB:.1e}"
+        )
+    return nbytes
+
+
+class Sender:
+    """Sends models to the receivers that are connected; used by one thread at a time.
+
+    Args:
+        transport: how bytes move: see `transports.base`. `SharedMemoryTransferSender` and the
+            others make a sender with theirs.
+        verify: the checksum of every block: crc32, xor64 or none.
+        skip_unchanged: leave out blocks in the host's memory whose bytes (by SHA-256) are those
+            of the last version, when all receivers have that one.
 
     Attributes:
         address: what receivers connect to, a path that only this user can reach.
@@ -51,45 +82,35 @@ class Sender(SenderHooks, ABC):
         verify: may be changed between two transfers.
     """
 
-    strategy: ClassVar[str]
-
-    def __init__(self, *, verify: str = "crc32", skip_unchanged: bool = False) -> None:
+    def __init__(
+        self, transport: SenderEnd, *, verify: str = "crc32", skip_unchanged: bool = False
+    ) -> None:
         checksum_named(verify)
         self.verify = verify
+        self.transport = transport
+        self.version = 0
         self._skip = skip_unchanged
-        self._peers = Peers(self.strategy)
-        self._crew = Crew()
+        self._receivers = Receivers(transport.strategy)
+        transport.attach(self._receivers)
         self._busy = threading.Lock()
         self._transfers = 0
-        self._digests: dict[int, bytes] = {}
-        self._sent: Manifest | None = None
-        self.version = 0
-
-    # -- what a strategy has to fill in ------------------------------------------------------
+        self._sent: Transfer | None = None
+        self._here: LocalSource | None = None
+        self._sources: weakref.WeakSet[WeightSource] = weakref.WeakSet()
 
     @property
-    @abstractmethod
-    def threshold(self) -> int:
-        """Bytes of a request; 0: each chunk is a request."""
-
-    @abstractmethod
-    def prepare(self, out: Outgoing, peers: Sequence[Peer]) -> None:
-        """Get ready for a transfer to these receivers."""
-
-    @abstractmethod
-    def carry(self, out: Outgoing, request: Request) -> None:
-        """Move a request's bytes, and `announce` it."""
-
-    # -- for everyone ----------------------------------------------------------------------
+    def strategy(self) -> str:
+        """The name by which receivers ask for the transport."""
+        return self.transport.strategy
 
     @property
     def address(self) -> str:
-        return self._peers.address
+        return self._receivers.address
 
     @property
     def receivers(self) -> tuple[str, ...]:
         """Names of the receivers that are connected."""
-        return tuple(peer.name for peer in self._peers.connected)
+        return tuple(receiver.name for receiver in self._receivers.connected)
 
     def wait_for_receivers(self, count: int, timeout: float = 60.0) -> None:
         """Wait until so many receivers are connected.
@@ -97,7 +118,7 @@ class Sender(SenderHooks, ABC):
         Raises:
             TransferError: they were not, within ``timeout`` seconds.
         """
-        self._peers.wait_for_connected(count, Deadline(timeout))
+        self._receivers.wait_for_connected(count, Deadline(timeout))
 
     def send(
         self,
@@ -105,7 +126,7 @@ class Sender(SenderHooks, ABC):
         *,
         version: int | None = None,
         timeout: float = 60.0,
-        progress: Callable[[Progress], object] | None = None,
+        progress: ShowProgress | None = None,
     ) -> TransferReport:
         """Send a model to every connected receiver: all get the new version, or none does.
 
@@ -119,38 +140,34 @@ class Sender(SenderHooks, ABC):
                 next transfer may be tried at once.
         """
         with alone(self._busy):
-            version = self.version + 1 if version is None else version
-            self._transfers += 1
-            manifest = extractor.manifest()
-            if manifest == self._sent:
-                manifest = self._sent  # what is known of it need not be found out again
-            out = Outgoing(self._transfers, version, manifest, Deadline(timeout), self.verify)
-            out.remote = remote(extractor)
-            peers = self._open()
+            transfer = self._new_transfer(extractor, version, Deadline(timeout))
+            stream = TransferStream(transfer, self._receivers, self.transport, digests=self._skip)
             committed = False
             try:
-                self._stage(out, extractor, peers, progress)
+                self._stage(transfer, stream, extractor, progress or _ignore)
                 committed = True
-                self.version, self._sent, self._digests = version, out.manifest, out.digests
-                lost = self._commit(out)
+                self.version, self._sent = transfer.version, transfer
+                lost = self._commit(transfer)
             except BaseException:
                 if committed:
                     self._drop_undecided()
                 else:
-                    self._abort(out)
+                    self._abort(transfer)
                 raise
             finally:
-                self._peers.active = []
-                self.ended(out, committed=committed)
-            return out.report(peers, lost)
+                self._receivers.active = []
+                self._end(stream, committed=committed)
+            return transfer.report(lost)
 
     def close(self) -> None:
         """Hang up on the receivers, which keep what they have. Idempotent."""
-        if self._peers.closed:
+        if self._receivers.closed:
             return
-        self._peers.close()
-        self._crew.close()
-        self.release()
+        self._receivers.close()
+        self.transport.close()
+        self._let_go()
+        if self._here is not None:
+            self._here.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,141 +175,169 @@ class Sender(SenderHooks, ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- for strategies --------------------------------------------------------------------
-
-    def announce(self, out: Outgoing, request: Request, checks: Sequence[int], **more: Any) -> None:
-        """Tell the receivers of a request; ``checks`` are the checksums of its pieces."""
-        self.wait_staged(out, out.requests - _UNREAD)
-        out.requests += 1
-        out.done += sum(piece.nbytes for piece in request)
-        message = {"kind": "data", "pieces": request, "checks": checks, **more}
-        self._peers.tell_all({**message, "transfer": out.number}, out.deadline)
-
-    def wait_staged(self, out: Outgoing, requests: int) -> None:
-        """Wait until every receiver has taken in so many requests."""
-        self._peers.wait(lambda peer: peer.staged >= requests, out.deadline)
-
     # -- the steps -------------------------------------------------------------------------
 
-    def _open(self) -> list[Peer]:
-        if self._peers.closed:
+    def _new_transfer(
+        self, extractor: Extractor, version: int | None, deadline: Deadline
+    ) -> Transfer:
+        self._transfers += 1
+        manifest = extractor.manifest()
+        if self._sent is not None and manifest == self._sent.manifest:
+            manifest = self._sent.manifest  # what is known of it need not be found out again
+        version = self.version + 1 if version is None else version
+        transfer = Transfer(self._transfers, version, manifest, deadline, self.verify)
+        transfer.remote = remote_model(extractor)
+        transfer.receivers = self._open()
+        return transfer
+
+    def _open(self) -> list[ReceiverLink]:
+        if self._receivers.closed:
             raise TransferError("this sender is closed; make a new one")
-        self._peers.pump(0.0)
-        if self._peers.suspect:
-            self._peers.suspect = False
-            self._digests = {}
-            self.forget()
-        if not self._peers.connected:
+        self._receivers.pump(0.0)
+        if self._receivers.suspect:
+            self._receivers.suspect = False
+            self._sent = None
+            self.transport.forget()
+            self._let_go()
+        if not self._receivers.connected:
             raise TransferError(
                 f"no receiver is connected to {self.address}; start one with this address and "
                 f"call wait_for_receivers(1)"
             )
-        self._peers.active = list(self._peers.connected)
-        for peer in self._peers.active:
-            peer.expect(self._transfers)
-        return list(self._peers.active)
+        return self._receivers.begin(self._transfers)
 
     def _stage(
-        self,
-        out: Outgoing,
-        extractor: Extractor,
-        peers: list[Peer],
-        progress: Callable[[Progress], object] | None,
+        self, transfer: Transfer, stream: TransferStream, extractor: Extractor, show: ShowProgress
     ) -> None:
-        self._peers.during = "begin"
-        with out.phase("begin"):
-            self._begin(out, peers)
-        self._peers.during = "data"
-        with out.phase("data"):
-            for _ in self.requests(out, extractor, peers):
-                if progress is not None:
-                    progress(Progress(out.done, out.total, out.requests))
-            self.finish(out)
-        self._peers.during = "prepare"
-        with out.phase("prepare"):
-            self.keep(out, out.unchanged)
-            message = {"kind": "prepare", "transfer": out.number, "unchanged": out.unchanged}
-            self._peers.tell_all(message, out.deadline)
-            self._peers.wait(lambda peer: "prepared" in peer.said, out.deadline)
-            out.check_time()  # this process itself may have been stopped
-        if progress is not None:
-            progress(Progress(out.total, out.total, out.requests))
+        self._receivers.during = "begin"
+        with transfer.phase("begin"):
+            self._begin(transfer)
+        self._receivers.during = "data"
+        with transfer.phase("data"):
+            for _ in self._data(transfer, stream, extractor):
+                show(Progress(transfer.done, transfer.total, transfer.requests))
+        self._receivers.during = "prepare"
+        with transfer.phase("prepare"):
+            self._prepare(transfer, stream)
+        show(Progress(transfer.total, transfer.total, transfer.requests))
 
-    def _begin(self, out: Outgoing, peers: list[Peer]) -> None:
-        self.prepare(out, peers)
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.layouts = self._layouts(transfer)
+        self.transport.begin(transfer)
         general = {
             "kind": "begin",
-            "transfer": out.number,
-            "version": out.version,
-            "manifest": out.manifest.packed,
-            "seconds": out.deadline.remaining,
-            "verify": out.verify,
+            "transfer": transfer.number,
+            "version": transfer.version,
+            "manifest": transfer.manifest.packed,
+            "seconds": transfer.deadline.remaining,
+            "verify": transfer.verify,
         }
-        for peer in peers:
-            more, fds = self.invitation(out, peer)
-            self._peers.tell(peer, {**general, **more}, out.deadline, fds)
-        self._peers.wait(lambda peer: "ready" in peer.said, out.deadline)
-        for peer in peers:
-            peer.version = peer.said["ready"]["version"]
+        for receiver in transfer.receivers:
+            more, fds = self.transport.invitation(receiver)
+            self._receivers.send(receiver, {**general, **more}, transfer.deadline, fds)
+        self._receivers.wait(lambda receiver: "ready" in receiver.said, transfer.deadline)
+        for receiver in transfer.receivers:
+            receiver.version = receiver.said["ready"]["version"]
+        transfer.last = self._last(transfer)
 
-    def requests(
-        self, out: Outgoing, extractor: Extractor, peers: Sequence[Peer]
-    ) -> Iterator[None]:
-        """Carry one request after the other, each when the next item is asked for."""
-        batcher = Batcher(out.manifest, self.threshold)
-        known = self._digests if self._skip and self._all_have_last(out, peers) else None
-        for chunk in extractor.chunks():
-            for request in batcher.add(out.take_in(chunk, known, digest=self._skip)):
-                self._carry(out, request)
-                yield
-            self._peers.pump(0.0)  # so that a death is noticed while chunks are being made
-        for request in batcher.flush():
-            self._carry(out, request)
-            yield
+    def _layouts(self, transfer: Transfer) -> Layouts:
+        """What the receivers hold.
 
-    def _carry(self, out: Outgoing, request: Request) -> None:
-        self.carry(out, request)
-        for piece in request:
-            if piece.begin + piece.nbytes == out.manifest.params[piece.param].nbytes:
-                out.drop(piece.param)
-        out.check_time()
+        Raises:
+            ManifestMismatch: one has placements that the model can't have.
+        """
+        manifest = transfer.manifest
+        blocks_of: dict[ReceiverLink, tuple[Bounds, ...]] = {}
+        for receiver in transfer.receivers:
+            layout = receiver.layout
+            try:
+                blocks_of[receiver] = layout.blocks(manifest) if layout else manifest.wholes
+            except ValueError as error:
+                raise ManifestMismatch(receiver.name, str(error)) from error
+        return Layouts.build(manifest, blocks_of)
 
-    def _all_have_last(self, out: Outgoing, peers: Sequence[Peer]) -> bool:
-        return (
-            self._sent is not None
-            and self._sent.digest == out.manifest.digest
-            and all(peer.version == self.version for peer in peers)
+    def _last(self, transfer: Transfer) -> int:
+        """Number of the transfer whose bytes all receivers have in the same layouts, or 0."""
+        sent = self._sent
+        same = (
+            sent is not None
+            and sent.manifest == transfer.manifest
+            and sent.layouts.blocks == transfer.layouts.blocks
+            and all(receiver.version == self.version for receiver in transfer.receivers)
         )
+        return sent.number if sent is not None and same else 0
 
-    def _commit(self, out: Outgoing) -> tuple[str, ...]:
+    def _data(
+        self, transfer: Transfer, stream: TransferStream, extractor: Extractor
+    ) -> Iterator[None]:
+        if transfer.remote is not None:
+            self._sources.add(transfer.remote.source)
+            return stream.from_remote(transfer.remote)
+        if self._here is None:
+            end = self.transport
+            at_once = 2 if end.in_place else 1  # the others pack a buffer, or broadcast in turn
+            self._here = LocalSource(end.device, {end.kind: end.source_end()}, at_once)
+        return stream.from_chunks(extractor, self._here)
+
+    def _prepare(self, transfer: Transfer, stream: TransferStream) -> None:
+        for receiver in list(self._receivers.active):
+            layout = transfer.layouts.of[receiver]
+            blocks = [[b.param, b.target] for b in stream.unchanged if b.layout == layout]
+            message = {"kind": "prepare", "transfer": transfer.number, "unchanged": blocks}
+            self._receivers.send(receiver, message, transfer.deadline, ())
+        self._receivers.wait(lambda receiver: "prepared" in receiver.said, transfer.deadline)
+        transfer.check_time()  # this process itself may have been stopped
+
+    def _commit(self, transfer: Transfer) -> tuple[str, ...]:
         """Tell everyone to flip; names who went away now: the decision has been made."""
-        self._peers.during = "commit"
+        self._receivers.during = "commit"
         lost: list[str] = []
-        deadline = Deadline(max(out.deadline.remaining, _COMMIT_SECONDS))
-        message = {"kind": "commit", "transfer": out.number}
-        untold = list(self._peers.active)
-        with out.phase("commit"):
+        deadline = Deadline(max(transfer.deadline.remaining, _COMMIT_SECONDS))
+        message = {"kind": "commit", "transfer": transfer.number}
+        untold = list(self._receivers.active)
+        with transfer.phase("commit"):
             while True:
                 try:
                     while untold:
-                        self._peers.tell(untold.pop(), message, deadline, ())
-                    self._peers.wait(lambda peer: "committed" in peer.said, deadline)
+                        self._receivers.send(untold.pop(), message, deadline, ())
+                    self._receivers.wait(lambda receiver: "committed" in receiver.said, deadline)
                     return tuple(lost)
                 except (ReceiverDied, ReceiverRefused) as error:
                     lost.append(error.receiver)
-                    self._peers.drop_named(error.receiver)
+                    self._receivers.drop_named(error.receiver)
                 except ReceiverFrozen as error:
                     lost += error.receivers
 
     def _drop_undecided(self) -> None:
         """Let who may not know of the decision come back, and get the next version."""
-        for peer in [peer for peer in self._peers.active if "committed" not in peer.said]:
-            self._peers.drop(peer)
+        active = self._receivers.active
+        for receiver in [receiver for receiver in active if "committed" not in receiver.said]:
+            self._receivers.drop(receiver)
 
-    def _abort(self, out: Outgoing) -> None:
-        message = {"kind": "abort", "transfer": out.number}
-        for peer in list(self._peers.active):
+    def _abort(self, transfer: Transfer) -> None:
+        message = {"kind": "abort", "transfer": transfer.number}
+        for receiver in list(self._receivers.active):
             try:
-                self._peers.tell(peer, message, Deadline(_ABORT_SECONDS), ())
+                self._receivers.send(receiver, message, Deadline(_ABORT_SECONDS), ())
             except TransferError:
                 continue  # the first failure is what the caller hears of; this one is dropped too
+
+    def _end(self, stream: TransferStream, *, committed: bool) -> None:
+        """Give back what the transfer had; nobody copies for it in vain."""
+        if self.transport.in_place and self._here is not None and stream.is_local:
+            stream.settle(self._here)
+        self.transport.end(committed=committed, idle=not stream.unanswered)
+        if stream.has_begun and not committed and not self.transport.in_place:
+            self._let_go()
+        stream.close()
+
+    def _let_go(self) -> None:
+        """Have all sources drop the places of this sender; does not wait."""
+        for source in self._sources:
+            source.let_go(self.address)
+        if self._here is not None:
+            self._here.let_go(self.address)
+
+
+def _ignore(at: Progress) -> None:
+    """Nobody wants to see it."""

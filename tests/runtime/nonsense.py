@@ -25,7 +25,9 @@ from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import Renew, Swap, Write
 from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
-from lazygt.transfer.orders import Memory, Order
+from lazygt.transfer.copier import copier_for
+from lazygt.transfer.copy_request import CopyRequest
+from lazygt.transfer.transports.shared_memory import Place
 
 Frames = list[bytes]
 
@@ -83,12 +85,12 @@ def opened(link: InlineLink) -> lazygt.Session:
 
 def conversation() -> Recording:
     """What a session and its worker said to each other."""
-    link = Recording(Worker(inline=True))
+    link = Recording(Worker(inline=True, copier=copier_for))
     with opened(link) as s, lazygt.profile(s):
         program()
-    order = Order("here", (), Memory(1, 2, 3), "none", ())
+    request = CopyRequest("here", (), "shared_memory", Place(1, 2, 3, 0, 256))
     name = hashlib.sha256(b"").digest()[:16]
-    for message in (Renew(1, 5), Swap(name, ((0, "0" * 32),)), Write(3, order.packed)):
+    for message in (Renew(1, 5), Swap(name, ((0, "0" * 32),)), Write(3, request.packed)):
         link.to_worker.append([bytes(frame) for frame in encode(message)])
     return link
 
@@ -184,7 +186,7 @@ class _Told:
         self.before, self.message, self.after = before, message, after
 
     def __call__(self) -> None:
-        worker = Worker(inline=True, device="cpu")
+        worker = Worker(inline=True, copier=copier_for, device="cpu")
         for frames in self.before:
             worker.handle(list(frames))
         worker.handle(list(self.message))
@@ -215,7 +217,9 @@ def to_clients(count: int, draw: random.Random) -> Iterator[Callable[[], object]
     """Calls that each run a program of which one answer is changed."""
     answers = len(conversation().to_client)
     for _ in range(count):
-        yield _Answered(Tampering(Worker(inline=True), draw.randrange(answers) + 1, draw))
+        yield _Answered(
+            Tampering(Worker(inline=True, copier=copier_for), draw.randrange(answers) + 1, draw)
+        )
 
 
 class _Answered:

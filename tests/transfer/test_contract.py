@@ -11,17 +11,14 @@ import torch
 
 import lazygt
 from lazygt.transfer import (
-    CudaIpcTransferSender,
     ModuleExtractor,
     ReceiverRefused,
-    Sender,
-    SharedMemoryTransferSender,
     TransferError,
 )
-from lazygt.transfer.batches import Request
-from lazygt.transfer.control import Connection
-from lazygt.transfer.peers import Peers
-from lazygt.transfer.sender import Outgoing
+from lazygt.transfer.checksums import as_bytes
+from lazygt.transfer.connection import Connection
+from lazygt.transfer.copier import Copier
+from lazygt.transfer.peers import Receivers
 from tests.transfer.child import Accident, checksums, weights
 from tests.transfer.conftest import Stage
 
@@ -190,17 +187,17 @@ def test_ctrl_c_in_the_middle_of_the_decision(
     sender = here.sender()
     readers = here.readers(sender, 2)
     lazygt.transfer_weights(weights(1), sender, timeout=20.0)
-    tell, commits = Peers.tell, iter(range(3))
+    send, commits = Receivers.send, iter(range(3))
 
-    def tell_some(peers: Peers, peer: Any, message: Any, *args: Any) -> None:
+    def send_some(receivers: Receivers, receiver: Any, message: Any, *args: Any) -> None:
         if message["kind"] == "commit" and next(commits) == told:
             raise KeyboardInterrupt
-        tell(peers, peer, message, *args)
+        send(receivers, receiver, message, *args)
         if message["kind"] == "commit" and told == 2:
-            patch.setattr(Peers, "wait", interrupt)
+            patch.setattr(Receivers, "wait", interrupt)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Peers, "tell", tell_some)
+        patch.setattr(Receivers, "send", send_some)
         with pytest.raises(KeyboardInterrupt):
             lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     for version in (3, 4):
@@ -228,18 +225,6 @@ def test_ctrl_c_in_the_middle_of_a_message(
     assert reader.ask("checksums") == (1, checksums(model))
 
 
-def flip_a_byte(sender: Sender, out: Outgoing, param: int) -> None:
-    """Change one byte of a parameter that has been summed and is on its way."""
-    if isinstance(sender, SharedMemoryTransferSender):
-        assert sender._target is not None
-        flat, place = sender._target.flat, out.manifest.places[param]
-    elif isinstance(sender, CudaIpcTransferSender):
-        flat, place = sender._buffers[out.requests % sender.SLOTS], 0
-    else:
-        flat, place = out.travelling(param), 0
-    flat[place + 5] ^= 64
-
-
 @pytest.mark.parametrize("verify", ["crc32", "xor64"])
 def test_a_flipped_byte_is_noticed(
     stage: MakeStage, strategy: str, verify: str, monkeypatch: pytest.MonkeyPatch
@@ -248,16 +233,19 @@ def test_a_flipped_byte_is_noticed(
     sender = here.sender(verify=verify)
     (reader,) = here.readers(sender)
     lazygt.transfer_weights(weights(1), sender, timeout=20.0)
-    announce = type(sender).announce
+    copy_all = Copier._copy_all
     number = list(weights(1)).index("layer.1.weight")
 
-    def flip(self: Sender, out: Outgoing, request: Request, *args: Any, **more: Any) -> None:
-        if request[0].param == number and request[0].begin == 0:
-            flip_a_byte(self, out, number)
-        announce(self, out, request, *args, **more)
+    def flip(copier: Copier, request: Any, copies: Any) -> Any:
+        """Change one byte of a parameter that has been summed and is on its way."""
+        checks = copy_all(copier, request, copies)
+        for item, copy in zip(request.items, copies, strict=True):
+            if item.key == number and item.source[0][0] == 0:
+                as_bytes(copy.target)[5] ^= 64
+        return checks
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(sender), "announce", flip)
+        patch.setattr(Copier, "_copy_all", flip)
         with pytest.raises(ReceiverRefused, match=rf"of layer.1.weight are not.*\({verify} 0x"):
             lazygt.transfer_weights(weights(2), sender, timeout=20.0)
     assert reader.ask("checksums") == (1, checksums(weights(1)))

@@ -7,8 +7,8 @@ import torch
 
 import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
-from lazygt.transfer.batches import GIB
-from lazygt.transfer.cuda_ipc import THRESHOLD_VARIABLE, threshold_asked
+from lazygt.transfer.sender import GIB
+from lazygt.transfer.transports.cuda_ipc import THRESHOLD_VARIABLE, threshold_asked
 from tests.transfer.child import SENDERS, CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)

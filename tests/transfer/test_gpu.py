@@ -19,8 +19,9 @@ from lazygt.transfer import (
     Sender,
     SharedMemoryTransferSender,
 )
-from lazygt.transfer.batches import GIB
-from lazygt.transfer.bytework import xor64
+from lazygt.transfer.checksums import as_bytes, xor64
+from lazygt.transfer.copier import Copier
+from lazygt.transfer.sender import GIB
 from tests.transfer.child import Accident, Reader, checksums, weights
 
 pytestmark = [
@@ -51,9 +52,7 @@ def reader(sender: Sender, kind: str, number: int = 0) -> closing[Reader]:
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 @pytest.mark.parametrize("verify", ["xor64", "crc32", "none"])
-def test_packed_buffers_reach_other_processes(
-    sender: CudaIpcTransferSender, place: str, verify: str
-) -> None:
+def test_packed_buffers_reach_other_processes(sender: Sender, place: str, verify: str) -> None:
     sender.verify = verify
     with reader(sender, "gpu") as one, reader(sender, "gpu", 1) as two:
         for version in (1, 2, 3):
@@ -74,20 +73,19 @@ def test_a_killed_receiver_is_named_and_others_go_on(sender: CudaIpcTransferSend
         assert lives.ask("checksums") == (2, checksums(weights(2)))
 
 
-def test_a_flipped_byte_on_the_gpu(
-    sender: CudaIpcTransferSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_byte_on_the_gpu(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     with reader(sender, "gpu") as there:
         lazygt.transfer_weights(on_gpu(1), sender, timeout=60.0)
-        announce = type(sender).announce
+        copy_all = Copier._copy_all
 
-        def flip(self, out, request, *args, **more):
-            self._buffers[out.requests % self.SLOTS][5] ^= 1
+        def flip(copier, request, copies):
+            checks = copy_all(copier, request, copies)
+            as_bytes(copies[0].target)[5] ^= 1
             torch.cuda.synchronize()
-            announce(self, out, request, *args, **more)
+            return checks
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(sender), "announce", flip)
+            patch.setattr(Copier, "_copy_all", flip)
             with pytest.raises(ReceiverRefused, match="are not what was sent"):
                 lazygt.transfer_weights(on_gpu(2), sender, timeout=60.0)
         assert there.ask("checksums") == (1, checksums(weights(1)))

@@ -25,11 +25,10 @@ from lazygt.transfer import (
     ReceiverRefused,
     Sender,
     TransferError,
-    broadcast,
 )
-from lazygt.transfer.incoming import Incoming
-from lazygt.transfer.meetings import Meetings, marker
-from lazygt.transfer.orders import Meeting
+from lazygt.transfer.transports import process_group
+from lazygt.transfer.transports.process_group import Place, SourceEnd, marker
+from lazygt.transfer.version import StagedVersion
 from tests.transfer.child import GIB, KIB, RECEIVERS, Reader, checksums, send_signal, weights
 from tests.transfer.conftest import Stage
 
@@ -54,13 +53,13 @@ def session() -> Iterator[lazygt.Session]:
 def here(
     stage: MakeStage, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Stage:
-    monkeypatch.setattr(broadcast, "REQUEST_BYTES", 8 * KIB)
+    monkeypatch.setattr(process_group, "REQUEST_BYTES", 8 * KIB)
     return stage(request.param)
 
 
 def sender_of(here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Sender:
     """A sender with requests of so many bytes."""
-    monkeypatch.setattr(broadcast, "REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(process_group, "REQUEST_BYTES", request_bytes)
     limit = {} if here.strategy == "broadcast" else {"threshold_gb": request_bytes / GIB}
     return here.sender(**limit)
 
@@ -129,7 +128,7 @@ def test_groups_and_handles_are_kept_and_newcomers_join(
 
 def number_of(sender: Any) -> int:
     """Of the set of groups or buffers."""
-    number: int = sender._joints._number if hasattr(sender, "_joints") else sender._loans.number
+    number: int = sender.transport.number
     return number
 
 
@@ -163,7 +162,7 @@ def test_one_sender_for_sessions_and_plain_models(here: Stage) -> None:
                     assert reader.ask("checksums") == (version, checksums(expected))
 
 
-def test_a_plain_model_is_cut_and_skips_nothing(here: Stage) -> None:
+def test_a_plain_model_is_cut_for_one_and_whole_for_another(here: Stage) -> None:
     sender = here.sender()
     whole, rank = (
         here.readers(sender)[0],
@@ -184,8 +183,8 @@ def test_lent_buffers_are_no_bigger_than_the_threshold(
     sender: Any = stage("cuda-ipc").sender(threshold_gb=16 * KIB / GIB)
     stage("cuda-ipc").readers(sender)
     lazygt.transfer_weights(model_of(128), sender, timeout=20.0)
-    assert 8 * KIB < sender._loans.extent <= 16 * KIB
-    assert not sender._buffers
+    assert 8 * KIB < sender.transport.extent <= 16 * KIB
+    assert sender._here is None  # this process lends none
 
 
 # -- accidents -------------------------------------------------------------------------------
@@ -199,15 +198,16 @@ def test_a_flipped_bit_is_refused(
     with RECEIVERS[here.strategy](sender.address, name="mine") as receiver:
         sender.wait_for_receivers(1, 20.0)
         lazygt.transfer_weights(model, sender, timeout=20.0)
-        unpack, once = Incoming.unpack, iter([True])
+        verify, once = StagedVersion.verify_blocks, iter([True])
 
-        def flip(incoming: Incoming, buffer: Tensor, *args: Any) -> None:
+        def flip(staged: StagedVersion, pool: Any, blocks: Any, checks: Any) -> None:
             if next(once, False):
-                buffer[5] ^= 64
-            unpack(incoming, buffer, *args)
+                block = staged.block(blocks[0])
+                block[(0,) * block.dim()].view(torch.int32).bitwise_xor_(64)
+            verify(staged, pool, blocks, checks)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Incoming, "unpack", flip)
+            patch.setattr(StagedVersion, "verify_blocks", flip)
             with pytest.raises(ReceiverRefused, match=r"values .* are not what was sent \(crc32"):
                 lazygt.transfer_weights(model, sender, timeout=20.0)
         assert receiver.version == 1
@@ -313,16 +313,16 @@ def test_a_receiver_is_stopped(
 def test_a_worker_does_not_wait_in_groups_that_were_given_up(
     look: float, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lazygt.transfer.meetings._LOOK_SECONDS", look)
-    meetings = Meetings(torch.device("cpu"))
-    place = Meeting(str(tmp_path), 3, "3-0-0", 2, "host", 0.2, BIG)
-    meetings.room("sender", place)(0, BIG).zero_()
+    monkeypatch.setattr("lazygt.transfer.transports.process_group._LOOK_SECONDS", look)
+    end = SourceEnd(torch.device("cpu"))
+    place = Place(str(tmp_path), 3, "3-0-0", 2, "host", 0.2, BIG)
+    packed = end.buffer("sender", place)(0, BIG).zero_()
     with pytest.raises(TransferError, match="given the transfer up"):
-        meetings.deliver("sender", place)
+        end.deliver("sender", place, [packed])
     marker(str(tmp_path), 3).touch()
-    meetings.room("sender", place)(0, BIG).zero_()
+    packed = end.buffer("sender", place)(0, BIG).zero_()
     begin = time.monotonic()
     with pytest.raises(TransferError, match=r"did not take it within 0.2 s"):
-        meetings.deliver("sender", place)  # nobody else comes
+        end.deliver("sender", place, [packed])  # nobody else comes
     assert time.monotonic() - begin < 1.0
-    meetings.close()
+    end.close()

@@ -15,21 +15,22 @@ from torch.distributed.tensor import Shard as TorchShard
 from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard, SingleRank
-from lazygt.transfer.holding import Holding, held
-from lazygt.transfer.routes import (
-    Move,
-    Part,
+from lazygt.transfer.layout import (
+    ParamLayout,
+    ReceiverLayout,
+    Route,
     batched,
     block,
     cut,
-    in_turns,
-    moves,
+    interleave,
+    localized,
     packed,
+    route,
     shape_of,
     slices,
     whole,
 )
-from lazygt.transfer.spec import ALIGNMENT, Manifest, ParamSpec
+from lazygt.transfer.manifest import ALIGNMENT, Manifest, ParamSpec
 
 R = Replicate()
 
@@ -61,16 +62,16 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
     arrived = [torch.full(shape_of(bounds), -1) for bounds in holdings]
     counts = [torch.zeros(shape_of(bounds), dtype=torch.int64) for bounds in holdings]
     most = data.draw(st.integers(1, 100))
-    planned = moves(
-        source, (Part(0, shape, 8, placement),), tuple((bounds,) for bounds in holdings)
+    planned = route(
+        source, (ParamLayout(0, shape, 8, placement),), tuple((bounds,) for bounds in holdings)
     )
     for move in (small for each in planned for small in cut(each, most)):
         assert move.nbytes <= max(most, 8)
         mine = values[slices(block(source, placement, shape, move.rank))]
         taken = mine[slices(move.source)]
         assert taken.nbytes == move.nbytes
-        arrived[move.holding][slices(move.target)] = taken
-        counts[move.holding][slices(move.target)] += 1
+        arrived[move.layout][slices(move.target)] = taken
+        counts[move.layout][slices(move.target)] += 1
     for bounds, found, count in zip(holdings, arrived, counts, strict=True):
         assert torch.equal(found, values[slices(bounds)])
         assert bool((count == 1).all())
@@ -78,7 +79,7 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
 
 def test_two_axes_cut_one_dim() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
-    found = moves(mesh, (Part(0, (7,), 4, (Shard(0), Shard(0))),), ((whole((7,)),),))
+    found = route(mesh, (ParamLayout(0, (7,), 4, (Shard(0), Shard(0))),), ((whole((7,)),),))
     assert [(move.rank, move.target) for move in found] == [
         (0, ((0, 2),)), (1, ((2, 4),)), (2, ((4, 6),)), (3, ((6, 7),)),
     ]  # fmt: skip
@@ -86,10 +87,10 @@ def test_two_axes_cut_one_dim() -> None:
 
 def test_copies_share_the_work() -> None:
     mesh = Mesh(("data", "model"), (2, 2))
-    parts = tuple(Part(number, (8, 8), 4, (R, Shard(0))) for number in range(6))
+    parts = tuple(ParamLayout(number, (8, 8), 4, (R, Shard(0))) for number in range(6))
     target = (tuple(whole((8, 8)) for _ in parts),)
     load: Counter[int] = Counter()
-    for move in moves(mesh, parts, target):
+    for move in route(mesh, parts, target):
         load[move.rank] += move.nbytes
     assert load == dict.fromkeys(range(4), 6 * 8 * 8 * 4 // 4)
 
@@ -97,22 +98,22 @@ def test_copies_share_the_work() -> None:
 def test_the_same_layout_needs_no_cut() -> None:
     mesh = Mesh(("data",), (3,))
     blocks = tuple((block(mesh, (Shard(0),), (7, 2), rank),) for rank in range(3))
-    found = moves(mesh, (Part(0, (7, 2), 4, (Shard(0),)),), blocks)
-    assert [(move.rank, move.holding) for move in found] == [(0, 0), (1, 1), (2, 2)]
+    found = route(mesh, (ParamLayout(0, (7, 2), 4, (Shard(0),)),), blocks)
+    assert [(move.rank, move.layout) for move in found] == [(0, 0), (1, 1), (2, 2)]
     assert all(move.source == move.target for move in found)
 
 
 def test_a_partial_sum_is_refused() -> None:
     with pytest.raises(ValueError, match="partial sum"):
-        moves(Mesh(("data",), (2,)), (Part(0, (4,), 4, (Partial(),)),), ((whole((4,)),),))
+        route(Mesh(("data",), (2,)), (ParamLayout(0, (4,), 4, (Partial(),)),), ((whole((4,)),),))
 
 
 @pytest.mark.parametrize("request_bytes", [0, 64, 100, 1 << 20])
 def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
     mesh = Mesh(("data",), (1,))
     shapes = [(3, 5), (40,), (1,), (16,), (7, 9)]
-    parts = tuple(Part(number, shape, 4, (R,)) for number, shape in enumerate(shapes))
-    found = moves(mesh, parts, (tuple(map(whole, shapes)),))
+    parts = tuple(ParamLayout(number, shape, 4, (R,)) for number, shape in enumerate(shapes))
+    found = route(mesh, parts, (tuple(map(whole, shapes)),))
     requests = list(batched(found, 48, request_bytes))
     assert sum(move.nbytes for one in requests for move in one) == 4 * sum(map(math.prod, shapes))
     assert all(move.nbytes <= 48 for one in requests for move in one)
@@ -126,8 +127,8 @@ def test_requests_stay_below_their_threshold(request_bytes: int) -> None:
 @given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=6))
 def test_packed_requests_fit_their_buffer_and_nothing_overlaps(shapes: list[list[int]]) -> None:
     mesh = Mesh(("one",), (1,))
-    parts = tuple(Part(n, tuple(shape), 4, (R,)) for n, shape in enumerate(shapes))
-    found = moves(mesh, parts, (tuple(whole(shape) for shape in shapes),))
+    parts = tuple(ParamLayout(n, tuple(shape), 4, (R,)) for n, shape in enumerate(shapes))
+    found = route(mesh, parts, (tuple(whole(shape) for shape in shapes),))
     for request in batched(found, 512, 1024, ALIGNMENT):
         offsets, extent = packed(request)
         ends = [at + move.nbytes for at, move in zip(offsets, request, strict=True)]
@@ -137,8 +138,8 @@ def test_packed_requests_fit_their_buffer_and_nothing_overlaps(shapes: list[list
 
 
 def test_lists_take_turns() -> None:
-    one, two, three = ((Move(rank, 0, 0, (), (), 4),) for rank in range(3))
-    assert in_turns([[one, one, one], [], [two], [three, three]]) == [
+    one, two, three = ((Route(rank, 0, 0, (), (), 4),) for rank in range(3))
+    assert interleave([[one, one, one], [], [two], [three, three]]) == [
         *(one, two, three),
         *(one, three),
         one,
@@ -158,12 +159,12 @@ MANIFEST = Manifest(
 
 def test_a_holding_travels_and_cuts() -> None:
     placements = {"*.weight": {"model": TorchShard(-1)}}
-    holding = Holding.of({"data": 2, "model": 2}, 1, placements)
-    assert Holding.unpack(holding.packed) == holding
+    holding = ReceiverLayout.of({"data": 2, "model": 2}, 1, placements)
+    assert ReceiverLayout.unpack(holding.packed) == holding
     blocks = holding.blocks(MANIFEST)
     assert blocks == (((0, 6), (2, 4)), ((2, 4),), ((0, 6), (2, 4)))
-    assert [spec.shape for spec in held(MANIFEST, blocks).params] == [(6, 2), (2,), (6, 2)]
-    first = Holding.of("model=2", 0, {"norm.*": [TorchReplicate()], "*": [TorchShard(0)]})
+    assert [spec.shape for spec in localized(MANIFEST, blocks).params] == [(6, 2), (2,), (6, 2)]
+    first = ReceiverLayout.of("model=2", 0, {"norm.*": [TorchReplicate()], "*": [TorchShard(0)]})
     assert first.blocks(MANIFEST)[:2] == (((0, 3), (0, 4)), ((0, 4),))
 
 
@@ -177,7 +178,7 @@ def test_a_holding_travels_and_cuts() -> None:
 )
 def test_a_holding_that_the_model_lacks(placements: dict[str, list[TorchShard]], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Holding.of("model=2", 0, placements).blocks(MANIFEST)
+        ReceiverLayout.of("model=2", 0, placements).blocks(MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +194,10 @@ def test_a_holding_that_cannot_be(
     mesh: str, rank: int, placements: dict[str, object], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        Holding.of(mesh, rank, placements)  # type: ignore[arg-type]
+        ReceiverLayout.of(mesh, rank, placements)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [7, ["model=2", 5, []], ["model=2", 0, [["*", [0, 0]]]]])
 def test_what_is_no_holding_is_refused(given: object) -> None:
-    with pytest.raises(ProtocolError, match="no holding"):
-        Holding.unpack(given)
+    with pytest.raises(ProtocolError, match="no layout"):
+        ReceiverLayout.unpack(given)

@@ -20,11 +20,11 @@ from lazygt.transfer import (
     ReceiverRefused,
     Sender,
     TransferError,
-    broadcast,
 )
-from lazygt.transfer.control import Deadline
-from lazygt.transfer.parts import Parts
-from lazygt.transfer.routes import moves
+from lazygt.transfer.connection import Deadline
+from lazygt.transfer.layout import route
+from lazygt.transfer.stream import TransferStream
+from lazygt.transfer.transports import process_group
 from tests.transfer.child import KIB, RECEIVERS, SENDERS, checksums, send_signal
 from tests.transfer.conftest import Stage
 
@@ -90,7 +90,7 @@ def here(
     stage: MakeStage, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Stage:
     """Each strategy, with requests of 8 KiB."""
-    monkeypatch.setattr(broadcast, "REQUEST_BYTES", 8 * KIB)
+    monkeypatch.setattr(process_group, "REQUEST_BYTES", 8 * KIB)
     return stage(request.param)
 
 
@@ -120,7 +120,7 @@ def test_the_client_sees_no_weights(
 ) -> None:
     model = nn.Linear(512, 1024)
     lazygt.parallelize_module(model, None, {"weight": [Shard(0), Shard(1)]})
-    monkeypatch.setattr(broadcast, "REQUEST_BYTES", 1024 * KIB)
+    monkeypatch.setattr(process_group, "REQUEST_BYTES", 1024 * KIB)
     sender = here.sender(**({} if here.strategy == "broadcast" else {"threshold_gb": 1 / 1024}))
     (reader,) = here.readers(sender)
     session.synchronize()
@@ -166,11 +166,11 @@ def test_a_layout_is_planned_once(session: lazygt.Session, here: Stage) -> None:
     lazygt.parallelize_module(model, None, LAYOUTS["FSDP"])
     sender = here.sender()
     here.readers(sender)
-    moves.cache_clear()
+    route.cache_clear()
     for _ in range(3):
         train(model)
         lazygt.transfer_weights(model, sender, timeout=20.0)
-    assert (moves.cache_info().misses, moves.cache_info().hits) == (1, 2)
+    assert (route.cache_info().misses, route.cache_info().hits) == (1, 2)
 
 
 def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
@@ -186,6 +186,45 @@ def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
         name: p.bfloat16() if p.is_floating_point() else p for name, p in state(model).items()
     }
     assert reader.ask("checksums") == (1, checksums(narrow))
+
+
+@pytest.mark.parametrize("cast", [{}, {"*": torch.bfloat16}], ids=["as it is", "cast"])
+def test_unchanged_blocks_do_not_travel(
+    session: lazygt.Session, here: Stage, cast: Mapping[str, torch.dtype]
+) -> None:
+    """Whoever has the blocks compares them; a newcomer gets all."""
+    model = Model()
+    lazygt.parallelize_module(model, None, LAYOUTS["HSDP and TP"])
+    extractor = ModuleExtractor(model, cast=cast)
+    sender = here.sender(skip_unchanged=True)
+    (whole,) = here.readers(sender)
+    placed = {"mesh": "model=2", "rank": 1, "placements": TENSOR_PARALLEL}
+    (rank,) = here.readers(sender, **placed)
+
+    def expected() -> dict[str, Tensor]:
+        wire = {name: cast.get("*", p.dtype) for name, p in state(model).items()}
+        return {
+            name: p.to(wire[name]) if p.is_floating_point() else p
+            for name, p in state(model).items()
+        }
+
+    reports = []
+    for version in range(1, 5):
+        if version == 2:
+            with torch.no_grad():
+                model.deep.weight.add_(1)
+        reports.append(lazygt.transfer_weights(extractor, sender, timeout=20.0))
+        assert whole.ask("checksums") == (version, checksums(expected()))
+        assert rank.ask("checksums") == (version, checksums(block(expected(), 1)))
+    params = reports[0].params
+    assert [report.unchanged for report in reports] == [0, params - 1, params, params]
+    deep = model.deep.weight.numel() * (2 if cast else 4)
+    if here.strategy != "shared-memory":  # its second slot has to be filled once
+        assert sum(reports[1].written.values()) == deep + deep // model.deep.in_features * 21
+    assert sum(reports[3].written.values()) == 0
+    (newcomer,) = here.readers(sender)
+    assert lazygt.transfer_weights(extractor, sender, timeout=20.0).unchanged == 0
+    assert newcomer.ask("checksums") == (5, checksums(expected()))
 
 
 def test_views_and_numbers_of_the_client_are_settled(session: lazygt.Session, here: Stage) -> None:
@@ -289,15 +328,15 @@ def test_a_flipped_bit_is_refused(
     lazygt.transfer_weights(model, sender, timeout=20.0)
     old = checksums(state(model))
     train(model)
-    announce, once = Parts._announce, iter([True])
+    announce, once = TransferStream._announce, iter([True])
 
-    def flip(parts: Parts, request: Any, checks: Any) -> None:
+    def flip(stream: TransferStream, request: Any, reply: Any) -> None:
         if next(once, False):
-            sender._target.flat.bitwise_xor_(1)  # type: ignore[attr-defined]
-        announce(parts, request, checks)
+            sender.transport.target.flat.bitwise_xor_(1)  # type: ignore[attr-defined]
+        announce(stream, request, reply)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "_announce", flip)
+        patch.setattr(TransferStream, "_announce", flip)
         with pytest.raises(ReceiverRefused, match=r"values .* are not what was sent \(crc32"):
             lazygt.transfer_weights(model, sender, timeout=20.0)
     assert reader.ask("checksums") == (1, old)

@@ -7,10 +7,12 @@ the worker's liveness pipe: its end is the client's end.
 
 from __future__ import annotations
 
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.channel import Address, Keys
@@ -56,6 +58,7 @@ class Boot:
         group: how to join the group of workers, or None.
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
+        copier: ``module:attribute`` of what makes a `worker.Copier`, or "".
     """
 
     factory: str
@@ -75,6 +78,7 @@ class Boot:
     group: GroupSpec | None
     rendezvous: Address | None
     loads_torch: bool
+    copier: str = ""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -102,6 +106,12 @@ class Boot:
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
         others = tuple(fd for fd in (self.upload, self.fetch, rendezvous) if fd is not None)
         return (self.data.fd, self.control.fd, *others)
+
+
+def load_named(name: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Process(ABC):

@@ -9,6 +9,7 @@ import torch
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.launch.base import load_named
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 
@@ -20,8 +21,11 @@ def device_type(config: Config) -> str:
     return config.device
 
 
-def open_link(config: Config, mesh: Mesh) -> Link:
+def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
     """Start the workers of a mesh.
+
+    Args:
+        copier: ``module:attribute`` of what makes a `worker.Copier`, loaded when one is needed.
 
     Raises:
         WorkerDied, WorkerFrozen: one did not come up.
@@ -38,6 +42,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
             max_plan_bytes=config.max_plan_bytes,
             inline=True,
             cache_dir=config.cache_dir,
+            copier=(lambda device: load_named(copier)(device)) if copier else None,
         )
         return InlineLink(worker)
     if config.launcher == "dry":
@@ -57,6 +62,7 @@ def open_link(config: Config, mesh: Mesh) -> Link:
         threads=config.threads,
         transport=config.transport,
         frozen_after=config.frozen_after,
+        copier=copier,
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
         environment={

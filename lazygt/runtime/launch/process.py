@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import os
 import select
 import signal
@@ -23,13 +22,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import zmq
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch import session_directory
-from lazygt.runtime.launch.base import Boot
+from lazygt.runtime.launch.base import Boot, load_named
 from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Frame, Server
 
 _LOG_LIMIT = 1 << 20
@@ -110,14 +109,14 @@ def build_handler(boot: Boot) -> MessageHandler:
             group.join(boot.group, boot.rank, boot.world_size, boot.rendezvous.fd)
         upload = None if boot.upload is None else shared_memory.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else shared_memory.Arena.own(boot.fetch)
-    module, _, attribute = boot.factory.partition(":")
-    factory: Any = getattr(importlib.import_module(module), attribute)
-    handler: MessageHandler = factory(
+    more = {"copier": lambda device: load_named(boot.copier)(device)} if boot.copier else {}
+    handler: MessageHandler = load_named(boot.factory)(
         device=boot.device,
         rank=boot.rank,
         world_size=boot.world_size,
         upload=upload,
         fetch=fetch,
+        **more,
     )
     return handler
 

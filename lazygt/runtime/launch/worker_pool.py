@@ -46,6 +46,7 @@ class LinkSpec:
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
         loads_torch: False for handlers that do without torch.
+        copier: see `Boot`.
     """
 
     world_size: int = 1
@@ -61,6 +62,7 @@ class LinkSpec:
     mesh: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     loads_torch: bool = True
+    copier: str = ""
 
     @property
     def threads_a_worker(self) -> int:
@@ -107,6 +109,7 @@ class StartPlan:
             group=self._group(),
             rendezvous=rendezvous,
             loads_torch=spec.loads_torch,
+            copier=spec.copier,
         )
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
-from lazygt.transfer.batches import Piece
-from lazygt.transfer.bytework import Checksum, Crew, checksum_named
-from lazygt.transfer.control import Deadline, Message
+from lazygt.transfer.checksums import Checksum, CopyPool, checksum_named
+from lazygt.transfer.connection import Deadline, Message
 from lazygt.transfer.errors import TransferError
-from lazygt.transfer.holding import Holding, held
-from lazygt.transfer.routes import Bounds, slices
-from lazygt.transfer.spec import Manifest
+from lazygt.transfer.layout import Bounds, ReceiverLayout, localized, slices
+from lazygt.transfer.manifest import Manifest
 
 _GRACE_SECONDS = 1.0  # beyond the sender's own deadline, before the receiver gives up on it
 
@@ -52,52 +49,37 @@ class Block(NamedTuple):
         return f"values [{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
 
 
-class Incoming:
+class StagedVersion:
     """A transfer on its way in.
 
     Args:
         last: what came before; its manifest is not read again if it is the same.
-        holding: what the receiver holds of each parameter; None: all of it.
+        layout: what the receiver holds of each parameter; None: all of it.
 
     Raises:
         Mismatch: the model can't be held so.
     """
 
     def __init__(
-        self, begin: Message, last: Version | None, holding: Holding | None = None
+        self, begin: Message, last: Version | None, layout: ReceiverLayout | None = None
     ) -> None:
         self.transfer, self.version = int(begin["transfer"]), int(begin["version"])
         if last is not None and last.whole.packed == begin["manifest"]:
             self.whole, self.manifest = last.whole, last.manifest
         else:
             self.whole = Manifest.unpack(begin["manifest"])
-            self.manifest = _held(self.whole, holding)
+            self.manifest = _localized(self.whole, layout)
         self.deadline = Deadline(float(begin["seconds"]) + _GRACE_SECONDS)
         self.verify = str(begin["verify"])
         self.check: Checksum | None = checksum_named(self.verify)
         self.arrived: Counter[int] = Counter()
-        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.staged: Version | None = None
+        self.new: Version | None = None
         self.complete = False
 
-    def stage_in(self, flat: Tensor) -> None:
+    def allocate(self, flat: Tensor) -> None:
         """Make the parameters of the new version, still without values."""
-        self.flat = flat
         params = self.manifest.tensors(flat)
-        self.staged = Version(self.version, self.whole, self.manifest, flat, params)
-
-    def run(self, piece: Piece) -> Tensor:
-        """Where a piece belongs in the staging buffer.
-
-        Raises:
-            ProtocolError: it lies outside its parameter.
-        """
-        if not 0 <= piece.param < len(self.manifest.params):
-            raise ProtocolError(f"a piece of unknown parameter {piece.param}")
-        spec, place = self.manifest.params[piece.param], self.manifest.places[piece.param]
-        if piece.begin < 0 or piece.nbytes < 1 or piece.begin + piece.nbytes > spec.nbytes:
-            raise ProtocolError(f"a piece of {spec.name} lies outside of it")
-        return self.flat[place + piece.begin : place + piece.begin + piece.nbytes]
+        self.new = Version(self.version, self.whole, self.manifest, flat, params)
 
     def block(self, block: Block) -> Tensor:
         """Where a block belongs in the staging buffer.
@@ -105,10 +87,10 @@ class Incoming:
         Raises:
             ProtocolError: it lies outside its parameter.
         """
-        if self.staged is None or not 0 <= block.param < len(self.manifest.params):
+        if self.new is None or not 0 <= block.param < len(self.manifest.params):
             raise ProtocolError(f"a block of unknown parameter {block.param}")
         spec = self.manifest.params[block.param]
-        tensor = self.staged.params[spec.name]
+        tensor = self.new.params[spec.name]
         fits = len(block.bounds) == tensor.dim() and all(
             0 <= start < stop <= size
             for (start, stop), size in zip(block.bounds, tensor.shape, strict=True)
@@ -130,38 +112,50 @@ class Incoming:
             packed = buffer[offset : offset + target.nbytes]
             target.copy_(packed.view(target.dtype).view(target.shape))
 
-    def take_in(
-        self,
-        crew: Crew,
-        pieces: Sequence[Piece | Block],
-        memory: Iterable[Tensor],
-        checks: Sequence[int],
-    ) -> None:
+    def verify_blocks(self, pool: CopyPool, blocks: Sequence[Block], checks: Sequence[int]) -> None:
         """Verify what has come, and count it.
 
         Args:
-            memory: of each piece.
             checks: the sender's checksums.
 
         Raises:
+            ProtocolError: a block lies outside its parameter.
             TransferError: one is not what was sent.
         """
-        runs = list(memory)
+        memory = [self.block(block) for block in blocks]
         if self.check is not None:
-            found = crew.check(runs, self.check)
-            for piece, ours, theirs in zip(pieces, found, checks, strict=True):
+            sums = pool.check(memory, self.check)
+            for block, ours, theirs in zip(blocks, sums, checks, strict=True):
                 if ours != theirs:
                     raise TransferError(
-                        f"{piece} of {self.manifest.params[piece.param].name} are not what was "
+                        f"{block} of {self.manifest.params[block.param].name} are not what was "
                         f"sent ({self.verify} {ours:#x}, sent {theirs:#x})"
                     )
-        for piece, run in zip(pieces, runs, strict=True):
-            self.arrived[piece.param] += run.nbytes
+        for block, tensor in zip(blocks, memory, strict=True):
+            self.arrived[block.param] += tensor.nbytes
+
+    def keep(self, last: Version | None, blocks: Sequence[Block], *, are_there: bool) -> None:
+        """Count blocks that did not travel, and copy them from the last version.
+
+        Args:
+            are_there: they need not be copied.
+
+        Raises:
+            ProtocolError: there is no last version of this kind.
+        """
+        if blocks and (last is None or last.manifest.digest != self.manifest.digest):
+            raise ProtocolError("unchanged parameters for a receiver that has none")
+        for block in blocks:
+            target = self.block(block)
+            if last is not None and not are_there:
+                source = last.params[self.manifest.params[block.param].name]
+                target.copy_(source[slices(block.bounds)] if block.bounds else source)
+            self.arrived[block.param] += target.nbytes
 
 
-def _held(manifest: Manifest, holding: Holding | None) -> Manifest:
+def _localized(manifest: Manifest, layout: ReceiverLayout | None) -> Manifest:
     try:
-        return held(manifest, holding.blocks(manifest)) if holding else manifest
+        return localized(manifest, layout.blocks(manifest)) if layout else manifest
     except ValueError as error:
         raise Mismatch(str(error)) from error
 

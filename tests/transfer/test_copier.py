@@ -21,13 +21,19 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.runtime import wire
-from lazygt.runtime.shared_memory import Arena
-from lazygt.transfer import broadcast
+from lazygt.runtime.shared_memory import Arena, Slot
 from lazygt.transfer import sender as sender_module
-from lazygt.transfer.orders import Memory, Order, Write
-from lazygt.transfer.origins import Located, Remote, Written
-from lazygt.transfer.routes import block, slices
-from lazygt.transfer.writer import Writer, memory_of
+from lazygt.transfer.copier import Copier
+from lazygt.transfer.copy_request import (
+    CopyItem,
+    CopyReply,
+    CopyRequest,
+    RemoteModel,
+    TensorLocation,
+)
+from lazygt.transfer.layout import block, slices
+from lazygt.transfer.transports import process_group
+from lazygt.transfer.transports.shared_memory import Place, place_of
 from tests.transfer.child import GIB, RECEIVERS, SENDERS
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,24 +49,24 @@ def arena() -> Any:
 
 
 @pytest.fixture
-def writer() -> Any:
-    made = Writer(2)
+def copier() -> Any:
+    made = Copier(2)
     yield made
     made.close()
 
 
-def order_for(arena: Arena, *writes: Write) -> Order:
-    memory = memory_of(arena)
-    return Order("here", (memory.inode,), memory, "crc32", writes)
+def request_for(arena: Arena, slot: Slot, *items: CopyItem) -> CopyRequest:
+    place = place_of(arena, slot.offset, slot.nbytes)
+    return CopyRequest("here", (place.inode,), "shared_memory", place, "crc32", items)
 
 
-def test_a_block_is_cast_and_written_where_it_belongs(arena: Arena, writer: Writer) -> None:
+def test_a_block_is_cast_and_written_where_it_belongs(arena: Arena, copier: Copier) -> None:
     slot = arena.allocate(4 * 6 * 2)
     target = arena.view(slot.offset, slot.nbytes).view(torch.bfloat16).view(4, 6)
     target.zero_()
     value = torch.randn(5, 8)
-    block = Write(7, ((1, 3), (2, 6)), slot.offset, "BF16", (4, 6), ((2, 4), (0, 4)))
-    (check,) = writer.write(order_for(arena, block), {7: value}.__getitem__).checks
+    block = CopyItem(7, ((1, 3), (2, 6)), 0, "BF16", (4, 6), ((2, 4), (0, 4)))
+    (check,), _ = copier.copy(request_for(arena, slot, block), {7: value}.__getitem__)
     expected = torch.zeros(4, 6, dtype=torch.bfloat16)
     expected[2:4, 0:4] = value[1:3, 2:6].bfloat16()
     assert torch.equal(target, expected)
@@ -79,35 +85,51 @@ def test_a_block_is_cast_and_written_where_it_belongs(arena: Arena, writer: Writ
     ],
 )
 def test_what_does_not_fit_is_refused(
-    arena: Arena, writer: Writer, source: Any, target: Any, why: str
+    arena: Arena, copier: Copier, source: Any, target: Any, why: str
 ) -> None:
     slot = arena.allocate(16)
-    bad = order_for(arena, Write(0, source, slot.offset, "F32", (4,), target))
+    bad = request_for(arena, slot, CopyItem(0, source, 0, "F32", (4,), target))
     with pytest.raises(ProtocolError, match=why):
-        writer.write(bad, lambda _: torch.ones(4))
+        copier.copy(bad, lambda _: torch.ones(4))
 
 
-def test_memory_that_was_given_up_is_not_written(writer: Writer) -> None:
+def test_nothing_is_written_beside_a_slot(arena: Arena, copier: Copier) -> None:
+    slot = arena.allocate(16)
+    for offset in (-4, 4):
+        item = CopyItem(0, ((0, 4),), offset, "F32", (4,), ((0, 4),))
+        with pytest.raises(ProtocolError, match=f"a slot of 16 bytes has no 16 at {offset}"):
+            copier.copy(request_for(arena, slot, item), lambda _: torch.ones(4))
+
+
+def test_memory_that_was_given_up_is_not_written(copier: Copier) -> None:
     old = Arena.create(KIB)
-    order = order_for(old, Write(0, ((0, 4),), old.allocate(16).offset, "F32", (4,), ((0, 4),)))
+    item = CopyItem(0, ((0, 4),), 0, "F32", (4,), ((0, 4),))
+    request = request_for(old, old.allocate(16), item)
     old.close()
     with pytest.raises(OSError):
-        writer.write(order, lambda _: torch.ones(4))
+        copier.copy(request, lambda _: torch.ones(4))
     new = Arena.create(KIB)
-    assert isinstance(order.place, Memory)
-    reused = order._replace(place=order.place._replace(fd=new.fd))
+    assert isinstance(request.place, Place)
+    reused = request._replace(place=request.place._replace(fd=new.fd))
     with pytest.raises(ProtocolError, match="given this memory up"):
-        writer.write(reused, lambda _: torch.ones(4))
+        copier.copy(reused, lambda _: torch.ones(4))
     new.close()
 
 
 @pytest.mark.parametrize(
     "given",
-    [None, 5, (), ("a", (), "memory", (1, 2), "crc32", ()), ("a", (), "x", (), "crc32", ())],
+    [
+        None,
+        5,
+        (),
+        ("a", (), "shared_memory", (1, 2), "crc32", (), None, 0),
+        ("a", (), "x", (), "crc32", (), None, 0),
+        ("a", (), "../x", (), "crc32", (), None, 0),
+    ],
 )
-def test_what_is_no_order_is_refused(given: Any) -> None:
-    with pytest.raises(ProtocolError, match="no order"):
-        Order.read(given)
+def test_what_is_no_request_is_refused(given: Any) -> None:
+    with pytest.raises(ProtocolError, match="no copy request"):
+        CopyRequest.read(given)
 
 
 # -- whole transfers ---------------------------------------------------------------------------
@@ -119,28 +141,28 @@ class Ranks:
     def __init__(self, mesh: Mesh, blocks: Sequence[Sequence[Tensor]], where: Any) -> None:
         self.mesh, self.turn = mesh, threading.Lock()
         self._blocks, self._where = blocks, where
-        self._writers = [Writer(1) for _ in range(mesh.world_size)]
-        self._answers: list[Written] = []
+        self._copiers = [Copier(1) for _ in range(mesh.world_size)]
+        self._answers: list[CopyReply] = []
 
-    def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
-        return [Located(key, placement, None) for key, placement in enumerate(self._where)]
+    def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
+        return [TensorLocation(key, placement, None) for key, placement in enumerate(self._where)]
 
-    def order(self, rank: int, number: int, order: Order) -> None:
-        sent = Order.read(wire.unpack(wire.pack(order.packed)))
-        done = self._writers[rank].write(sent, self._blocks[rank].__getitem__)
-        self._answers.append(Written(rank, number, done.checks, "", done.handles))
+    def request(self, rank: int, number: int, request: CopyRequest) -> None:
+        sent = wire.unpack(wire.pack(request.packed))
+        done = self._copiers[rank].copy_packed(sent, self._blocks[rank].__getitem__)
+        self._answers.append(CopyReply(rank, number, done[0], "", done[1]))
 
-    def answers(self, seconds: float) -> list[Written]:
+    def replies(self, seconds: float) -> list[CopyReply]:
         taken, self._answers = self._answers, []
         return taken
 
     def let_go(self, sender: str) -> None:
-        for writer in self._writers:
-            writer.write(Order(sender, (), None, "none", ()), lambda _: torch.empty(0))
+        for copier in self._copiers:
+            copier.copy(CopyRequest(sender, ()), lambda _: torch.empty(0))
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        for copier in self._copiers:
+            copier.close()
 
 
 def draw_mesh(data: st.DataObject) -> Mesh:
@@ -183,9 +205,9 @@ def test_any_layout_goes_to_any_other(
     threshold = data.draw(st.sampled_from([0, 1 * KIB, 64 * KIB]))
     with ExitStack() as stack, monkeypatch.context() as patch:
         stack.callback(origin.close)
-        remote = Remote(origin, dict(enumerate(values.values())))
-        patch.setattr(sender_module, "remote", lambda _: remote)
-        patch.setattr(broadcast, "REQUEST_BYTES", threshold)
+        remote = RemoteModel(origin, dict(enumerate(values.values())))
+        patch.setattr(sender_module, "remote_model", lambda _: remote)
+        patch.setattr(process_group, "REQUEST_BYTES", threshold)
         limit = {} if strategy == "broadcast" else {"threshold_gb": threshold / GIB}
         sender = stack.enter_context(SENDERS[strategy](**limit))
         whole = stack.enter_context(RECEIVERS[strategy](sender.address, name="whole"))

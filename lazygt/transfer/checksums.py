@@ -11,29 +11,31 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 THREADS = 4
-_JOB_BYTES = 8 << 20  # pieces share a job: handing one over costs as much as copying 200 KB
+_JOB_BYTES = 2 << 20  # pieces share a job: handing one over costs as much as copying 200 KB
 _BLOCK = 2 << 20  # checked while a core's cache has it; for smaller ones threads queue up
 
 _NOWHERE = ctypes.addressof(ctypes.c_ubyte())  # of an empty tensor; nothing is read there
 
 Checksum = Callable[[Tensor], int]
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def _fastest_crc32() -> Callable[..., int]:
     """ISA-L's, which is ten times as fast, where the package ``isal`` is there; else zlib's."""
     for name in ("isal.isal_zlib", "zlib"):
         try:
-            found: Callable[..., int] = importlib.import_module(name).crc32
+            crc32: Callable[..., int] = importlib.import_module(name).crc32
         except ImportError:
             continue
-        return found
+        return crc32
     raise ImportError("this Python has no zlib")
 
 
@@ -41,7 +43,10 @@ _crc32 = _fastest_crc32()
 
 
 class Copy(NamedTuple):
-    """What to move between two tensors of one shape; two dtypes make it a cast."""
+    """What to move between two tensors of one shape; two dtypes make it a cast.
+
+    The target of a source that travels as it is may also be its bytes, flat uint8.
+    """
 
     source: Tensor
     target: Tensor
@@ -119,64 +124,80 @@ def checksum_named(name: str) -> Checksum | None:
 # -- threads -------------------------------------------------------------------------------
 
 
-class Crew:
-    """Threads that copy and check; CPU work only. Close it when it is no longer needed."""
+class CopyPool:
+    """Threads that copy and check; CPU work only. Close it when it is no longer needed.
+
+    Args:
+        threads: None: as many as this process may use, at most `THREADS`.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
-        count = threads or min(THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="lazygt-transfer")
+        self._count = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="lazygt-transfer")
 
-    def copy(self, copies: Sequence[Copy], check: Checksum | None) -> Work:
-        """Begin to copy; the result is the checksum of each run (0 without ``check``)."""
+    def copy(self, copies: Sequence[Copy], check: Checksum | None) -> list[int]:
+        """Copy; the checksum of each run (0 without ``check``)."""
 
         def job(part: Sequence[Copy]) -> list[int]:
             return [_copy_one(copy, check) for copy in part]
 
-        return Work([self._pool.submit(job, part) for part in _parts(copies)])
+        parts = self._parts(copies, [copy.target.nbytes for copy in copies])
+        return [value for done in self._all(job, parts) for value in done]
 
     def check(self, runs: Sequence[Tensor], check: Checksum) -> list[int]:
         """The checksums of the tensors' bytes, in order."""
-        copies = [Copy(run, run) for run in runs]
+        return self.copy([Copy(run, run) for run in runs], check)
 
-        def job(part: Sequence[Copy]) -> list[int]:
-            return [check(as_bytes(copy.source.contiguous())) for copy in part]
-
-        return Work([self._pool.submit(job, part) for part in _parts(copies)]).result()
+    def map(self, function: Callable[[A], B], given: Sequence[A]) -> list[B]:
+        """The function of each of these, in order."""
+        return list(self._pool.map(function, given))
 
     def close(self) -> None:
         """End the threads; what they have begun is done first."""
         self._pool.shutdown(cancel_futures=True)
 
+    def _all(self, job: Callable[[A], B], parts: Sequence[A]) -> list[B]:
+        """What a job gives for each part; returns when nothing is touched any more."""
+        if len(parts) == 1:
+            return [job(parts[0])]
+        jobs = [self._pool.submit(job, part) for part in parts]
+        wait(jobs)
+        return [done.result() for done in jobs]
 
-class Work:
-    """What a crew is doing for one request."""
-
-    def __init__(self, jobs: list[Future[list[int]]]) -> None:
-        self._jobs = jobs
-
-    def done(self) -> bool:
-        return all(job.done() for job in self._jobs)
-
-    def result(self) -> list[int]:
-        """The checksums, in order; waits for them, which takes as long as a copy does."""
-        return [value for job in self._jobs for value in job.result()]
-
-    def wait(self) -> None:
-        """Return when nothing is touched any more, whether it succeeded or not."""
-        wait(self._jobs)
+    def _parts(self, copies: Sequence[Copy], sizes: Sequence[int]) -> list[Sequence[Copy]]:
+        """Cut a list of copies into jobs, in order: some for each thread, and none too small."""
+        most = max(_JOB_BYTES, sum(sizes) // (4 * self._count))
+        parts: list[Sequence[Copy]] = []
+        begin = room = 0
+        for end, size in enumerate(sizes, start=1):
+            room += size
+            if room >= most or end == len(sizes):
+                parts.append(copies[begin:end])
+                begin, room = end, 0
+        return parts
 
 
 def _copy_one(copy: Copy, check: Checksum | None) -> int:
     source, target = copy
-    on_cpu = source.device.type == "cpu"
-    if on_cpu and target.is_contiguous() and travels_as_it_is(source, target.dtype):
-        if check is crc32:
-            return _copy_with_crc32(source, target)
-        # unlike an assignment between memoryviews, this lets other threads run
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return check(as_bytes(source)) if check is not None else 0
+    if source is target:
+        return check(as_bytes(source.contiguous())) if check is not None else 0
+    as_it_is = target.is_contiguous() and travels_as_it_is(source, target.dtype)
+    if as_it_is or target.shape != source.shape:
+        if source.is_cpu and target.is_cpu:
+            return _copy_bytes(source, target, check)
+        source = as_bytes(source) if target.dtype == torch.uint8 else source
     target.copy_(source)
     return check(as_bytes(target.contiguous())) if check is not None else 0
+
+
+def _copy_bytes(source: Tensor, target: Tensor, check: Checksum | None) -> int:
+    if source.nbytes != target.nbytes:
+        raise RuntimeError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
+    if check is crc32:
+        return _copy_with_crc32(source, target)
+    # unlike an assignment between memoryviews, this lets other threads run
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    return check(as_bytes(source)) if check is not None else 0
 
 
 def _copy_with_crc32(source: Tensor, target: Tensor) -> int:
@@ -188,16 +209,3 @@ def _copy_with_crc32(source: Tensor, target: Tensor) -> int:
         ctypes.memmove(written + start, read + start, count)
         value = _crc32(_memory(read + start, count), value)
     return value
-
-
-def _parts(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Cut a list of copies into jobs of some size, in order."""
-    parts: list[list[Copy]] = []
-    room = 0
-    for copy in copies:
-        if room <= 0:
-            parts.append([])
-            room = _JOB_BYTES
-        parts[-1].append(copy)
-        room -= copy.target.nbytes
-    return parts

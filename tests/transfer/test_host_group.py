@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazygt.transfer.control import Deadline
-from lazygt.transfer.sockets import Broadcast, Sockets
+from lazygt.transfer.connection import Deadline
+from lazygt.transfer.transports.host_group import Broadcast, HostGroup
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,9 +21,9 @@ SECONDS = 20.0
 LARGE = 5 << 20  # more than a socket takes without a reader
 
 
-def group(place: Path, size: int, ranks: list[int] | None = None) -> list[Sockets]:
+def group(place: Path, size: int, ranks: list[int] | None = None) -> list[HostGroup]:
     """The ends of all ranks of a group, made in any order."""
-    made = {rank: Sockets(str(place / "group-1"), rank, size) for rank in ranks or range(size)}
+    made = {rank: HostGroup(str(place / "group-1"), rank, size) for rank in ranks or range(size)}
     return [made[rank] for rank in range(size)]
 
 
@@ -36,7 +36,7 @@ def bytes_of(seed: int, count: int) -> torch.Tensor:
     return torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
 
 
-def close(ends: list[Sockets]) -> None:
+def close(ends: list[HostGroup]) -> None:
     for each in ends:
         each.close()
 
@@ -82,7 +82,7 @@ def test_who_waits_is_woken_when_a_broadcast_has_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_does_not_come_is_not_waited_for_without_end(tmp_path: Path, rank: int) -> None:
-    alone = Sockets(str(tmp_path / "group-1"), rank, 2)
+    alone = HostGroup(str(tmp_path / "group-1"), rank, 2)
     run = torch.zeros(LARGE, dtype=torch.uint8)
     work = alone.broadcast(run, Deadline(0.05), nothing)
     with pytest.raises(RuntimeError, match=r"were not there within 0\.05 s"):
@@ -107,7 +107,7 @@ def test_a_sender_that_leaves_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_to_leave_ends_what_is_under_way(tmp_path: Path, rank: int) -> None:
-    alone = Sockets(str(tmp_path / "group-1"), rank, 2)
+    alone = HostGroup(str(tmp_path / "group-1"), rank, 2)
     work = alone.broadcast(bytes_of(0, LARGE), Deadline(SECONDS), nothing)
     alone.close()
     with pytest.raises(RuntimeError, match="this process has left the group"):

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazygt.transfer.batches import Batcher, Piece, Request, extent, joined
-from lazygt.transfer.spec import ALIGNMENT, Manifest, ParamSpec
+from lazygt.transfer.layout import Batcher, Request, Route, packed
+from lazygt.transfer.manifest import ALIGNMENT
 
 A = ALIGNMENT
 
 
-def manifest(*sizes: int) -> Manifest:
-    return Manifest(tuple(ParamSpec(f"p{k}", "U8", (size,)) for k, size in enumerate(sizes)))
+def routes(chunks: list[list[int]]) -> list[list[Route]]:
+    """Sizes of parameters by chunk -> their routes; an empty parameter has none."""
+    numbers = itertools.count()
+    numbered = [[(next(numbers), size) for size in chunk] for chunk in chunks]
+    return [
+        [Route(0, k, 0, ((0, size),), ((0, size),), size) for k, size in chunk if size]
+        for chunk in numbered
+    ]
+
+
+def gathered(chunks: list[list[int]], threshold: int, piece_bytes: int) -> list[Request]:
+    batcher = Batcher(piece_bytes, threshold, A)
+    requests = [request for chunk in routes(chunks) for request in batcher.add(chunk)]
+    return [*requests, *batcher.flush()]
 
 
 def requests(
     chunks: list[list[int]], threshold: int, piece_bytes: int = 64 * A
 ) -> list[list[tuple[int, int, int]]]:
     """Sizes of parameters by chunk -> (parameter, begin, bytes) by request."""
-    sizes = [size for chunk in chunks for size in chunk]
-    batcher = Batcher(manifest(*sizes), threshold, piece_bytes)
-    made: list[Request] = []
-    number = 0
-    for chunk in chunks:
-        made += batcher.add(range(number, number + len(chunk)))
-        number += len(chunk)
-    made += batcher.flush()
-    return [[(piece.param, piece.begin, piece.nbytes) for piece in request] for request in made]
+    return [
+        [(piece.param, piece.target[0][0], piece.nbytes) for piece in request]
+        for request in gathered(chunks, threshold, piece_bytes)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +86,9 @@ def test_long_parameters_are_cut_into_pieces_for_threads() -> None:
     assert requests([[5 * A]], 0, 2 * A) == [[(0, 0, 2 * A), (0, 2 * A, 2 * A), (0, 4 * A, A)]]
 
 
-def test_joined_pieces_are_whole_again() -> None:
-    pieces = [Piece(0, 0, 4, 0), Piece(1, 0, A, A), Piece(1, A, A, 2 * A), Piece(2, 0, 1, 3 * A)]
-    assert joined(pieces) == [Piece(0, 0, 4, 0), Piece(1, 0, 2 * A, A), Piece(2, 0, 1, 3 * A)]
-
-
 def test_a_tiny_threshold_is_refused() -> None:
     with pytest.raises(ValueError, match="below 256; use 0"):
-        Batcher(manifest(1), 255)
+        Batcher(64 * A, 255, A)
 
 
 CHUNKS = st.lists(st.lists(st.integers(0, 20 * A), max_size=4), max_size=8)
@@ -96,26 +99,21 @@ def test_every_byte_travels_once_within_the_threshold(
     chunks: list[list[int]], threshold: int, pages: int
 ) -> None:
     sizes = [size for chunk in chunks for size in chunk]
-    described = manifest(*sizes)
-    batcher = Batcher(described, threshold, pages * A)
-    made: list[Request] = []
-    number = 0
-    for chunk in chunks:
-        made += batcher.add(range(number, number + len(chunk)))
-        number += len(chunk)
-    made += batcher.flush()
+    made = gathered(chunks, threshold, pages * A)
     arrived: dict[int, int] = defaultdict(int)
     for request in made:
         assert request
-        assert extent(request) <= threshold
+        offsets, extent = packed(request)
+        assert extent <= threshold
         end = 0
-        for piece in request:
-            assert piece.place == end
-            assert piece.place % A == 0
+        for piece, place in zip(request, offsets, strict=True):
+            assert place == end
+            assert place % A == 0
             assert 0 < piece.nbytes <= pages * A
-            assert piece.begin == arrived[piece.param]
+            assert piece.source == piece.target
+            assert piece.target[0] == (arrived[piece.param], arrived[piece.param] + piece.nbytes)
             arrived[piece.param] += piece.nbytes
-            end = piece.place + -(-piece.nbytes // A) * A
+            end = place + -(-piece.nbytes // A) * A
     assert dict(arrived) == {k: size for k, size in enumerate(sizes) if size}
     assert [piece.param for request in made for piece in request] == sorted(
         piece.param for request in made for piece in request

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
 from torch import Tensor
 
-from lazygt.transfer.bytework import Checksum, checksum_named, sha256, wire_bytes
-from lazygt.transfer.control import Deadline
+from lazygt.transfer.connection import Deadline
+from lazygt.transfer.copy_request import BY_DEVICE, RemoteModel, source_of
 from lazygt.transfer.errors import TransferError
-from lazygt.transfer.extractor import Chunk
-from lazygt.transfer.origins import Remote
-from lazygt.transfer.peer import Peer
+from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
+from lazygt.transfer.layout import Layouts
+from lazygt.transfer.manifest import Manifest, ParamSpec
+from lazygt.transfer.peers import ReceiverLink
 from lazygt.transfer.report import TransferReport
-from lazygt.transfer.spec import Manifest, ParamSpec
 
 
-class Outgoing:
+class Transfer:
     """One transfer.
+
+    Args:
+        last: number of the transfer whose bytes all receivers have, in the same layouts; 0: none.
 
     Attributes:
         number: counts the sender's transfers, also those that failed.
-        tensors: parameters that the extractor has yielded and no request has taken yet.
-        done, total: bytes that have been carried, and that will be.
-        verify, check: the name of the checksum, and what computes it.
+        receivers: who takes part.
+        layouts: what they hold.
         remote: who has the values, if that is not this process.
-        written: bytes that each worker of a session has written itself, by rank.
+        tensors: parameters that the extractor has yielded and that have not been sent yet.
+        unchanged: parameters whose bytes receivers have.
+        done, total: bytes that have been sent, and that will be.
+        written: bytes that each worker of a session has sent itself, by rank.
     """
 
     def __init__(
@@ -41,30 +46,17 @@ class Outgoing:
         verify: str,
     ) -> None:
         self._begin = time.perf_counter()
-        self.remote: Remote | None = None
         self.number, self.version, self.manifest = number, version, manifest
         self.deadline, self.verify = deadline, verify
-        self.check: Checksum | None = checksum_named(verify)
+        self.receivers: Sequence[ReceiverLink] = ()
+        self.layouts = Layouts.build(manifest, {})
+        self.remote: RemoteModel | None = None
+        self.last = 0
         self.tensors: dict[int, Tensor] = {}
-        self._bytes: dict[int, Tensor] = {}
-        self.unchanged: list[int] = []
-        self.digests: dict[int, bytes] = {}
-        self.requests = self.chunks = self.done = 0
+        self.unchanged = self.requests = self.chunks = self.done = 0
         self.total = manifest.nbytes
         self.phases: dict[str, float] = {}
         self.written: Counter[int] = Counter()
-
-    def travelling(self, number: int) -> Tensor:
-        """A parameter's bytes as they travel, flat uint8, on its own device."""
-        if number not in self._bytes:
-            dtype = self.manifest.params[number].torch_dtype
-            self._bytes[number] = wire_bytes(self.tensors[number], dtype)
-        return self._bytes[number]
-
-    def drop(self, number: int) -> None:
-        """A parameter has been carried to its end."""
-        self.tensors.pop(number)
-        self._bytes.pop(number, None)
 
     def check_time(self) -> None:
         """Raise TransferError when the deadline has passed."""
@@ -81,47 +73,35 @@ class Outgoing:
         yield
         self.phases[name] = time.perf_counter() - begin
 
-    def take_in(
-        self, chunk: Chunk, known: Mapping[int, bytes] | None, *, digest: bool
-    ) -> list[int]:
-        """Take in a chunk; the positions of the parameters that must travel.
-
-        Args:
-            known: SHA-256 of what the receivers have; those need not travel.
-            digest: find out the SHA-256 of CPU parameters.
+    def take_in(self, chunk: Chunk) -> list[int]:
+        """Take in a chunk; the positions of its parameters.
 
         Raises:
             TransferError: the chunk is not what the manifest announced.
         """
         self.chunks += 1
-        travelling = []
+        numbers = []
         for spec, tensor in chunk.params:
             number = _checked(self.manifest, spec, tensor)
-            if digest and tensor.device.type == "cpu":
-                self.digests[number] = sha256(wire_bytes(tensor, spec.torch_dtype))
-            if known and number in known and known[number] == self.digests.get(number):
-                self.unchanged.append(number)
-                self.done += spec.nbytes
-            else:
-                self.tensors[number] = tensor
-                travelling.append(number)
-        return travelling
+            self.tensors[number] = tensor
+            numbers.append(number)
+        return numbers
 
-    def report(self, peers: Sequence[Peer], lost: tuple[str, ...]) -> TransferReport:
+    def report(self, lost: tuple[str, ...]) -> TransferReport:
         """What has become of it, from what the receivers have said."""
-        own = [spec for spec in self.manifest.params if spec.alias_of is None]
-        committed = [peer for peer in peers if "committed" in peer.said]
+        bytes_of_own = [spec for spec in self.manifest.params if spec.alias_of is None]
+        committed = [receiver for receiver in self.receivers if "committed" in receiver.said]
         return TransferReport(
             version=self.version,
             nbytes=self.manifest.nbytes,
-            params=len(own),
-            aliases=len(self.manifest.params) - len(own),
-            unchanged=len(self.unchanged),
+            params=len(bytes_of_own),
+            aliases=len(self.manifest.params) - len(bytes_of_own),
+            unchanged=self.unchanged,
             chunks=self.chunks,
             requests=self.requests,
             seconds=time.perf_counter() - self._begin,
             phases=self.phases,
-            pauses={peer.name: float(peer.said["committed"]["pause"]) for peer in committed},
+            pauses={link.name: float(link.said["committed"]["pause"]) for link in committed},
             lost=lost,
             written=dict(sorted(self.written.items())),
         )
@@ -143,6 +123,16 @@ def alone(busy: Lock) -> Iterator[None]:
         yield
     finally:
         busy.release()
+
+
+def remote_model(extractor: Extractor) -> RemoteModel | None:
+    """Who can send a model's parameters themselves; None: this process has to."""
+    if not isinstance(extractor, ModuleExtractor) or not extractor.is_elsewhere(BY_DEVICE):
+        return None
+    entries = enumerate(extractor.entries())
+    tensors = {number: tensor for number, (_, spec, tensor) in entries if not spec.alias_of}
+    source = source_of(list(tensors.values()))
+    return None if source is None else RemoteModel(source, tensors)
 
 
 def _checked(manifest: Manifest, spec: ParamSpec, tensor: Tensor) -> int:

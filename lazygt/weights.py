@@ -1,4 +1,4 @@
-"""A session's workers as an origin: they write their own blocks, the client sends orders only."""
+"""A session's workers as the source of a transfer: they copy their own blocks, when asked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from lazygt.graph.placement import Replicate
 from lazygt.runtime.client import Client
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.values import RemoteValue
-from lazygt.transfer.orders import Order
-from lazygt.transfer.origins import Located, Written
+from lazygt.transfer.copy_request import CopyReply, CopyRequest, TensorLocation
 
 
-class Workers:
+class SessionSource:
     """The workers of one session.
 
     Args:
@@ -37,32 +36,32 @@ class Workers:
         self.turn = threading.Lock()
         self._client, self._lock, self._settle = client, lock, settle
 
-    def locate(self, tensors: Sequence[Tensor]) -> list[Located]:
-        """See `Origin`."""
+    def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
+        """See `RemoteSource`."""
         everywhere = (Replicate(),) * len(self.mesh.names)
         return [
-            Located(
+            TensorLocation(
                 value.id, everywhere if value.sharding is None else value.sharding.placements, value
             )
             for value in self._settle(tensors)
         ]
 
-    def order(self, rank: int, number: int, order: Order) -> None:
-        """See `Origin`."""
+    def request(self, rank: int, number: int, request: CopyRequest) -> None:
+        """See `WeightSource`."""
         with self._lock, DEFER_INTERRUPT:
-            self._client.order(rank, number, order.packed)
+            self._client.write(rank, number, request.packed)
 
-    def answers(self, seconds: float) -> list[Written]:
-        """See `Origin`."""
+    def replies(self, seconds: float) -> list[CopyReply]:
+        """See `WeightSource`."""
         with self._lock, DEFER_INTERRUPT:
-            return [Written(*each) for each in self._client.written(seconds)]
+            return [CopyReply(*fields) for fields in self._client.written(seconds)]
 
     def let_go(self, sender: str) -> None:
-        """See `Origin`."""
-        nothing = Order(sender, (), None, "none", ())
+        """See `RemoteSource`."""
+        nothing = CopyRequest(sender, ())
         with self._lock, DEFER_INTERRUPT:
             for rank in range(self.mesh.world_size):
                 try:
-                    self._client.order(rank, 0, nothing.packed)
+                    self._client.write(rank, 0, nothing.packed)
                 except LazyGTError:
                     continue  # the session or the worker has ended, and its mappings with it

@@ -18,14 +18,14 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from lazygt.transfer.control import Deadline
+from lazygt.transfer.connection import Deadline
 
 _ROOM = 4 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
 
 Transmit = Callable[[socket.socket, memoryview], int]
 
 
-class Sockets:
+class HostGroup:
     """One rank's end of a group; rank 0 sends.
 
     Args:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from lazygt.transfer.control import Deadline
-from lazygt.transfer.sockets import Sockets
+from lazygt.transfer.connection import Deadline
+from lazygt.transfer.transports.host_group import HostGroup
 
 #: What a group broadcasts by: sockets of the host, or NCCL.
 HOST, NCCL = "host", "nccl"
@@ -49,7 +49,7 @@ def join(
     place = os.path.join(directory, f"group-{name}")
     if backend_for(device) == NCCL:
         return _Nccl(device, place, rank, size, seconds)
-    return Sockets(place, rank, size)
+    return HostGroup(place, rank, size)
 
 
 class _Nccl:

@@ -8,7 +8,7 @@ import torch
 
 from lazygt.errors import ProtocolError
 from lazygt.transfer import Manifest, ParamSpec
-from lazygt.transfer.spec import ALIGNMENT, DTYPES, difference
+from lazygt.transfer.manifest import ALIGNMENT, DTYPES, difference
 
 TIED = Manifest(
     (

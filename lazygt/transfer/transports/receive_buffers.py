@@ -8,7 +8,7 @@ from torch import Tensor
 from lazygt.runtime.shared_memory import Arena, tensor_over
 
 
-class Staging:
+class ReceiveBuffers:
     """Makes flat uint8 buffers on one device. Freed host memory is kept and used again.
 
     Fresh host memory costs twice as much to fill as memory that was used before; torch's own

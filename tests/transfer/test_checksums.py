@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lazygt.transfer.bytework import (
+from lazygt.transfer.checksums import (
     CHECKSUMS,
     Copy,
-    Crew,
+    CopyPool,
     as_bytes,
     checksum_named,
     crc32,
@@ -23,8 +23,8 @@ from lazygt.transfer.bytework import (
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    made = Crew(3)
+def pool() -> Iterator[CopyPool]:
+    made = CopyPool(3)
     yield made
     made.close()
 
@@ -73,31 +73,29 @@ def test_an_unknown_checksum_is_refused() -> None:
         checksum_named("md5")
 
 
-def test_a_crew_copies_casts_and_sums_in_order(crew: Crew) -> None:
+def test_a_pool_copies_casts_and_sums_in_order(pool: CopyPool) -> None:
     sources = [torch.randn(size) for size in (3, 1_000_000, 0, 700_000, 5)]
     raw = [torch.zeros_like(as_bytes(source)) for source in sources]
     halves = [torch.zeros(len(source), dtype=torch.bfloat16) for source in sources]
-    plain = crew.copy([Copy(as_bytes(s), t) for s, t in zip(sources, raw, strict=True)], crc32)
-    cast = crew.copy([Copy(s, t) for s, t in zip(sources, halves, strict=True)], crc32)
-    assert plain.result() == [crc32(as_bytes(source)) for source in sources]
-    assert cast.result() == [crc32(as_bytes(source.bfloat16())) for source in sources]
+    plain = pool.copy([Copy(as_bytes(s), t) for s, t in zip(sources, raw, strict=True)], crc32)
+    cast = pool.copy([Copy(s, t) for s, t in zip(sources, halves, strict=True)], crc32)
+    assert plain == [crc32(as_bytes(source)) for source in sources]
+    assert cast == [crc32(as_bytes(source.bfloat16())) for source in sources]
     for source, target, half in zip(sources, raw, halves, strict=True):
         assert torch.equal(target.view(torch.float32), source)
         assert torch.equal(half, source.bfloat16())
-    assert crew.check([as_bytes(source) for source in sources], crc32) == plain.result()
+    assert pool.check([as_bytes(source) for source in sources], crc32) == plain
 
 
-def test_a_failed_copy_is_told(crew: Crew) -> None:
-    work = crew.copy([Copy(torch.ones(3), torch.ones(4, dtype=torch.float16))], None)
-    work.wait()
-    assert work.done()
+def test_a_failed_copy_is_told(pool: CopyPool) -> None:
+    fits = Copy(torch.ones(1_000_000), torch.zeros(1_000_000))
     with pytest.raises(RuntimeError):
-        work.result()
+        pool.copy([Copy(torch.ones(3), torch.ones(4, dtype=torch.float16)), fits], None)
 
 
 @pytest.mark.parametrize("size", [0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 800_001])
-def test_the_checksum_of_a_copy_is_that_of_all_its_blocks(crew: Crew, size: int) -> None:
+def test_the_checksum_of_a_copy_is_that_of_all_its_blocks(pool: CopyPool, size: int) -> None:
     source = torch.randint(256, (size,), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    assert crew.copy([Copy(source, target)], crc32).result() == [zlib.crc32(source.numpy())]
+    assert pool.copy([Copy(source, target)], crc32) == [zlib.crc32(source.numpy())]
     assert torch.equal(source, target)

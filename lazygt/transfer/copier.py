@@ -1,0 +1,243 @@
+"""Copy requests done in a process that holds blocks: copied, cast, summed, or only compared.
+
+How a place is reached is the affair of its transport's source end.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lazygt.errors import ProtocolError
+from lazygt.graph.mesh import Mesh
+from lazygt.transfer.checksums import (
+    Copy,
+    CopyPool,
+    as_bytes,
+    checksum_named,
+    sha256,
+    travels_as_it_is,
+    wire_bytes,
+)
+from lazygt.transfer.copy_request import (
+    IS_THERE,
+    SAME_AS_LAST,
+    CopyItem,
+    CopyReply,
+    CopyRequest,
+    transport_module,
+)
+from lazygt.transfer.layout import Bounds, slices
+from lazygt.transfer.manifest import DTYPES
+from lazygt.transfer.transports.base import SourceEnd
+
+#: Number of a transfer -> block -> SHA-256 of its bytes.
+Digests = dict[int, dict[tuple[int, int, Bounds], bytes]]
+
+
+class Copier:
+    """Copies blocks for senders.
+
+    Args:
+        threads: that copy at the same time; None: as many as this process may use, at most 4.
+        device: where the values are.
+        ends: of transports that have been made already, by kind.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        device: torch.device | None = None,
+        ends: Mapping[str, SourceEnd] | None = None,
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        self._pool = CopyPool(threads)
+        self._ends = dict(ends or {})
+        self._digests: dict[str, Digests] = {}
+        self._lock = threading.Lock()
+
+    def copy_packed(
+        self, packed: Any, value_of: Callable[[int], Tensor]
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Checksums and handles for a request that has travelled; raises as `copy` does."""
+        checks, handles = self.copy(CopyRequest.read(packed), value_of)
+        return tuple(checks), tuple(handles)
+
+    def copy(
+        self, request: CopyRequest, value_of: Callable[[int], Tensor]
+    ) -> tuple[Sequence[int], Sequence[Any]]:
+        """Do what is asked; the checksums of the blocks, and handles.
+
+        Raises:
+            ProtocolError: the request fits neither the place nor the values.
+            OSError: the place is not there any more.
+            TransferError: the receivers did not take what was copied.
+        """
+        with self._lock:
+            for end in self._ends.values():
+                end.let_go(request.sender, request.live)
+            if not request.items:
+                self._digests.pop(request.sender, None)
+                return (), ()
+            if request.compare is not None:
+                return self._compare(request, request.compare, value_of), ()
+            end = self._end_of(request.kind)
+            blocks = [_block(value_of(item.key), item.source) for item in request.items]
+            runs, copies = _copies(end, request, blocks)
+        checks = self._copy_all(request, copies)
+        with self._lock:
+            return checks, end.deliver(request.sender, request.place, runs)
+
+    def close(self) -> None:
+        """End the threads and drop all places."""
+        self._pool.close()
+        for end in self._ends.values():
+            end.close()
+
+    def _copy_all(self, request: CopyRequest, copies: Sequence[Copy]) -> list[int]:
+        return self._pool.copy(copies, checksum_named(request.verify))
+
+    def _end_of(self, kind: str) -> SourceEnd:
+        if kind not in self._ends:
+            self._ends[kind] = transport_module(kind).SourceEnd(self._device)
+        return self._ends[kind]
+
+    def _compare(
+        self,
+        request: CopyRequest,
+        numbers: tuple[int, int],
+        value_of: Callable[[int], Tensor],
+    ) -> list[int]:
+        """Flags for each block; its digest is kept for later transfers."""
+        known = self._digests.setdefault(request.sender, {})
+        for gone in known.keys() - {*request.live, *numbers, request.transfer}:
+            del known[gone]
+        last, there = (known.get(number, {}) for number in numbers)
+        found = known.setdefault(request.transfer, {})
+        values = [_block(value_of(item.key), item.source) for item in request.items]
+        digests = self._pool.map(_digest, list(zip(request.items, values, strict=True)))
+        flags = []
+        for item, digest in zip(request.items, digests, strict=True):
+            if digest is not None:
+                found[item.name] = digest
+            same = digest is not None and last.get(item.name) == digest
+            is_there = digest is not None and there.get(item.name) == digest
+            flags.append(SAME_AS_LAST * same | IS_THERE * is_there)
+        return flags
+
+
+def copier_for(device: torch.device) -> Copier:
+    """A worker's: with its share of the cores."""
+    return Copier(max(torch.get_num_threads(), 1), device)
+
+
+def _copies(
+    end: SourceEnd, request: CopyRequest, blocks: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Copy]]:
+    """The bytes of each block where its place wants them, and how they get there."""
+    borrows, view = end.borrows(request.place), end.buffer(request.sender, request.place)
+    runs: list[Tensor] = []
+    copies: list[Copy] = []
+    for item, block in zip(request.items, blocks, strict=True):
+        dtype = DTYPES[item.dtype]
+        as_it_is = travels_as_it_is(block, dtype)
+        if as_it_is and block.device == borrows:
+            runs.append(as_bytes(block))
+            copies.append(Copy(block, block))
+            continue
+        flat = view(item.offset, math.prod(item.shape) * dtype.itemsize)
+        runs.append(flat)
+        if as_it_is and block.shape == item.shape and _is_whole(item.target, item.shape):
+            copies.append(Copy(block, flat))
+            continue
+        target = _block(flat.view(dtype).view(item.shape), item.target)
+        if block.shape != target.shape:
+            raise ProtocolError(
+                f"a block of shape {list(block.shape)} does not fit one of {list(target.shape)}"
+            )
+        copies.append(Copy(block.detach(), target))
+    return runs, copies
+
+
+class LocalSource:
+    """This process as a source: one rank that has all of the values.
+
+    It copies in threads, so its caller sees deaths.
+
+    Args:
+        ends: see `Copier`.
+        at_once: requests; one is made ready while another is copied.
+
+    Attributes:
+        value_of: key -> tensor.
+    """
+
+    mesh = Mesh(("here",), (1,))
+
+    def __init__(
+        self, device: torch.device, ends: Mapping[str, SourceEnd], at_once: int = 1
+    ) -> None:
+        nothing: dict[int, Tensor] = {}
+        self.turn = threading.Lock()
+        self.value_of: Callable[[int], Tensor] = nothing.__getitem__
+        self._copier = Copier(None, device, ends)
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lazygt-transfer-source")
+        self._replies: queue.SimpleQueue[CopyReply] = queue.SimpleQueue()
+
+    def request(self, rank: int, number: int, request: CopyRequest) -> None:
+        """See `WeightSource`."""
+        self._threads.submit(self._copy, number, request)
+
+    def replies(self, seconds: float) -> list[CopyReply]:
+        """See `WeightSource`."""
+        try:
+            return [self._replies.get(timeout=seconds)]
+        except queue.Empty:
+            return []
+
+    def let_go(self, sender: str) -> None:
+        """See `WeightSource`."""
+        self._threads.submit(self._copy, 0, CopyRequest(sender, ()))
+
+    def close(self) -> None:
+        """End the threads, after what they have begun."""
+        self._threads.shutdown()
+        self._copier.close()
+
+    def _copy(self, number: int, request: CopyRequest) -> None:
+        try:
+            checks, handles = self._copier.copy(request, self.value_of)
+            self._replies.put(CopyReply(0, number, checks, "", handles))
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            self._replies.put(CopyReply(0, number, (), f"{type(error).__name__}: {error}"))
+
+
+def _digest(pair: tuple[CopyItem, Tensor]) -> bytes | None:
+    """SHA-256 of a block's bytes as they travel; None for what is not in the host's memory."""
+    item, block = pair
+    if block.device.type != "cpu":
+        return None
+    return sha256(wire_bytes(block, DTYPES[item.dtype]))
+
+
+def _block(tensor: Tensor, bounds: Bounds) -> Tensor:
+    """A block of a tensor; the tensor itself if it is all of it."""
+    if _is_whole(bounds, tensor.shape):
+        return tensor
+    if len(bounds) != tensor.dim() or any(
+        not 0 <= start < stop <= size
+        for (start, stop), size in zip(bounds, tensor.shape, strict=True)
+    ):
+        raise ProtocolError(f"a tensor of shape {list(tensor.shape)} has no block {bounds}")
+    return tensor.detach()[slices(tuple(bounds))]
+
+
+def _is_whole(bounds: Bounds, shape: Sequence[int]) -> bool:
+    return bounds == tuple((0, size) for size in shape)

@@ -1,0 +1,1 @@
+"""How weights move between processes: one file a transport, see `base`."""

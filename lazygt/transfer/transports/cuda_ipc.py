@@ -1,0 +1,296 @@
+"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
+
+Handles are exported once for each receiver and buffer, not for each block or transfer: a batch of
+blocks is one request. Whoever has blocks has two buffers and packs them in turn, so that receivers
+copy out of one while the other is being packed; none is packed again before every receiver has
+copied what was in it. A receiver gets the handles with its first request from there.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lazygt.errors import ProtocolError
+from lazygt.transfer.connection import Message
+from lazygt.transfer.copy_request import CopyReply, WeightSource
+from lazygt.transfer.layout import ReceiverLayout, Request
+from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.peers import ReceiverLink
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender, threshold_bytes
+from lazygt.transfer.transaction import Transfer
+from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.transports.devices import CudaDevice, SharedDevice, shared_device
+from lazygt.transfer.transports.receive_buffers import ReceiveBuffers
+from lazygt.transfer.version import Block, StagedVersion
+
+STRATEGY = "cuda-ipc"
+THRESHOLD_VARIABLE = "weight_transfer_threshold_cuda_ipc_GB"
+BUFFERS = 2
+_DEFAULT_THRESHOLD_GB = 1.0
+
+
+def threshold_asked(threshold_gb: float | None) -> int:
+    """The argument, else the environment's, else 1 GiB; in bytes. Raises as `threshold_bytes`."""
+    if threshold_gb is not None:
+        return threshold_bytes(threshold_gb)
+    given = os.environ.get(THRESHOLD_VARIABLE, _DEFAULT_THRESHOLD_GB)
+    return threshold_bytes(given, THRESHOLD_VARIABLE)
+
+
+class Place(NamedTuple):
+    """A buffer of the source's own device, which receivers map by handles.
+
+    Attributes:
+        number: of the set of buffers.
+        buffers, extent: how many there are, and the bytes of each.
+        which: the one to pack.
+        exports: how many receivers need handles of all of them.
+    """
+
+    number: int
+    buffers: int
+    extent: int
+    which: int
+    exports: int
+
+
+# -- the source ----------------------------------------------------------------------------
+
+
+class SourceEnd:
+    """This process's buffers for each sender, by the number of their set.
+
+    Args:
+        device: where the values are, and the buffers.
+        shared: how they are lent, if that has been said.
+    """
+
+    def __init__(self, device: torch.device, shared: SharedDevice | None = None) -> None:
+        self._where, self._device = device, shared
+        self._buffers: dict[str, dict[int, list[Tensor]]] = {}
+
+    def borrows(self, place: Place) -> torch.device | None:
+        """Nothing: it has to be copied."""
+        return None
+
+    def buffer(self, sender: str, place: Place) -> View:
+        """See `base.SourceEnd`."""
+        if self._device is None:
+            self._device = shared_device(self._where)
+        known = self._buffers.setdefault(sender, {})
+        if place.number not in known:
+            device = self._device
+            known[place.number] = [device.allocate(place.extent) for _ in range(place.buffers)]
+        buffers = known[place.number]
+        if not 0 <= place.which < len(buffers):
+            raise ProtocolError(f"there is no buffer {place.which}")
+        buffer = buffers[place.which]
+        return lambda offset, nbytes: buffer[offset : offset + nbytes]
+
+    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+        """The handles, for each new receiver those of all buffers."""
+        device = self._device
+        assert device is not None
+        device.synchronize()  # receivers copy as soon as they hear of it
+        buffers = self._buffers[sender][place.number]
+        return [[device.export(buffer) for buffer in buffers] for _ in range(place.exports)]
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """See `base.SourceEnd`."""
+        known = self._buffers.get(sender, {})
+        for gone in known.keys() - set(live):
+            del known[gone]
+        if not known:
+            self._buffers.pop(sender, None)
+
+    def close(self) -> None:
+        """See `base.SourceEnd`."""
+        self._buffers.clear()
+
+
+# -- the sender ----------------------------------------------------------------------------
+
+
+class BufferLeases(SenderEnd):
+    """The sender's end: which buffers of whom are lent, and who reads them.
+
+    Attributes:
+        number, extent: of the set of buffers, and the bytes of each.
+        known: receivers that have the handles, by rank.
+    """
+
+    strategy, kind = STRATEGY, "cuda_ipc"
+    unit = ALIGNMENT
+
+    def __init__(self, threshold: int, shared: SharedDevice) -> None:
+        self.threshold, self._shared, self.device = threshold, shared, shared.device
+        self.number = self.extent = 0
+        self.known: dict[int, set[ReceiverLink]] = {}
+        self._source: Callable[[], WeightSource | None] = _nobody
+        self._transfer: Transfer | None = None
+        self._packed: Counter[int] = Counter()
+        #: (rank, buffer) -> who reads it, and how many requests each has taken in once it has
+        self._readers: dict[tuple[int, int], dict[ReceiverLink, int]] = {}
+        #: number of a request -> the buffer, and who gets handles with it
+        self._leases: dict[int, tuple[int, list[ReceiverLink]]] = {}
+
+    def source_end(self) -> SourceEnd:
+        """See `SenderEnd`."""
+        return SourceEnd(self.device, self._shared)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The set of buffers."""
+        return (self.number,)
+
+    def begin(self, transfer: Transfer) -> None:
+        """See `SenderEnd`."""
+        source = None if transfer.remote is None else transfer.remote.source
+        if self._source() is not source:
+            self.extent = 0
+            self._source = _nobody if source is None else weakref.ref(source)
+        self._transfer = transfer
+        self._packed.clear()
+        self._readers.clear()
+        self._leases.clear()
+
+    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+        """Nothing: handles come with the first request."""
+        return {}, ()
+
+    def expect(self, largest: int) -> None:
+        """Have buffers of at least so many bytes: the old ones, or a new set."""
+        if largest > self.extent:
+            self.number, self.extent, self.known = self.number + 1, largest, {}
+
+    def is_free(self, rank: int) -> bool:
+        """Whether everyone has copied what is in the buffer whose turn it is."""
+        readers = self._readers.get((rank, self._packed[rank] % BUFFERS), {})
+        return all(receiver.staged >= count for receiver, count in readers.items())
+
+    def open(self, rank: int, number: int, request: Request) -> Place:
+        """See `SenderEnd`."""
+        which = self._packed[rank] % BUFFERS
+        self._packed[rank] += 1
+        self._readers[rank, which] = {}
+        known = self.known.setdefault(rank, set())
+        assert self._transfer is not None
+        there = self._transfer.layouts.holders(request[0].layout, self._receivers.active)
+        new = [receiver for receiver in there if receiver not in known]
+        known.update(new)
+        self._leases[number] = which, new
+        return Place(self.number, BUFFERS, self.extent, which, len(new))
+
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+        """See `SenderEnd`."""
+        which, new = self._leases[reply.number]
+        self._readers[reply.rank, which][receiver] = receiver.sent
+        handles = reply.handles[new.index(receiver)] if receiver in new else ()
+        return {"from": reply.rank, "which": which, "handles": handles}
+
+    def end(self, *, committed: bool, idle: bool) -> None:
+        """See `SenderEnd`."""
+        self._transfer = None
+        if not committed:
+            self.forget()
+
+    def forget(self) -> None:
+        """Have a new set made: somebody may still pack or copy the buffers that there are."""
+        self.extent = 0
+
+    def close(self) -> None:
+        """See `SenderEnd`."""
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+
+def _nobody() -> None:
+    """The source of what this process has itself."""
+
+
+def CudaIpcTransferSender(  # noqa: N802 - named as what it makes
+    *,
+    threshold_gb: float | None = None,
+    device: SharedDevice | None = None,
+    verify: str = "xor64",
+    skip_unchanged: bool = False,
+) -> Sender:
+    """To receivers on the same GPU: packed buffers, one request a batch.
+
+    Needs two buffers of the threshold's size (or the model's, if that is smaller) on the GPU.
+
+    Args:
+        threshold_gb: GiB gathered before a request goes out; by default the environment's
+            ``weight_transfer_threshold_cuda_ipc_GB``, else 1. 0: each chunk is a request.
+        device: where the buffers lie.
+        verify: xor64 is computed on the GPU; crc32 brings every byte to the host.
+        skip_unchanged: see `Sender`.
+    """
+    threshold = threshold_asked(threshold_gb)
+    end = BufferLeases(threshold, device if device is not None else CudaDevice())
+    return Sender(end, verify=verify, skip_unchanged=skip_unchanged)
+
+
+# -- the receiver --------------------------------------------------------------------------
+
+
+class LeasedBuffers(ReceiverEnd):
+    """The receiver's end: buffers that are lent to it, copied to memory of its own."""
+
+    strategy = STRATEGY
+
+    def __init__(self, device: SharedDevice) -> None:
+        self._device = device
+        self._memory = ReceiveBuffers(device.device)
+        self._buffers: dict[int, list[Tensor]] = {}
+
+    def stage(self, begin: Message, extent: int) -> Tensor | None:
+        """See `ReceiverEnd`."""
+        return self._memory.buffer(extent)
+
+    def fetch(
+        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+    ) -> None:
+        """See `ReceiverEnd`."""
+        rank, which, handles = message["from"], message["which"], message["handles"]
+        if handles:
+            self._buffers.pop(rank, None)
+            self._buffers[rank] = [self._device.open(handle) for handle in handles]
+        if not 0 <= which < len(self._buffers.get(rank, ())):
+            raise ProtocolError(f"a request in unknown buffer {which} of worker {rank}")
+        staged.unpack(self._buffers[rank][which], blocks, message["offsets"])
+        self._device.synchronize()  # it is packed again once we have answered
+
+    def close(self) -> None:
+        """See `ReceiverEnd`."""
+        self._buffers.clear()
+        self._memory.close()
+
+
+def CudaIpcTransferReceiver(  # noqa: N802 - named as what it makes
+    address: str,
+    *,
+    name: str | None = None,
+    expect: Manifest | None = None,
+    device: SharedDevice | None = None,
+    mesh: Mapping[str, int] | str | None = None,
+    rank: int = 0,
+    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+) -> Receiver:
+    """Copies what a `CudaIpcTransferSender` on the same GPU packs; see `Receiver`.
+
+    Args:
+        device: see `CudaDevice`.
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
+    """
+    end = LeasedBuffers(device if device is not None else CudaDevice())
+    layout = ReceiverLayout.asked(mesh, rank, placements)
+    return Receiver(address, end, name=name, expect=expect, layout=layout)

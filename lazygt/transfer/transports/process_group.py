@@ -1,0 +1,463 @@
+"""Broadcast: by sockets between CPUs, by NCCL between GPUs.
+
+There is a group for each process that has blocks and each different layout of receivers: who has
+the blocks is rank 0, the receivers of that layout are the others, so a layout of one receiver makes
+it point to point. A sender that has no blocks itself is in no group. Blocks are broadcast from and
+to where they lie, if they are contiguous there.
+
+A broadcast cannot be taken back: after a failure or a change of members the next transfer makes new
+groups. Whoever waits in an old one looks at the marker of its set of groups, which the sender
+removes when a transfer fails. Groups are let go in the background, because letting one go may wait
+for a frozen rank.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lazygt.errors import ProtocolError
+from lazygt.transfer.checksums import as_bytes
+from lazygt.transfer.connection import Deadline, Message
+from lazygt.transfer.copy_request import CopyReply, WeightSource
+from lazygt.transfer.errors import TransferError
+from lazygt.transfer.layout import ReceiverLayout, Request, packed
+from lazygt.transfer.manifest import Manifest
+from lazygt.transfer.peers import ReceiverLink
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender
+from lazygt.transfer.transaction import Transfer
+from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.transports.group import (
+    HOST,
+    Group,
+    backend_for,
+    conclude,
+    finished,
+    in_background,
+    join,
+    let_go,
+)
+from lazygt.transfer.transports.receive_buffers import ReceiveBuffers
+from lazygt.transfer.version import Block, StagedVersion
+
+STRATEGY = "broadcast"
+REQUEST_BYTES = 32 << 20
+"""What is broadcast at a time, and what a process packs at most."""
+
+_FAILED_SECONDS = 0.3  # in which the control connection says who made a collective fail
+_LOOK_SECONDS = 1e-3
+
+
+class Place(NamedTuple):
+    """A group of one process that has blocks (rank 0) and the receivers of one layout.
+
+    Attributes:
+        directory: of the sender; the ranks meet there.
+        number: of the set of groups; `marker` lies there as long as they are good.
+        name: of this group.
+        size: ranks in it.
+        backend: see `group`.
+        seconds: until the transfer is over.
+        extent: bytes of a request, if all of it is packed.
+    """
+
+    directory: str
+    number: int
+    name: str
+    size: int
+    backend: str
+    seconds: float
+    extent: int
+
+
+def marker(directory: str, number: int) -> Path:
+    """The file that is there as long as a set of groups is good."""
+    return Path(directory) / f"groups-{number}"
+
+
+def name_of(number: int, rank: int, layout: int) -> str:
+    """The group of a rank that has blocks and a layout, in a set of groups."""
+    return f"{number}-{rank}-{layout}"
+
+
+# -- the source ----------------------------------------------------------------------------
+
+
+class SourceEnd:
+    """This process's ends of groups, and a buffer to pack for each sender.
+
+    Args:
+        device: where the values are; NCCL sends from there, sockets from the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[str, dict[tuple[int, str], Future[Group]]] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._changed = threading.Event()
+
+    def borrows(self, place: Place) -> torch.device | None:
+        """See `base.SourceEnd`."""
+        return self._device_for(place.backend)
+
+    def buffer(self, sender: str, place: Place) -> View:
+        """See `base.SourceEnd`."""
+        device = self._device_for(place.backend)
+
+        def view(offset: int, nbytes: int) -> Tensor:
+            buffer = self._buffers.get(sender)
+            if buffer is None or buffer.numel() < place.extent or buffer.device != device:
+                buffer = torch.empty(place.extent, dtype=torch.uint8, device=device)
+                self._buffers[sender] = buffer
+            return buffer[offset : offset + nbytes]
+
+        return view
+
+    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+        """Broadcast the blocks; returns when this process has sent them.
+
+        Raises:
+            TransferError: the transfer was given up, or its receivers did not take it in time.
+        """
+        deadline = Deadline(place.seconds)
+        try:
+            _check(place, deadline)
+            group = self._joined(sender, place, deadline)
+            works = [group.broadcast(run, deadline, self._changed.set) for run in runs]
+            self._wait(lambda: finished(works), place, deadline)
+            conclude(works, self._device_for(place.backend))
+        except (RuntimeError, TransferError) as error:
+            # it may still be read from: left to the group's threads, and never packed again
+            self._buffers.pop(sender, None)
+            let_go(self._groups.get(sender, {}).pop((place.number, place.name), None))
+            late = deadline.expired and not isinstance(error, TransferError)
+            raise TransferError(
+                f"a broadcast failed: {_too_late(deadline) if late else error}"
+            ) from error
+        return ()
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """See `base.SourceEnd`."""
+        known = self._groups.get(sender, {})
+        for gone in [key for key in known if key[0] not in live]:
+            let_go(known.pop(gone))
+        if not known:
+            self._groups.pop(sender, None)
+            self._buffers.pop(sender, None)
+
+    def close(self) -> None:
+        """See `base.SourceEnd`."""
+        for sender in list(self._groups):
+            self.let_go(sender, ())
+
+    def _joined(self, sender: str, place: Place, deadline: Deadline) -> Group:
+        known = self._groups.setdefault(sender, {})
+        key = place.number, place.name
+        if key not in known:
+            device = self._device_for(place.backend)
+            known[key] = in_background(
+                lambda: join(
+                    device, place.directory, place.name, 0, place.size, deadline.remaining
+                ),
+                self._changed.set,
+            )
+        future = known[key]
+        self._wait(future.done, place, deadline)
+        return future.result()
+
+    def _wait(self, done: Callable[[], bool], place: Place, deadline: Deadline) -> None:
+        while not done():
+            _check(place, deadline)
+            self._changed.wait(_LOOK_SECONDS)
+            self._changed.clear()
+
+    def _device_for(self, backend: str) -> torch.device:
+        if backend == HOST:
+            return torch.device("cpu")
+        if self._device.type != "cuda":
+            raise ProtocolError(
+                f"the sender broadcasts with {backend}, but this worker computes on the "
+                f"{self._device}; give BroadcastTransferSender device='cpu'"
+            )
+        return torch.device("cuda", self._device.index or torch.cuda.current_device())
+
+
+def _check(place: Place, deadline: Deadline) -> None:
+    """Raise TransferError when there is nothing to wait for any more."""
+    if not marker(place.directory, place.number).exists():
+        raise TransferError("the sender has given the transfer up")
+    if deadline.expired:
+        raise TransferError(_too_late(deadline))
+
+
+def _too_late(deadline: Deadline) -> str:
+    """What is said, whether this thread or one of a group's sees it first."""
+    return f"receivers did not take it within {deadline.seconds:g} s"
+
+
+# -- the sender ----------------------------------------------------------------------------
+
+
+class BroadcastGroups(SenderEnd):
+    """The sender's end: which groups there are, kept as long as the members are the same.
+
+    Args:
+        device: of the receivers; it decides between sockets and NCCL.
+
+    Attributes:
+        number: of the set of groups.
+    """
+
+    strategy, kind = STRATEGY, "process_group"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._backend = device, backend_for(device)
+        self.number = 0
+        self._source: Callable[[], WeightSource | None] = _nobody
+        self._layouts: Mapping[ReceiverLink, int] = {}
+        self._ranks = 0
+        self._transfer: Transfer | None = None
+
+    @property
+    def threshold(self) -> int:  # type: ignore[override]
+        """Bytes of a request."""
+        return REQUEST_BYTES
+
+    def source_end(self) -> SourceEnd:
+        """See `SenderEnd`."""
+        return SourceEnd(self.device)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The set of groups."""
+        return (self.number,)
+
+    def begin(self, transfer: Transfer) -> None:
+        """See `SenderEnd`: new groups if the members have changed."""
+        source = None if transfer.remote is None else transfer.remote.source
+        of = transfer.layouts.of
+        if not self._ranks or self._source() is not source or self._layouts != of:
+            self.forget()
+            self.number += 1
+            marker(self._directory, self.number).touch()
+            self._ranks = 1 if source is None else source.mesh.world_size
+            self._source = _nobody if source is None else weakref.ref(source)
+            self._layouts = dict(of)
+        self._transfer = transfer
+
+    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+        """What a receiver must know to join its groups."""
+        layout = self._layouts[receiver]
+        there = [other for other, held in self._layouts.items() if held == layout]
+        return {
+            "groups": self.number,
+            "names": [name_of(self.number, rank, layout) for rank in range(self._ranks)],
+            "backend": self._backend,
+            "rank": there.index(receiver) + 1,
+            "size": len(there) + 1,
+        }, ()
+
+    def open(self, rank: int, number: int, request: Request) -> Place:
+        """Have the receivers take part."""
+        transfer, layout = self._transfer, request[0].layout
+        assert transfer is not None
+        there = transfer.layouts.holders(layout, self._receivers.active)
+        message = {
+            "kind": "coming",
+            "transfer": transfer.number,
+            "from": rank,
+            "number": number,
+            "blocks": [[route.param, route.target] for route in request],
+        }
+        for receiver in there:
+            self._receivers.send(receiver, message, transfer.deadline, ())
+        _, extent = packed(request)
+        return Place(
+            self._directory,
+            self.number,
+            name_of(self.number, rank, layout),
+            len(there) + 1,
+            self._backend,
+            transfer.deadline.remaining,
+            extent,
+        )
+
+    def describe(self, receiver: ReceiverLink, reply: CopyReply) -> Message:
+        """See `SenderEnd`."""
+        return {"number": reply.number}
+
+    def end(self, *, committed: bool, idle: bool) -> None:
+        """See `SenderEnd`: after a failure nobody waits in the groups any more."""
+        self._transfer = None
+        if not committed:
+            self.forget()
+
+    def forget(self) -> None:
+        """Have new groups made; nobody waits in those that there are any more."""
+        if self._ranks:
+            marker(self._directory, self.number).unlink(missing_ok=True)
+        self._ranks, self._layouts = 0, {}
+
+    def close(self) -> None:
+        """See `SenderEnd`."""
+        self.forget()
+
+    @property
+    def _directory(self) -> str:
+        return os.path.dirname(self._receivers.address)
+
+
+def _nobody() -> None:
+    """The source of what this process has itself."""
+
+
+def BroadcastTransferSender(  # noqa: N802 - named as what it makes
+    *,
+    device: str | torch.device = "cpu",
+    verify: str = "crc32",
+    skip_unchanged: bool = False,
+) -> Sender:
+    """To receivers with memory of their own: a broadcast a block.
+
+    Args:
+        device: where the bytes travel from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters
+            elsewhere are brought there first.
+        verify, skip_unchanged: see `Sender`.
+    """
+    end = BroadcastGroups(torch.device(device))
+    return Sender(end, verify=verify, skip_unchanged=skip_unchanged)
+
+
+# -- the receiver --------------------------------------------------------------------------
+
+
+class Arrival(NamedTuple):
+    """A request on its way: where its blocks belong, what receives them, and the broadcasts."""
+
+    targets: Sequence[Tensor]
+    runs: Sequence[Tensor]
+    works: Sequence[Any]
+
+
+class Arrivals(ReceiverEnd):
+    """The receiver's end: groups, and the requests that are on their way in them.
+
+    Several ranks may send at once; what is told to come is received in the background.
+
+    Args:
+        device: where the bytes arrive.
+    """
+
+    strategy = STRATEGY
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = ReceiveBuffers(device)
+        self._number = 0
+        self._invitation: Message = {}
+        self._groups: dict[int, Future[Group]] = {}
+        self._coming: dict[int, Arrival] = {}
+
+    def stage(self, begin: Message, extent: int) -> Tensor | None:
+        """See `ReceiverEnd`."""
+        if begin["backend"] != backend_for(self._device):
+            raise TransferError(
+                f"the sender broadcasts with {begin['backend']}, but this receiver's device is "
+                f"{self._device}; give both the same kind of device"
+            )
+        if self._number != begin["groups"]:
+            self.dropped()
+            self._number, self._invitation = begin["groups"], begin
+        return self._memory.buffer(extent)
+
+    def coming(self, staged: StagedVersion, message: Message, wait: Wait) -> None:
+        """Begin to receive a request, in a group that is joined with the first one."""
+        group = self._joining(message["from"], staged.deadline)
+        while not group.done():
+            wait(staged.deadline.remaining)
+        targets = [staged.block(Block(*block)) for block in message["blocks"]]
+        runs = [self._room(target) for target in targets]
+        works = [group.result().broadcast(run, staged.deadline, self._wake) for run in runs]
+        self._coming[message["number"]] = Arrival(targets, runs, works)
+
+    def fetch(
+        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+    ) -> None:
+        """See `ReceiverEnd`."""
+        arrival = self._coming.pop(message["number"])
+        self._conclude(arrival.works, wait)
+        for target, run in zip(arrival.targets, arrival.runs, strict=True):
+            if not target.is_contiguous():
+                target.copy_(run.view(target.dtype).view(target.shape))
+
+    def dropped(self) -> None:
+        """Leave all groups, without waiting; what is on its way is lost."""
+        for group in self._groups.values():
+            let_go(group)
+        # the old groups may still write into memory that is on its way: that is not used again
+        self._number, self._groups, self._coming = 0, {}, {}
+
+    def close(self) -> None:
+        """See `ReceiverEnd`."""
+        self.dropped()
+        self._memory.close()
+
+    def _joining(self, rank: int, deadline: Deadline) -> Future[Group]:
+        if rank not in self._groups:
+            names, ours, size = (self._invitation[key] for key in ("names", "rank", "size"))
+            directory, seconds = os.path.dirname(self._address), deadline.remaining
+            self._groups[rank] = in_background(
+                lambda: join(self._device, directory, names[rank], ours, size, seconds),
+                self._wake,
+            )
+        return self._groups[rank]
+
+    def _room(self, target: Tensor) -> Tensor:
+        if target.is_contiguous():
+            return as_bytes(target)
+        return torch.empty(target.nbytes, dtype=torch.uint8, device=self._device)
+
+    def _conclude(self, works: Sequence[Any], wait: Wait) -> None:
+        # sockets wake this thread; nothing says when a GPU has received
+        look = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
+        while not finished(works):
+            wait(look)
+        try:
+            conclude(works, self._device)
+        except RuntimeError:
+            # it failed because another one did, whom the sender is about to name
+            patience = Deadline(_FAILED_SECONDS)
+            while not patience.expired:
+                wait(patience.remaining)
+            raise
+
+
+def BroadcastTransferReceiver(  # noqa: N802 - named as what it makes
+    address: str,
+    *,
+    name: str | None = None,
+    expect: Manifest | None = None,
+    device: str | torch.device = "cpu",
+    mesh: Mapping[str, int] | str | None = None,
+    rank: int = 0,
+    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+) -> Receiver:
+    """Receives what a `BroadcastTransferSender` broadcasts; see `Receiver`.
+
+    Args:
+        device: where the parameters are to be: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same
+            kind as the sender's.
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
+    """
+    layout = ReceiverLayout.asked(mesh, rank, placements)
+    end = Arrivals(torch.device(device))
+    return Receiver(address, end, name=name, expect=expect, layout=layout)

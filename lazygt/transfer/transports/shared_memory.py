@@ -1,0 +1,328 @@
+"""Shared memory: blocks are copied into a memfd that every receiver of the host maps.
+
+Two slots, each with room for what the receivers hold. Readers hold tensors in one while the other
+is filled, so a transfer is one copy, however many receivers there are. A slot is faulted in once
+and reused; it is written again only when no receiver holds a tensor in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.shared_memory import Arena, tensor_over
+from lazygt.transfer.connection import Message
+from lazygt.transfer.layout import Bounds, ReceiverLayout, Request
+from lazygt.transfer.manifest import ALIGNMENT, Manifest
+from lazygt.transfer.peers import ReceiverLink
+from lazygt.transfer.receiver import Receiver
+from lazygt.transfer.sender import Sender, threshold_bytes
+from lazygt.transfer.transaction import Transfer
+from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
+from lazygt.transfer.version import Block, StagedVersion
+
+STRATEGY = "shared-memory"
+
+
+class Place(NamedTuple):
+    """Shared memory: descriptor ``fd`` of process ``pid``, if that still is this inode.
+
+    Attributes:
+        offset, extent: where blocks may lie in it.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    offset: int
+    extent: int
+
+
+def place_of(arena: Arena, offset: int, extent: int) -> Place:
+    """How another process of this user finds a part of an arena of this process."""
+    return Place(os.getpid(), arena.fd, os.fstat(arena.fd).st_ino, offset, extent)
+
+
+# -- the source ----------------------------------------------------------------------------
+
+
+class SourceEnd:
+    """Slots of senders, mapped here; the inode tells one from a later one of that descriptor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arenas: dict[str, dict[int, tuple[Arena, Tensor]]] = {}
+
+    def borrows(self, place: Place) -> torch.device | None:
+        """Nothing: it has to be copied."""
+        return None
+
+    def buffer(self, sender: str, place: Place) -> View:
+        """See `base.SourceEnd`."""
+        known = self._arenas.setdefault(sender, {})
+        if place.inode not in known:
+            arena = _attach(place)
+            known[place.inode] = arena, arena.view(place.offset, place.extent)
+        _, flat = known[place.inode]
+
+        def view(offset: int, nbytes: int) -> Tensor:
+            if not 0 <= offset <= offset + nbytes <= place.extent:
+                raise ProtocolError(f"a slot of {place.extent} bytes has no {nbytes} at {offset}")
+            return flat[offset : offset + nbytes]
+
+        return view
+
+    def deliver(self, sender: str, place: Place, runs: Sequence[Tensor]) -> Sequence[Any]:
+        """Nothing: receivers map the same memory."""
+        return ()
+
+    def let_go(self, sender: str, live: Collection[int]) -> None:
+        """See `base.SourceEnd`."""
+        known = self._arenas.get(sender, {})
+        for gone in known.keys() - set(live):
+            arena, flat = known.pop(gone)
+            del flat
+            arena.close()
+        if not known:
+            self._arenas.pop(sender, None)
+
+    def close(self) -> None:
+        """See `base.SourceEnd`."""
+        for sender in list(self._arenas):
+            self.let_go(sender, ())
+
+
+def _attach(place: Place) -> Arena:
+    fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(fd).st_ino != place.inode:
+        os.close(fd)
+        raise ProtocolError("the sender has given this memory up; its transfer has failed")
+    return Arena.attach(fd)
+
+
+# -- the sender ----------------------------------------------------------------------------
+
+
+class Slot:
+    """Memory for one version, seen from the sender.
+
+    Attributes:
+        place: how the processes that copy into it find it.
+        known_to: receivers that have its descriptor.
+        transfer: number of the one whose bytes it holds; 0: none.
+    """
+
+    def __init__(self, number: int, extent: int) -> None:
+        self.number, self.extent = number, extent
+        room = max(extent, ALIGNMENT)
+        self.arena = Arena.create(room)
+        self.offset = self.arena.allocate(room).offset
+        self.flat = self.arena.view(self.offset, room)
+        self.place = place_of(self.arena, self.offset, room)
+        self.known_to: set[ReceiverLink] = set()
+        self.transfer = 0
+
+    def close(self) -> None:
+        """Give the memory up; the kernel frees it when the last receiver has done so, too."""
+        del self.flat
+        self.arena.close()
+
+
+class SharedMemory(SenderEnd):
+    """The sender's end: two slots.
+
+    Attributes:
+        slots: those that there are.
+        target: the one that is being filled.
+    """
+
+    strategy, kind = STRATEGY, "shared_memory"
+    in_place = True
+
+    def __init__(self, threshold: int) -> None:
+        self.threshold = threshold
+        self.slots: list[Slot] = []
+        self.target: Slot | None = None
+        self._current: Slot | None = None
+        self._opened = 0
+        self._transfer: Transfer | None = None
+
+    def source_end(self) -> SourceEnd:
+        """See `SenderEnd`."""
+        return SourceEnd(self.device)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Inodes."""
+        return tuple(slot.place.inode for slot in self.slots)
+
+    def begin(self, transfer: Transfer) -> None:
+        """See `SenderEnd`."""
+        extent = transfer.layouts.extent
+        if any(slot.extent != extent for slot in self.slots):
+            self.forget()
+        self.target = next((slot for slot in self.slots if slot is not self._current), None)
+        if self.target is None:
+            self._opened += 1
+            self.target = Slot(self._opened, extent)
+            self.slots.append(self.target)
+        for slot in self.slots:
+            slot.known_to &= set(transfer.receivers)
+        self._transfer = transfer
+
+    def invitation(self, receiver: ReceiverLink) -> tuple[Message, Sequence[int]]:
+        """See `SenderEnd`."""
+        slot, transfer = self._filled()
+        fds = () if receiver in slot.known_to else (slot.arena.fd,)
+        slot.known_to.add(receiver)
+        layouts = transfer.layouts
+        offset = slot.offset + layouts.bases[layouts.of[receiver]]
+        live = [kept.number for kept in self.slots]
+        return {"slot": slot.number, "offset": offset, "slots": live, "new": bool(fds)}, fds
+
+    def open(self, rank: int, number: int, request: Request) -> Place:
+        """See `SenderEnd`."""
+        return self._filled()[0].place
+
+    def lay_out(self, request: Request) -> list[tuple[int, tuple[int, ...], Bounds]]:
+        """See `SenderEnd`."""
+        layouts = self._filled()[1].layouts
+        placed = []
+        for route in request:
+            manifest = layouts.manifests[route.layout]
+            base = layouts.bases[route.layout]
+            shape = manifest.params[route.param].shape
+            placed.append((base + manifest.places[route.param], shape, route.target))
+        return placed
+
+    def held(self, last: int) -> int:
+        """See `SenderEnd`."""
+        return self._filled()[0].transfer
+
+    def end(self, *, committed: bool, idle: bool) -> None:
+        """See `SenderEnd`."""
+        slot, transfer = self.target, self._transfer
+        self.target = self._transfer = None
+        if slot is None or transfer is None:
+            return
+        slot.transfer = transfer.number if committed else 0
+        if committed:
+            self._current = slot
+        if not idle:
+            # somebody may still write into it: it is left to that, and never used again
+            self.slots.remove(slot)
+            slot.close()
+
+    def forget(self) -> None:
+        """See `SenderEnd`."""
+        for slot in self.slots:
+            slot.close()
+        self.slots.clear()
+        self._current = None
+
+    def close(self) -> None:
+        """See `SenderEnd`."""
+        self.forget()
+
+    def _filled(self) -> tuple[Slot, Transfer]:
+        assert self.target is not None
+        assert self._transfer is not None
+        return self.target, self._transfer
+
+
+def SharedMemoryTransferSender(  # noqa: N802 - named as what it makes
+    *, threshold_gb: float = 1 / 16, verify: str = "crc32", skip_unchanged: bool = False
+) -> Sender:
+    """To receivers on the same host, without GPUs: one copy into memory that all of them map.
+
+    Needs twice the model's bytes on the host (not per receiver), and no other memory.
+
+    Args:
+        threshold_gb: GiB of a request; receivers check one while the next is being copied.
+        verify, skip_unchanged: see `Sender`.
+    """
+    end = SharedMemory(threshold_bytes(threshold_gb))
+    return Sender(end, verify=verify, skip_unchanged=skip_unchanged)
+
+
+# -- the receiver --------------------------------------------------------------------------
+
+
+class MappedSlots(ReceiverEnd):
+    """The receiver's end: the sender's slots, mapped."""
+
+    strategy = STRATEGY
+    has_unchanged = True
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Arena] = {}
+        self._held: set[int] = set()
+        self._released: deque[int] = deque()
+
+    def invited(self, begin: Message, take_fd: Callable[[], int]) -> None:
+        """See `ReceiverEnd`."""
+        if begin["new"]:
+            self._slots[begin["slot"]] = Arena.attach(take_fd())
+        for gone in self._slots.keys() - set(begin["slots"]):
+            self._slots.pop(gone).close()  # its mapping goes with the last tensor in it
+
+    def stage(self, begin: Message, extent: int) -> Tensor | None:
+        """See `ReceiverEnd`."""
+        number = begin["slot"]
+        self._note_released()
+        if number in self._held:
+            return None
+        self._held.add(number)
+        release = partial(_release, self._released, number, self._wake)
+        return tensor_over(self._slots[number], begin["offset"], extent, release)
+
+    def fetch(
+        self, staged: StagedVersion, message: Message, blocks: Sequence[Block], wait: Wait
+    ) -> None:
+        """Nothing: they are there."""
+
+    def holds_memory(self) -> bool:
+        """See `ReceiverEnd`."""
+        self._note_released()
+        return bool(self._held)
+
+    def close(self) -> None:
+        """See `ReceiverEnd`."""
+        while self._slots:
+            self._slots.popitem()[1].close()
+
+    def _note_released(self) -> None:
+        while self._released:
+            self._held.discard(self._released.popleft())
+
+
+def _release(released: deque[int], number: int, wake: Callable[..., None], offset: int) -> None:
+    """The last tensor in a slot has died; runs in any thread, maybe in a finalizer."""
+    released.append(number)
+    wake()
+
+
+def SharedMemoryTransferReceiver(  # noqa: N802 - named as what it makes
+    address: str,
+    *,
+    name: str | None = None,
+    expect: Manifest | None = None,
+    mesh: Mapping[str, int] | str | None = None,
+    rank: int = 0,
+    placements: Mapping[str, Sequence[Any] | Mapping[str, Any]] | None = None,
+) -> Receiver:
+    """Reads what a `SharedMemoryTransferSender` on the same host sends; see `Receiver`.
+
+    Its parameters lie in memory shared with the other receivers: do not write to them.
+
+    Args:
+        mesh, rank, placements: what this receiver holds; see `Receiver`.
+    """
+    layout = ReceiverLayout.asked(mesh, rank, placements)
+    return Receiver(address, MappedSlots(), name=name, expect=expect, layout=layout)
