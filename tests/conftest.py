@@ -87,6 +87,16 @@ def compile_like_others() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seed_what_is_there() -> Iterator[None]:
+    """torch keeps the formatted stack of each seed for GPUs, should there be some later."""
+    with pytest.MonkeyPatch.context() as patch:
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            if not devices.is_available():
+                patch.setattr(devices, "manual_seed_all", lambda seed: None)
+        yield
+
+
 def child_pids() -> set[int]:
     """Direct children of this process, zombies included."""
     found: set[int] = set()
