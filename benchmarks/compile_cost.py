@@ -23,8 +23,8 @@ from lazygt.graph.source import expand
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.record.infer import Inference
 from lazygt.record.trie import TrieNode, build_graph
+from lazygt.runtime.graph_codec import encode_graph
 from lazygt.runtime.plan import Plan
-from lazygt.runtime.wire import encode_graph
 
 SIZES = (1_000, 3_000, 10_000)
 AIM = 60.0

@@ -1,4 +1,4 @@
-"""Client: the one who talks to the workers. Numbers runs and values, keeps what is in run_state."""
+"""Client: the one who talks to the workers. Numbers runs and values, keeps what is in flight."""
 
 from __future__ import annotations
 
@@ -236,17 +236,17 @@ class Client:
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
-        run_state = self._in_flight[seq]
+        run = self._in_flight[seq]
         try:
-            while len(run_state.answers) < len(run_state.asked):
+            while len(run.answers) < len(run.asked):
                 self._take_next()
         except BaseException:
             # Ctrl-C: the answer will come, and nobody will look at it
-            run_state.abandoned = True
-            for rank, (done, _) in run_state.answers.items():
+            run.abandoned = True
+            for rank, (done, _) in run.answers.items():
                 self._fetches.drop(rank, done)
             raise
-        return run_state.answers
+        return run.answers
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run.
@@ -326,8 +326,8 @@ class Client:
 
     def _resend(self, rank: int, need: Need) -> None:
         """A rank has forgotten the plan of a run."""
-        run_state = self._in_flight.get(need.seq)
-        entry = None if run_state is None else run_state.entry
+        run = self._in_flight.get(need.seq)
+        entry = None if run is None else run.entry
         if entry is None or entry.name(rank) != need.digest:
             raise ProtocolError("it asks for a plan that was never sent")
         frames = again_message(entry, rank)
@@ -434,7 +434,7 @@ class Client:
         if told.number != self._group or not self._in_flight:
             raise ProtocolError(f"it left process group {told.number} in no run")
         if self._broken_since is None:
-            self._broken_since = next(run_state.base for run_state in self._in_flight.values())
+            self._broken_since = next(run.base for run in self._in_flight.values())
 
     def _relaid(self, rank: int, told: Relaid) -> None:
         entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
@@ -456,23 +456,23 @@ class Client:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
-        run_state = self._in_flight.get(done.seq)
-        if run_state is None or rank not in run_state.waiting:
+        run = self._in_flight.get(done.seq)
+        if run is None or rank not in run.waiting:
             raise ProtocolError(f"it answers run {done.seq}, which it was not asked")
-        wanted = run_state.fetches if rank in run_state.asked else 0
+        wanted = run.fetches if rank in run.asked else 0
         self._fetches.check(rank, done, buffers, wanted)
-        run_state.waiting.discard(rank)
+        run.waiting.discard(rank)
         if done.timings is not None and self.observer is not None:
-            self.observer.ran(rank, done.seq, run_state.entry, run_state.describe, done.timings)
+            self.observer.ran(rank, done.seq, run.entry, run.describe, done.timings)
         for offset in done.releases:
             self._uploads.was_read(offset)
-        if rank in run_state.asked:
-            run_state.answers[rank] = done, buffers
-            if run_state.abandoned:
+        if rank in run.asked:
+            run.answers[rank] = done, buffers
+            if run.abandoned:
                 self._fetches.drop(rank, done)
         for failure in done.failures:
-            self._failures.note(done.seq, rank, failure, run_state.describe, run_state.errors)
-        if not run_state.waiting:
+            self._failures.note(done.seq, rank, failure, run.describe, run.errors)
+        if not run.waiting:
             del self._in_flight[done.seq]
 
     # -- errors --------------------------------------------------------------------------

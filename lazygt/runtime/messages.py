@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
-from lazygt.runtime.wire import Buffer, Count, Part, encode, encode_graph
+from lazygt.runtime.graph_codec import encode_graph
+from lazygt.runtime.wire import Buffer, Count, Part, encode
 
 #: The kind of failure of a collective: another rank's failure, most likely, is the cause.
 COLLECTIVE_ERROR = "CollectiveError"

@@ -16,10 +16,10 @@ from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph
 from lazygt.graph.verify import verify
-from lazygt.runtime import wire
 from lazygt.runtime.foreign import schema
+from lazygt.runtime.graph_codec import encode_graph, plan_name
 from lazygt.runtime.messages import Swap, encode_plan
-from lazygt.runtime.wire import Buffer, DeltaCodec, encode, encode_graph, plan_name
+from lazygt.runtime.wire import Buffer, DeltaCodec, encode
 
 
 @dataclass(frozen=True)
@@ -297,5 +297,5 @@ def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
     """
     if len(plans) == 1:
         return b"", [plans[0].digest]
-    salt = wire.plan_name(b"".join(plan.digest for plan in plans))
-    return salt, [wire.plan_name(wire.encode_graph(plan.graph), salt) for plan in plans]
+    salt = plan_name(b"".join(plan.digest for plan in plans))
+    return salt, [plan_name(encode_graph(plan.graph), salt) for plan in plans]

@@ -1,4 +1,4 @@
-"""The wire: values and graphs as msgpack. Versioned; no pickle.
+"""The wire: values and messages as msgpack; no pickle.
 
 A message is a list of frames: a header (see ``messages``), then the buffers that it speaks of, in
 order. Ops are named by their overload and looked up by the reader; whatever does not follow the
@@ -7,12 +7,9 @@ schema raises ProtocolError, and its sender is dropped by the channel.
 
 from __future__ import annotations
 
-import hashlib
 import marshal
-from collections import deque
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from keyword import iskeyword
 from typing import Annotated, Any, TypeVar
 
 import msgpack
@@ -21,17 +18,14 @@ import torch
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, short_dtype
-from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
-
-#: Both sides compare it in their hello.
-VERSION = 4
+from lazygt.graph.node import DEVICE, Param, Ref
 
 #: the last format of marshal that says only what a number is, and not how often Python holds it
 _MARSHAL = 2
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 #: torch's own: a session has another in its place, which minds the default device
 _empty = torch.empty
-_TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -112,7 +106,7 @@ def _numbered_ext(code: int, index: int) -> Any:
 
 @lru_cache(maxsize=16384)
 def _cached_ext(value: Any) -> Any:
-    if isinstance(value, _TORCH_NAMES):
+    if isinstance(value, TORCH_NAMES):
         return msgpack.ExtType(_TORCH, str(value).encode())
     if value is DEVICE:
         return msgpack.ExtType(_DEVICE, b"")
@@ -147,7 +141,7 @@ def _integer(data: bytes) -> int:
 
 def _torch_name(text: str) -> Any:
     found = getattr(torch, text.removeprefix("torch."), None)
-    if not text.startswith("torch.") or not isinstance(found, _TORCH_NAMES):
+    if not text.startswith("torch.") or not isinstance(found, TORCH_NAMES):
         raise ProtocolError(f"{text!r} names no dtype, layout or memory format")
     return found
 
@@ -224,108 +218,6 @@ def fitting(value: Any, kind: type[P]) -> P:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"not a {kind.__name__} message: {error}") from error
-
-
-# -- graphs ------------------------------------------------------------------------------
-
-
-#: The graph encoded last: a new plan is encoded to be named, and again to be sent.
-_latest: deque[tuple[Graph, bytes]] = deque(maxlen=1)
-
-
-def encode_graph(graph: Graph) -> bytes:
-    """A graph without its source lines."""
-    for known, encoded in tuple(_latest):
-        if known is graph:
-            return encoded
-    data = pack((VERSION, *_graph_fields(graph)))
-    _latest.append((graph, data))
-    return data
-
-
-def _graph_fields(graph: Graph) -> tuple[Any, ...]:
-    nodes = [
-        (n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic,
-         None if n.body is None else _graph_fields(n.body))
-        for n in graph.nodes
-    ]  # fmt: skip
-    return graph.inputs, graph.params, nodes, graph.outputs
-
-
-def decode_graph(data: Buffer) -> Graph:
-    """The graph that ``encode_graph`` encoded.
-
-    Raises:
-        ProtocolError: for another version or anything that is not a graph.
-    """
-    value = unpack(data)
-    if not isinstance(value, tuple) or not value:
-        raise ProtocolError("not a graph: it has no version")
-    version, *fields = value
-    if version != VERSION:
-        raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
-    try:
-        return _graph_from(msgspec.convert(fields, _GraphFields))
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a graph: {error}") from error
-
-
-class _NodeFields(Part):
-    op: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    fresh: tuple[TensorMeta | None, ...]
-    writes: tuple[Count, ...]
-    written: tuple[TensorMeta, ...]
-    dynamic: bool
-    body: _GraphFields | None
-
-
-class _GraphFields(Part):
-    inputs: tuple[TensorMeta, ...]
-    params: tuple[str, ...]
-    nodes: tuple[_NodeFields, ...]
-    outputs: tuple[Count, ...]
-
-
-def _graph_from(fields: _GraphFields) -> Graph:
-    nodes = tuple([_node_from(node) for node in fields.nodes])
-    return Graph(fields.inputs, fields.params, nodes, fields.outputs)
-
-
-def _node_from(fields: _NodeFields) -> Node:
-    op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
-    for name, arg in kwargs:
-        if not name.isidentifier() or iskeyword(name):
-            raise ValueError(f"{name!r} is no name of an argument of {op}")
-        _check_argument(op, arg)
-    _check_argument(op, args)
-    inner = None if body is None else _graph_from(body)
-    return Node(op, args, kwargs, fresh, writes, written, dynamic, inner)
-
-
-def _check_argument(op: str, arg: Any) -> None:
-    if type(arg) is tuple:
-        for item in arg:
-            _check_argument(op, item)
-    elif not isinstance(arg, _ARGUMENTS) and arg is not DEVICE:
-        raise ValueError(f"{op} takes no {type(arg).__name__}")
-
-
-#: What an argument may be, or have in it.
-_ARGUMENTS = (Ref, Param, int, float, str, complex, type(None), TensorMeta, *_TORCH_NAMES)
-
-
-def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
-    """16 bytes that name an encoded graph.
-
-    Args:
-        salt: of a plan whose ranks have different graphs: tells it from others in which this
-            rank has the same.
-    """
-    made = hashlib.sha256(data)
-    made.update(salt)
-    return made.digest()[:16]
 
 
 def received(data: Buffer) -> torch.Tensor:

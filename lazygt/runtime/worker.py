@@ -14,7 +14,7 @@ from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
-from lazygt.runtime import kernels, wire
+from lazygt.runtime import graph_codec, kernels, wire
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
@@ -180,10 +180,10 @@ class Worker:
 
     def _plan(self, message: Ship, frames: Sequence[Buffer]) -> None:
         digest = message.digest
-        if len(frames) not in (2, 3) or wire.plan_name(frames[1], message.salt) != digest:
+        if len(frames) not in (2, 3) or graph_codec.plan_name(frames[1], message.salt) != digest:
             raise ProtocolError("a plan's content does not match its name")
         ops = self._learn(frames[2]) if len(frames) > 2 else []
-        plan = _checked(wire.decode_graph(frames[1]))
+        plan = _checked(graph_codec.decode_graph(frames[1]))
         for old in message.forget:
             self._executors.drop(old)
             self._known.pop(old, None)

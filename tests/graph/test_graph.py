@@ -17,7 +17,7 @@ from lazygt.graph import Graph, Node, Param, Ref, TensorMeta, parse_graph
 from lazygt.graph.alias import WRITE_BACK, analyse
 from lazygt.graph.meta import contiguous_stride, dtype_of, intern
 from lazygt.graph.verify import verify
-from lazygt.runtime.wire import decode_graph, encode_graph
+from lazygt.runtime.graph_codec import decode_graph, encode_graph
 
 
 def meta(*shape: int) -> TensorMeta:

@@ -20,7 +20,7 @@ from lazygt.graph.verify import verify
 from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse
 from lazygt.passes.lifetime import Lifetime
-from lazygt.runtime.wire import decode_graph, encode_graph
+from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from tests.passes.steps import PROGRAMS, Step, start
 from tests.passes.tools import difference, same_numbers, with_literals
 from tests.property import programs

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import lazygt
 from lazygt.graph import Graph, parse_graph
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
+from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from lazygt.runtime.plan import Plan
-from lazygt.runtime.wire import decode_graph, encode_graph
 from tests.property.programs import PROGRAMS, SYNCS, Step, run
 
 pytestmark = pytest.mark.timeout(600)

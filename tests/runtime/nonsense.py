@@ -20,7 +20,7 @@ import torch
 
 import lazygt
 from lazygt.errors import LazyGTError, ProtocolError
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec
 from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import Renew, Swap, Write
 from lazygt.runtime.wire import encode
@@ -163,7 +163,7 @@ def _named(frames: Frames) -> Frames:
     try:
         header = msgpack.unpackb(frames[0], strict_map_key=False)
         if isinstance(header, list) and header[0] == 1 and len(frames) > 1:
-            header[1] = wire.plan_name(frames[1], *header[4:5])
+            header[1] = graph_codec.plan_name(frames[1], *header[4:5])
             return [msgpack.packb(header), *frames[1:]]
     except (ValueError, TypeError, IndexError):
         return frames

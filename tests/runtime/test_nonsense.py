@@ -12,7 +12,7 @@ import torch
 import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import contiguous_stride, intern
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec, wire
 from lazygt.runtime.launch.link import InlineLink
 from lazygt.runtime.messages import (
     TO_CLIENT,
@@ -200,9 +200,9 @@ def test_a_client_that_sends_nonsense_is_told(message: list[Any], said: str) -> 
     ],
 )  # fmt: skip
 def test_a_plan_of_nonsense_is_refused(node: Any, said: str) -> None:
-    graph = wire.pack((wire.VERSION, (META,), (), (node,), (1,)))
+    graph = wire.pack((graph_codec.VERSION, (META,), (), (node,), (1,)))
     with pytest.raises(ProtocolError, match=said):
-        Worker().handle([*encode(Ship(wire.plan_name(graph), True)), graph])
+        Worker().handle([*encode(Ship(graph_codec.plan_name(graph), True)), graph])
 
 
 def test_ids_that_do_not_fit_the_list_before_are_refused() -> None:

@@ -13,7 +13,7 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec, wire
 from lazygt.runtime.messages import TO_CLIENT, Put, Run, encode_plan
 from lazygt.runtime.wire import DeltaCodec, decode, encode
 from lazygt.runtime.worker import Worker
@@ -28,7 +28,7 @@ def digest(data: bytes) -> bytes:
 
 def messages() -> list[list[bytes]]:
     """A plan, and a run of it."""
-    encoded = wire.encode_graph(GRAPH)
+    encoded = graph_codec.encode_graph(GRAPH)
     name = digest(encoded)
     run = Run(1, name, 10, (0, (7,)), None, (), [Put(7, META)], (), (10,))
     plan = [bytes(frame) for frame in encode_plan(name, GRAPH, True)]
@@ -81,17 +81,17 @@ def test_a_damaged_message_is_refused_or_harmless(which: int, data: st.DataObjec
     ],
 )  # fmt: skip
 def test_a_plan_that_breaks_the_rules_is_refused(graph: Graph, match: str) -> None:
-    encoded = wire.encode_graph(graph)
+    encoded = graph_codec.encode_graph(graph)
     with pytest.raises(ProtocolError, match=match):
         Worker().handle(encode_plan(digest(encoded), graph, True))
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "VERSION", 99)
-    encoded = wire.encode_graph(GRAPH)
+    monkeypatch.setattr(graph_codec, "VERSION", 99)
+    encoded = graph_codec.encode_graph(GRAPH)
     monkeypatch.undo()
     with pytest.raises(ProtocolError, match="version 99"):
-        wire.decode_graph(encoded)
+        graph_codec.decode_graph(encoded)
 
 
 def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:

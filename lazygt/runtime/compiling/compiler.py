@@ -16,7 +16,7 @@ from typing import IO
 
 import msgpack
 
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup
 from lazygt.runtime.launch.procfs import OOMKills, is_stopped
@@ -71,7 +71,7 @@ class Compiler:
         self.pending.add(key)
         request = {
             "key": key,
-            "body": wire.encode_graph(group.body),
+            "body": graph_codec.encode_graph(group.body),
             "writes": group.writes,
             "fresh": group.fresh,
             "flat": group.flat,

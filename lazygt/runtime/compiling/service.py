@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.meta import TensorMeta, intern
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
 from lazygt.runtime.executors.compiled import Compiled
@@ -52,7 +52,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         group = KernelGroup(
-            wire.decode_graph(request["body"]),
+            graph_codec.decode_graph(request["body"]),
             tuple((operand, output) for operand, output in request["writes"]),
             request["fresh"],
             request["flat"],

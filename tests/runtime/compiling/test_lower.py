@@ -17,7 +17,7 @@ from lazygt.graph.fusion import NUMBERS, REDUCTIONS, _is_pointwise, is_fusible, 
 from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
-from lazygt.runtime import wire
+from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import _BY_TENSOR, KernelGroup, Members
 from lazygt.runtime.compiling.service import answer
@@ -228,7 +228,7 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for group, numbers in some_groups(3):
         key = group.key("cpu")
         told = answer({
-            "key": key, "body": wire.encode_graph(group.body), "writes": group.writes,
+            "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
             "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
             "device": "cpu",
         }, cache)  # fmt: skip
