@@ -1,0 +1,125 @@
+"""FSDP: which parameters make a unit, how they are stored, and what a step exchanges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import lazygt
+from lazygt.graph.collectives import communications
+from lazygt.parallel.fsdp import fsdp_units
+from tests.sharding.counting import GPT, Block
+
+WORDS, DIM = 20, 32
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+@pytest.fixture
+def session() -> Iterator[lazygt.Session]:
+    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}) as s:
+        yield s
+
+
+def units(wrap: object) -> list[str]:
+    with torch.device("meta"):
+        return sorted(set(fsdp_units(GPT(WORDS, DIM, 3), wrap).values()))  # type: ignore[arg-type]
+
+
+def test_units_are_blocks() -> None:
+    assert units("auto") == units("block") == ["blocks.0", "blocks.1", "blocks.2", "rest"]
+    assert units("block2") == ["blocks.0", "blocks.2", "rest"]
+    assert units(lambda name, module: name.endswith("attn")) == [
+        "blocks.0.attn", "blocks.1.attn", "blocks.2.attn", "rest",
+    ]  # fmt: skip
+
+
+def test_without_blocks_units_are_children() -> None:
+    with torch.device("meta"):
+        mlp = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        assert set(fsdp_units(mlp, "auto").values()) == {"0", "2"}
+        with pytest.raises(ValueError, match="Sequential has no repeated blocks"):
+            fsdp_units(mlp, "block")
+        with pytest.raises(ValueError, match="wrap='blocks': expected 'auto', 'block', 'block2'"):
+            fsdp_units(mlp, "blocks")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cap", [-1, float("nan")])
+def test_only_modules_with_a_cap_that_can_be_are_sharded(
+    session: lazygt.Session, cap: float
+) -> None:
+    layer = nn.Linear(8, 4)
+    with pytest.raises(TypeError, match="takes a module, not a LazyTensor"):
+        lazygt.fully_shard(layer.weight)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"bucket_cap_mb={cap}.*: expected at least 0"):
+        lazygt.fully_shard(layer, bucket_cap_mb=cap)
+    assert all(not isinstance(p, Shard) for p in layer.weight.placements)
+
+
+def test_gradients_that_are_read_before_the_update_are_kept_in_blocks(
+    session: lazygt.Session,
+) -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    lazygt.fully_shard(layer)
+    for _ in range(2):  # the second one is added to the first
+        x = lazygt.distribute(torch.randn(8, 64), {"data": S0})
+        loss = layer(x).square().sum()
+        loss.backward()
+        loss.item()
+        assert session.last_plan is not None
+        sent = {(one.kind, one.nbytes) for one in session.last_plan.collectives}
+        assert sent == {
+            ("all_gather", 64 * 32 * 4), ("reduce_scatter", 64 * 32 * 4), ("all_reduce", 4),
+        }  # fmt: skip
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.placements == (S0, R)
+
+
+def test_small_parameters_stay_whole(session: lazygt.Session) -> None:
+    module = nn.ParameterList([torch.tensor(1.0), torch.ones(1, 3), torch.ones(1), torch.ones(5)])
+    lazygt.fully_shard(module)
+    found = [parameter.placements[0] for parameter in module]
+    assert found == [R, S1, R, S0]
+
+
+def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -> None:
+    model = GPT(WORDS, DIM, 1)
+    lazygt.fully_shard(model.blocks[0], bucket_cap_mb=1)
+    lazygt.fully_shard(model, bucket_cap_mb=2)
+    session.flush()
+    found = {p._storage.remote.sharding.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
+    assert found == {1}
+    assert model.head.weight._storage.remote.sharding.unit.cap_bytes >> 20 == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 4}], ids=str)
+def test_workers_exchange_what_was_counted(mesh: Mapping[str, int]) -> None:
+    with lazygt.session(mesh=mesh, threads=1, keep_stages=True) as s:
+        torch.manual_seed(3)
+        model = lazygt.fully_shard(Block(DIM, 16))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        s.flush()
+        for _ in range(3):
+            x = lazygt.distribute(torch.ones(8, 6, DIM), {"data": S0})
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+        s.synchronize()
+        assert s.last_plan is not None
+        asked = communications(dict(s.stages(s.last_plan))["shard"])
+        sent = s.last_plan.collectives
+    for kind in ("all_gather", "reduce_scatter"):
+        each, together = (sum(c.nbytes for c in found if c.kind == kind) for found in (asked, sent))
+        assert each == together
+    nbytes = sum(p.numel() * 4 for p in model.parameters())
+    counted: Counter[str] = Counter()
+    for c in asked:
+        counted[c.kind] += c.nbytes
+    assert counted["reduce_scatter"] == nbytes
+    assert len(sent) < len(asked)  # they travel together
