@@ -171,7 +171,7 @@ class History:
     Attributes:
         flushes: reason -> how many there were.
         recent, misses: the last ones, oldest first.
-        gathers: op -> the first time that it had to run on whole values.
+        fallbacks: op -> the first time that it had to run on whole values.
         plans_built, plan_hits: how often a flush's plan was new, and how often it was there.
         last_plan: of the last flush that had one.
         probe: draws; None: no profile is being taken.
@@ -181,7 +181,7 @@ class History:
         self.flushes: Counter[str] = Counter()
         self.recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
         self.misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
-        self.gathers: dict[str, ReplicateFallback] = {}
+        self.fallbacks: dict[str, ReplicateFallback] = {}
         self.plans_built = self.plan_hits = 0
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None

@@ -172,7 +172,7 @@ class Planner:
             given: how its inputs lie there.
         """
         # why: the rules of every op take a while to load, and few sessions shard
-        from lazygt.passes.sharding.decisions import gathers
+        from lazygt.passes.sharding.decisions import fallbacks
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
@@ -189,7 +189,7 @@ class Planner:
             bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
             backward=backward,
         )
-        self._gathered(gathers(decided))
+        self._gathered(fallbacks(decided))
         self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
         graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
@@ -201,8 +201,8 @@ class Planner:
     def _gathered(self, found: Sequence[ReplicateFallback]) -> None:
         """Say once for each op that it had to run on whole values."""
         for each in found:
-            if each.op not in self._history.gathers:
-                self._history.gathers[each.op] = each
+            if each.op not in self._history.fallbacks:
+                self._history.fallbacks[each.op] = each
                 warnings.warn(
                     f"{each}. The numbers are right. Where that costs too much, give the op what "
                     f"is whole or cut otherwise (lazygt.redistribute), or write it with ops that "

@@ -128,10 +128,10 @@ def _texts(session: Session, plan: Plan, stage: str) -> Iterator[tuple[Graph, st
         yield plan.graph, plan_text(plan)
     elif stage == "placements":
         # why: the rules of every op take a while to load
-        from lazygt.passes.sharding.decisions import chosen_text, programs_of
+        from lazygt.passes.sharding.decisions import decisions_text, programs_of
 
         for steps in programs_of(session.decided(plan)):
-            graph, labels = chosen_text(steps)
+            graph, labels = decisions_text(steps)
             yield graph, print_graph(graph, name, _byte_notes(graph), labels)
     elif stage in (stages := dict(session.stages(plan))):
         graph = stages[stage]

@@ -28,7 +28,7 @@ def why(session: Session) -> Why:
     history = session.history
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
-        session.compiles(), tuple(history.gathers.values()),
+        session.compiles(), tuple(history.fallbacks.values()),
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class Why:
         flushed: how many there were in all.
         misses: the latest plan misses.
         compiles: the groups for which compiled code was asked.
-        gathers: the ops for which blocks were put together, since no rule says how they run on
+        fallbacks: the ops for which blocks were put together, since no rule says how they run on
             blocks; the first time of each.
     """
 
@@ -49,7 +49,7 @@ class Why:
     flushed: int
     misses: Sequence[Miss]
     compiles: Sequence[Compile] = ()
-    gathers: Sequence[ReplicateFallback] = ()
+    fallbacks: Sequence[ReplicateFallback] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -91,7 +91,7 @@ class Why:
             f"{count}x {op}  {line}  its result's shape depends on values: shipped and asked"
             for (op, line), count in asked.items()
         ]
-        rows += [f"{each}" for each in self.gathers]
+        rows += [f"{each}" for each in self.fallbacks]
         return rows + [
             f"{each.line}  {each.ops} ops stay eager: {_trouble(each)}"
             for each in self.compiles

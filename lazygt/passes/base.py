@@ -77,17 +77,19 @@ def run_passes(
         GraphError: with ``check``, naming the pass that broke a rule and those before it.
     """
     done: list[str] = []
-    for one in passes:
-        graph = one.run(graph)
+    for step in passes:
+        graph = step.run(graph)
         if check:
             try:
                 verify(graph)
             except GraphError as error:
                 before = ", ".join(done) or "no other pass"
-                raise GraphError(f"after pass {one.name} (before it: {before}): {error}") from error
-        done.append(one.name)
+                raise GraphError(
+                    f"after pass {step.name} (before it: {before}): {error}"
+                ) from error
+        done.append(step.name)
         if stages is not None:
-            stages.append((one.name, graph))
+            stages.append((step.name, graph))
     return graph
 
 
@@ -133,9 +135,9 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
     changed = False
     args: list[Arg] = []
     for arg in node.args:
-        made = _renumbered_arg(arg, numbers)
-        changed = changed or made is not arg
-        args.append(made)
+        new = _renumbered_arg(arg, numbers)
+        changed = changed or new is not arg
+        args.append(new)
     kwargs = node.kwargs
     if kwargs:
         kwargs = tuple([(name, _renumbered_arg(arg, numbers)) for name, arg in kwargs])
@@ -156,8 +158,8 @@ def _renumbered_arg(arg: Arg, numbers: Mapping[int, int]) -> Arg:
         index = numbers[arg.index]
         return arg if index == arg.index else ref(index)
     if kind is tuple and arg and type(arg[0]) is not int:
-        made = tuple([_renumbered_arg(item, numbers) for item in arg])
-        return arg if all(map(_is, made, arg)) else made
+        items = tuple([_renumbered_arg(item, numbers) for item in arg])
+        return arg if all(map(_is, items, arg)) else items
     return arg
 
 
@@ -227,7 +229,7 @@ def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> 
     #: memory -> the node that wrote it last
     writer: dict[int, int] = {}
     last_effect = -1
-    found = []
+    constraints = []
     for number, (node, results) in enumerate(graph.numbered()):
         before = {maker[value] for value in node.refs()}
         before.update(writer.get(home[value], -1) for value in node.refs())
@@ -244,8 +246,8 @@ def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> 
             maker[value], home[value] = number, home[where]
         before.discard(-1)
         before.discard(number)
-        found.append(before)
-    return Order(found, home)
+        constraints.append(before)
+    return Order(constraints, home)
 
 
 def _targets(node: Node) -> Sequence[int]:
@@ -310,16 +312,16 @@ def is_uninitialized(node: Node) -> bool:
     return ".empty" in node.op or ".new_empty" in node.op
 
 
-def blank(meta: TensorMeta) -> Node:
+def uninitialized(meta: TensorMeta) -> Node:
     """The node that makes such memory."""
     kwargs = (("dtype", meta.dtype), ("device", DEVICE))
     return Node("aten.empty_strided.default", (meta.shape, meta.stride), kwargs, (meta,))
 
 
-def unlikened(graph: Graph) -> Graph:
+def without_likenesses(graph: Graph) -> Graph:
     """The graph in which such memory is made of its shape, not in the likeness of a value."""
     nodes = list(graph.nodes)
     for number, node in enumerate(nodes):
         if is_uninitialized(node) and node.refs() and (meta := node.fresh[0]) is not None:
-            nodes[number] = blank(meta)
+            nodes[number] = uninitialized(meta)
     return replace(graph, nodes=tuple(nodes))

@@ -162,10 +162,10 @@ class _Fold:
         if maker is None or node.op not in _VIEWS or maker.op not in _VIEWS:
             return None
         root = self.value(maker.args[0])
-        meta, made = self.metas[root] if root is not None else None, self.metas[result]
-        if root is None or root in self.written or meta is None or made is None:
+        meta, result_meta = self.metas[root] if root is not None else None, self.metas[result]
+        if root is None or root in self.written or meta is None or result_meta is None:
             return None
-        if meta.dtype != made.dtype or not meta.is_contiguous():
+        if meta.dtype != result_meta.dtype or not meta.is_contiguous():
             return None
         return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
 
@@ -189,9 +189,9 @@ class _Fold:
         tensors = any(isinstance(operand, torch.Tensor) for operand in operands)
         if node.kwargs or not tensors or any(operand is None for operand in operands):
             return None
-        found = overload(node.op)(*operands)
-        number = found.item()
-        if found.dtype != meta.dtype or number != number:  # a NaN does not even equal itself
+        value = overload(node.op)(*operands)
+        number = value.item()
+        if value.dtype != meta.dtype or number != number:  # a NaN does not even equal itself
             return None
         self.numbers[result] = number
         return Node("aten.full.default", (meta.shape, number),
@@ -209,11 +209,11 @@ class _Fold:
         return torch.full((1,) * len(meta.shape), number, dtype=meta.dtype, device="cpu")
 
 
-def _same_bits(one: TensorMeta | None, other: TensorMeta | None) -> bool:
+def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:
     """Whether a view shows its base's numbers as they are."""
-    if one is None or other is None:
+    if a is None or b is None:
         return False
-    return (one.dtype, one.conj, one.neg) == (other.dtype, other.conj, other.neg)
+    return (a.dtype, a.conj, a.neg) == (b.dtype, b.conj, b.neg)
 
 
 # -- the rules of single ops ----------------------------------------------------------------
@@ -230,9 +230,9 @@ def _neutral(neutral: Callable[[Number, TensorMeta], bool], both: bool) -> Rule:
             number = fold.number(node.args[other])
             known = number is not None and not isinstance(alpha, Param) and alpha == 1
             if known and neutral(number, meta):  # type: ignore[arg-type]
-                found = fold.stands_for(fold.value(node.args[kept]), result)
-                if found is not None:
-                    return found
+                value = fold.stands_for(fold.value(node.args[kept]), result)
+                if value is not None:
+                    return value
         return fold.constant(node, result)
 
     return rule
@@ -277,9 +277,9 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
         return None
     value = fold.value(node.args[0])
-    found = fold.stands_for(value, result)
-    if found is not None or value is None:
-        return found
+    source = fold.stands_for(value, result)
+    if source is not None or value is None:
+        return source
     maker = fold.makers.get(value)
     if maker is None or maker.op != node.op or node.op != "aten._to_copy.default":
         return None
@@ -294,9 +294,9 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
         return None
     if _rounded(after) and not _whole(before):
         return None
-    found = fold.stands_for(root, result)
-    if found is not None:
-        return found
+    source = fold.stands_for(root, result)
+    if source is not None:
+        return source
     return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
 
 

@@ -95,9 +95,9 @@ def _is_small(meta: TensorMeta | None) -> bool:
 def _part(row: Placed, form: ForeachForm, which: int) -> Placed:
     node = row.node
     args, kwargs = form.narrow(node.args, which)
-    made = Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
+    part = Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
                 node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
-    return Placed(made, row.results[which : which + 1], row.source)
+    return Placed(part, row.results[which : which + 1], row.source)
 
 
 def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:
@@ -111,9 +111,9 @@ def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:
         of(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
         for position, arg in enumerate(node.args)
     )
-    made = replace(node, args=args, fresh=of(node.fresh), writes=of(node.writes),
+    rest = replace(node, args=args, fresh=of(node.fresh), writes=of(node.writes),
                    written=of(node.written))  # fmt: skip
-    return Placed(made, of(row.results), row.source)
+    return Placed(rest, of(row.results), row.source)
 
 
 # -- small tensors: one node for many ----------------------------------------------------------
@@ -159,10 +159,10 @@ def _kind(node: Node, metas: Metas) -> tuple[Any, ...] | None:
     rest = () if form.keyword else node.kwargs
     if rest and (scalars or any(type(arg) is Param for _, arg in rest)):
         return None
-    made = node.results[0]
-    assert made is not None
+    result = node.results[0]
+    assert result is not None
     dtypes = tuple(str(metas[t].dtype) for t in tensors)  # type: ignore[union-attr]
-    return form.wide, exact(rest), dtypes, str(made.dtype)
+    return form.wide, exact(rest), dtypes, str(result.dtype)
 
 
 def _levels(kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
@@ -184,7 +184,7 @@ def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
     nodes = [rows[number].node for number in unit]
     form = SPLIT[kinds[unit[0]][0]]
     args, kwargs = form.widen([(node.args, node.kwargs) for node in nodes])
-    made = Node(
+    wide = Node(
         form.wide,
         args,
         kwargs,
@@ -192,4 +192,4 @@ def _wide(rows: list[Placed], unit: list[int], kinds: list[Any]) -> Placed:
         tuple(value for node in nodes for value in node.writes),
         tuple(meta for node in nodes for meta in node.written),
     )
-    return Placed(made, [rows[number].results[0] for number in unit], unit[0])
+    return Placed(wide, [rows[number].results[0] for number in unit], unit[0])

@@ -35,12 +35,12 @@ class ForeachForm(NamedTuple):
     ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         """Arguments and keywords of ``single`` for one tensor, from the arguments of ``wide``."""
         # the last one may be left out: it has a default
-        mine = tuple(
+        arguments = tuple(
             arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
         )
-        if self.keyword and len(mine) == len(self.takes):
-            return mine[:-1], ((self.keyword, mine[-1]),)
-        return mine, ()
+        if self.keyword and len(arguments) == len(self.takes):
+            return arguments[:-1], ((self.keyword, arguments[-1]),)
+        return arguments, ()
 
     def widen(
         self, calls: Sequence[tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]]

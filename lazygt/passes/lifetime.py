@@ -51,13 +51,19 @@ def _target(
     """The operand whose memory the node may overwrite."""
     if len(node.fresh) != 1 or node.writes or node.dynamic or node.body is not None:
         return None
-    made = node.fresh[0]
-    if made is None or _overwriting(node.op) is None or made.offset or made.conj or made.neg:
+    result = node.fresh[0]
+    if (
+        result is None
+        or _overwriting(node.op) is None
+        or result.offset
+        or result.conj
+        or result.neg
+    ):
         return None
-    if _rounds_in_place(node.op, made):
+    if _rounds_in_place(node.op, result):
         return None
     for arg in node.args:
-        if type(arg) is not Ref or metas[arg.index] != made:
+        if type(arg) is not Ref or metas[arg.index] != result:
             continue
         value = arg.index
         if aliases.uses[value] == number and _is_whole(value, aliases, metas):
@@ -70,9 +76,9 @@ def _target(
     return None
 
 
-def _rounds_in_place(op: str, made: TensorMeta) -> bool:
+def _rounds_in_place(op: str, result: TensorMeta) -> bool:
     """Whether the bits depend on where the result is written."""
-    return made.dtype == torch.complex64 and op in _ROUNDED_IN_PLACE
+    return result.dtype == torch.complex64 and op in _ROUNDED_IN_PLACE
 
 
 def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
@@ -85,16 +91,16 @@ def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) 
 def _writing(node: Node, target: int) -> Node | None:
     """The node that writes its result over ``target``."""
     forms = _overwriting(node.op)
-    made = node.fresh[0]
+    result = node.fresh[0]
     assert forms is not None
-    assert made is not None
+    assert result is not None
     in_place, out, keyword = forms
     if in_place and node.args[0] == Ref(target):
-        return replace(node, op=in_place, fresh=(), writes=(target,), written=(made,))
+        return replace(node, op=in_place, fresh=(), writes=(target,), written=(result,))
     if not out:
         return None
     kwargs = (*node.kwargs, (keyword, ref(target)))
-    return replace(node, op=out, kwargs=kwargs, fresh=(), writes=(target,), written=(made,))
+    return replace(node, op=out, kwargs=kwargs, fresh=(), writes=(target,), written=(result,))
 
 
 @lru_cache(maxsize=4096)
@@ -126,8 +132,8 @@ def _overloads(namespace: str, name: str) -> Iterable[str]:
 def _takes(op: str, wanted: list[tuple[str, str]], out: str = "") -> bool:
     """Whether there is an overload of this name that takes these arguments (and ``out``)."""
     try:
-        found = overload(op)
+        function = overload(op)
     except KeyError:
         return False
-    have = [(a.name, str(a.type)) for a in found._schema.arguments if a.name != out]
+    have = [(a.name, str(a.type)) for a in function._schema.arguments if a.name != out]
     return have == wanted

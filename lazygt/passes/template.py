@@ -61,39 +61,39 @@ class Templates:
             GraphError: when the graph breaks its own rules; with ``check``, naming the pass.
         """
         read = skeleton(graph)
-        made = self._resized(read) if stages is None else None
-        if made is None:
+        plan = self._resized(read) if stages is None else None
+        if plan is None:
             stages = [] if stages is None else stages
-            made = run_passes(graph, self._passes, check, stages)
-            verify(made)
-            self._keep(read, _unfused(graph, stages), made)
+            plan = run_passes(graph, self._passes, check, stages)
+            verify(plan)
+            self._keep(read, _unfused(graph, stages), plan)
         elif check:
-            verify(made)
-        return made
+            verify(plan)
+        return plan
 
     def _resized(self, read: Skeleton) -> Graph | None:
         template = self._kept.get(read.key)
         if template is None:
             return None
-        made = template.resized(read.sizes)
-        self.resized += made is not None
-        return made
+        plan = template.resized(read.sizes)
+        self.resized += plan is not None
+        return plan
 
-    def _keep(self, read: Skeleton, unfused: Graph, made: Graph) -> None:
+    def _keep(self, read: Skeleton, unfused: Graph, plan: Graph) -> None:
         template = self._kept.get(read.key)
         if template is None:
-            template = _Template(read.sizes, unfused, made)
+            template = _Template(read.sizes, unfused, plan)
         else:
-            template.keep(read.sizes, made)
+            template.keep(read.sizes, plan)
         self._kept.keep(read.key, template, template.nbytes)
 
 
 def _unfused(graph: Graph, stages: Stages) -> Graph:
     """The graph as the pass ``fuse`` is given it."""
-    for name, made in stages:
+    for name, after in stages:
         if name == "fuse":
             break
-        graph = made
+        graph = after
     return graph
 
 
@@ -106,8 +106,8 @@ class _Template:
         made: what the passes made of it.
     """
 
-    def __init__(self, sizes: tuple[int, ...], unfused: Graph, made: Graph) -> None:
-        self._sizes, self._unfused, self._first = sizes, unfused, made
+    def __init__(self, sizes: tuple[int, ...], unfused: Graph, plan: Graph) -> None:
+        self._sizes, self._unfused, self._first = sizes, unfused, plan
         #: which groups are worth it -> what the passes made then
         self._made: dict[tuple[bool, ...], _Made] = {}
 
@@ -116,10 +116,10 @@ class _Template:
         """What keeping it takes, about."""
         return (2 + len(self._made)) * self._unfused.nbytes
 
-    def keep(self, sizes: tuple[int, ...], made: Graph) -> None:
+    def keep(self, sizes: tuple[int, ...], plan: Graph) -> None:
         """Take note of what the passes made in sizes for which ``resized`` had nothing."""
         if self._usable:
-            self._made[self._groups.worth(Resize(self._sizes, sizes))] = _Made(sizes, made)
+            self._made[self._groups.worth(Resize(self._sizes, sizes))] = _Made(sizes, plan)
             if len(self._made) > _MOST_VERDICTS:
                 del self._made[next(iter(self._made))]
 
@@ -129,8 +129,8 @@ class _Template:
             return None
         if not self._made:
             self.keep(self._sizes, self._first)
-        found = self._made.get(self._groups.worth(Resize(self._sizes, sizes)))
-        return None if found is None else found.resized(sizes)
+        verdict = self._made.get(self._groups.worth(Resize(self._sizes, sizes)))
+        return None if verdict is None else verdict.resized(sizes)
 
     # late, both: most programs are never seen in other sizes
 
@@ -366,15 +366,15 @@ class Resize:
 
     def meta(self, meta: TensorMeta) -> TensorMeta:
         """The meta in the new sizes; the very object where they are the old ones."""
-        found = self._metas.get(id(meta))
-        if found is None:
+        resized = self._metas.get(id(meta))
+        if resized is None:
             shape, stride = self._arg(meta.shape), self._arg(meta.stride)
-            found = meta
+            resized = meta
             if shape != meta.shape or stride != meta.stride or meta.offset in self.changed:
                 offset = self._arg(meta.offset)
-                found = intern(shape, stride, meta.dtype, offset, meta.conj, meta.neg)
-            self._metas[id(meta)] = found
-        return found
+                resized = intern(shape, stride, meta.dtype, offset, meta.conj, meta.neg)
+            self._metas[id(meta)] = resized
+        return resized
 
     def _body(self, body: Graph) -> Graph:
         nodes = tuple([self.node(node) for node in body.nodes])

@@ -67,4 +67,4 @@ def test_nothing_is_said_where_nothing_is_gathered_or_a_rule_decides() -> None:
         x.sort(0).values.sum().item()  # along the cut dim: its rule has rows for the other one
         assert s.last_plan is not None
         assert [each.kind for each in s.last_plan.collectives] == ["all_gather"]
-        assert not lazygt.why(s).gathers
+        assert not lazygt.why(s).fallbacks

@@ -54,7 +54,7 @@ class CollectiveInfo(NamedTuple):
             views, writes back, collectives and small pure ops can; the number of nodes if none
             has to. Of a stored parameter the first that computes with it, be it small or not.
         stored: the input that it gathers; None for what is computed.
-        above: the meetings that it depends on, as bits.
+        above: the collectives that it depends on, as bits.
     """
 
     node: int
@@ -66,7 +66,7 @@ class CollectiveInfo(NamedTuple):
     nbytes: int
     ready: int
     used: int
-    sharding: int | None
+    stored: int | None
     above: int
 
     @property
@@ -77,15 +77,15 @@ class CollectiveInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """A graph, its meetings in order, and what has to come before what, meetings set free."""
+    """A graph, its collectives in order, and what has to come before what, collectives set free."""
 
     graph: Graph
-    meetings: tuple[CollectiveInfo, ...]
+    collectives: tuple[CollectiveInfo, ...]
     before: Sequence[set[int]]
 
 
 def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
-    """Look at a rank's program; linear in its size, times its meetings / 64."""
+    """Look at a rank's program; linear in its size, times its collectives / 64."""
     before = dependencies(
         graph, lambda node: has_effect(node) and node.op not in COLLECTIVES
     ).before
@@ -95,16 +95,16 @@ def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
     above, makers, values = _above(graph, before), _makers(graph), graph.values
     computed = _uses(graph, before, _passes_on)
     uses = _uses(graph, before, lambda node: _passes_on(node) or _is_small(node, values))
-    found = []
+    collectives = []
     for number in numbers:
         node = graph.nodes[number]
-        operand, made = node.args[0].index, node.fresh[0]
+        operand, result = node.args[0].index, node.fresh[0]
         meta = values[operand]
         assert meta is not None
-        assert made is not None
+        assert result is not None
         place = _REDUCE_OP.get(node.op)
-        sharding = _stored(graph, operand, makers) if node.op == ALL_GATHER else None
-        found.append(
+        stored = _stored(graph, operand, makers) if node.op == ALL_GATHER else None
+        collectives.append(
             CollectiveInfo(
                 number,
                 node.op,
@@ -112,14 +112,14 @@ def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
                 node.args[-1],
                 meta.dtype,
                 tuple(node.args[1 : place or -1]),
-                made.nbytes if node.op == ALL_GATHER else meta.nbytes,
+                result.nbytes if node.op == ALL_GATHER else meta.nbytes,
                 makers[operand],
-                uses[number] if sharding is None else computed[number],
-                sharding,
+                uses[number] if stored is None else computed[number],
+                stored,
                 above[number],
             )
         )
-    return CollectiveAnalysis(graph, tuple(found), before)
+    return CollectiveAnalysis(graph, tuple(collectives), before)
 
 
 def unhooked(graph: Graph) -> Graph:
@@ -129,56 +129,56 @@ def unhooked(graph: Graph) -> Graph:
     shape too.
     """
     values = graph.values
-    made = {
+    reduced = {
         results[0]: node.args[0].index
         for node, results in graph.numbered()
         if node.op == ALL_REDUCE and values[node.args[0].index] == values[results[0]]
     }
-    strategies = placed(graph)
+    rows = placed(graph)
     changed = False
-    for number, strategy in enumerate(strategies):
-        args = strategy.node.args
-        if strategy.node.op in _LIKENESSES and type(args[0]) is Ref and args[0].index in made:
-            other = replace(strategy.node, args=(ref(made[args[0].index]), *args[1:]))
-            strategies[number], changed = strategy._replace(node=other), True
-    return rebuild(graph, strategies) if changed else graph
+    for number, row in enumerate(rows):
+        args = row.node.args
+        if row.node.op in _LIKENESSES and type(args[0]) is Ref and args[0].index in reduced:
+            other = replace(row.node, args=(ref(reduced[args[0].index]), *args[1:]))
+            rows[number], changed = row._replace(node=other), True
+    return rebuild(graph, rows) if changed else graph
 
 
-def moves_alone(meeting: CollectiveInfo) -> bool:
+def moves_alone(collective: CollectiveInfo) -> bool:
     """Whether a collective never shares its buffer with others."""
-    return meeting.kind == ALL_TO_ALL
+    return collective.kind == ALL_TO_ALL
 
 
 def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:
-    """For each node the meetings that it depends on, as bits."""
-    found: list[int] = []
+    """For each node the collectives that it depends on, as bits."""
+    masks: list[int] = []
     bits: dict[int, int] = {}
     for number, node in enumerate(graph.nodes):
         mask = 0
         for other in before[number]:
-            mask |= found[other] | bits.get(other, 0)
-        found.append(mask)
+            mask |= masks[other] | bits.get(other, 0)
+        masks.append(mask)
         if node.op in COLLECTIVES:
             bits[number] = 1 << len(bits)
-    return found
+    return masks
 
 
 def _makers(graph: Graph) -> list[int]:
     """The node that makes each value."""
-    found = [-1] * len(graph.inputs)
+    makers = [-1] * len(graph.inputs)
     for number, node in enumerate(graph.nodes):
-        found += [number] * len(node.results)
-    return found
+        makers += [number] * len(node.results)
+    return makers
 
 
 def _uses(graph: Graph, before: Sequence[set[int]], passes_on: Callable[[Node], bool]) -> list[int]:
     """For each node the first that waits for it, those aside that can wait themselves."""
-    found = [len(graph.nodes)] * len(graph.nodes)
+    uses = [len(graph.nodes)] * len(graph.nodes)
     for number in reversed(range(len(graph.nodes))):
-        use = found[number] if passes_on(graph.nodes[number]) else number
+        use = uses[number] if passes_on(graph.nodes[number]) else number
         for other in before[number]:
-            found[other] = min(found[other], use)
-    return found
+            uses[other] = min(uses[other], use)
+    return uses
 
 
 def _passes_on(node: Node) -> bool:
@@ -228,7 +228,7 @@ class Caps:
 
 @dataclass(slots=True)
 class Bucket:
-    """Meetings, by their place in the order of a program, that are one collective.
+    """Collectives, by their place in the order of a program, that are one collective.
 
     Attributes:
         nbytes: together, on the rank with the most.
@@ -239,64 +239,64 @@ class Bucket:
     members: list[int]
     nbytes: int = 0
     unit: FSDPUnit | None = None
-    sharding: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
 
 
-def agree(surveys: Sequence[CollectiveAnalysis]) -> bool:
+def agree(analyses: Sequence[CollectiveAnalysis]) -> bool:
     """Whether all ranks meet in the same collectives in the same order."""
-    return len({tuple([m.signature for m in one.meetings]) for one in surveys}) == 1
+    return len({tuple([m.signature for m in one.collectives]) for one in analyses}) == 1
 
 
-def buckets(surveys: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
+def buckets(analyses: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
     """The buckets in the order of launch, for ranks that ``agree``."""
-    made = _Buckets(surveys, caps)
-    for place in _in_order(made.above, made.wanted):
-        made.add(place)
-    return made.ordered()
+    finder = _Buckets(analyses, caps)
+    for place in _in_order(finder.above, finder.wanted):
+        finder.add(place)
+    return finder.ordered()
 
 
-def one_each(analyse_collectives: CollectiveAnalysis) -> list[Bucket]:
+def one_each(analysis: CollectiveAnalysis) -> list[Bucket]:
     """No two together, in the order of the program."""
-    return [_alone(place, meeting) for place, meeting in enumerate(analyse_collectives.meetings)]
+    return [_alone(place, collective) for place, collective in enumerate(analysis.collectives)]
 
 
-def _alone(place: int, meeting: CollectiveInfo) -> Bucket:
-    sharding = set() if meeting.sharding is None else {meeting.sharding}
-    return Bucket([place], meeting.nbytes, None, sharding)
+def _alone(place: int, collective: CollectiveInfo) -> Bucket:
+    stored = set() if collective.stored is None else {collective.stored}
+    return Bucket([place], collective.nbytes, None, stored)
 
 
 class _Buckets:
-    """Finds the buckets in one walk over the meetings."""
+    """Finds the buckets in one walk over the collectives."""
 
-    def __init__(self, surveys: Sequence[CollectiveAnalysis], caps: Caps) -> None:
-        self.surveys, self.caps = surveys, caps
-        self.meetings = surveys[0].meetings
-        #: for each meeting those that it depends on, on any rank
+    def __init__(self, analyses: Sequence[CollectiveAnalysis], caps: Caps) -> None:
+        self.analyses, self.caps = analyses, caps
+        self.collectives = analyses[0].collectives
+        #: for each collective those that it depends on, on any rank
         self.above = [
-            sorted({place for meeting in same for place in _bits(meeting.above)})
-            for same in zip(*(one.meetings for one in surveys), strict=True)
+            sorted({place for collective in same for place in _bits(collective.above)})
+            for same in zip(*(one.collectives for one in analyses), strict=True)
         ]
-        self.wanted = [m.ready if m.sharding is None else m.used for m in self.meetings]
+        self.wanted = [m.ready if m.stored is None else m.used for m in self.collectives]
         self.home: dict[int, Bucket] = {}
         self.open: dict[object, Bucket] = {}
         self.all: list[Bucket] = []
 
     def add(self, place: int) -> None:
-        """Put the next meeting into the bucket that is open for its like, or into a new one."""
-        meeting = self.meetings[place]
-        made = self._alone(place)
-        key = (meeting.signature, meeting.sharding is None)
+        """Put the next collective into the bucket that is open for its like, or into a new one."""
+        collective = self.collectives[place]
+        alone = self._alone(place)
+        key = (collective.signature, collective.stored is None)
         bucket = self.open.get(key)
-        if bucket is not None and self._fits(bucket, made, place):
+        if bucket is not None and self._fits(bucket, alone, place):
             bucket.members.append(place)
-            bucket.nbytes += made.nbytes
-            bucket.sharding |= made.sharding
+            bucket.nbytes += alone.nbytes
+            bucket.stored |= alone.stored
             self.home[place] = bucket
             return
-        self.home[place] = made
-        self.all.append(made)
-        if not moves_alone(meeting) and made.nbytes < self.caps.alone:
-            self.open[key] = made
+        self.home[place] = alone
+        self.all.append(alone)
+        if not moves_alone(collective) and alone.nbytes < self.caps.alone:
+            self.open[key] = alone
 
     def ordered(self) -> list[Bucket]:
         """The buckets in the order of launch."""
@@ -307,35 +307,35 @@ class _Buckets:
         return [self.all[number] for number in _in_order(above, self._begins(above))]
 
     def _alone(self, place: int) -> Bucket:
-        bucket = _alone(place, self.meetings[place])
-        bucket.nbytes = max(one.meetings[place].nbytes for one in self.surveys)
-        for number in bucket.sharding:
+        bucket = _alone(place, self.collectives[place])
+        bucket.nbytes = max(one.collectives[place].nbytes for one in self.analyses)
+        for number in bucket.stored:
             bucket.unit = self.caps.units.get(number)
         return bucket
 
-    def _fits(self, bucket: Bucket, made: Bucket, place: int) -> bool:
+    def _fits(self, bucket: Bucket, alone: Bucket, place: int) -> bool:
         unit = bucket.unit
         cap = self.caps.bucket if unit is None else unit.cap_bytes
         return (
-            bucket.nbytes + made.nbytes <= cap
-            and made.nbytes < self.caps.alone
-            and unit == made.unit
-            and bucket.sharding.isdisjoint(made.sharding)
+            bucket.nbytes + alone.nbytes <= cap
+            and alone.nbytes < self.caps.alone
+            and unit == alone.unit
+            and bucket.stored.isdisjoint(alone.stored)
             and not self._delays(bucket, place)
             and not self._needs(place, bucket)
         )
 
     def _delays(self, bucket: Bucket, place: int) -> bool:
-        """Whether a user of the bucket would have to wait until the meeting can begin."""
+        """Whether a user of the bucket would have to wait until the collective can begin."""
         return any(
-            one.meetings[place].sharding is None
-            and min(one.meetings[member].used for member in bucket.members)
-            <= one.meetings[place].ready
-            for one in self.surveys
+            one.collectives[place].stored is None
+            and min(one.collectives[member].used for member in bucket.members)
+            <= one.collectives[place].ready
+            for one in self.analyses
         )
 
     def _needs(self, place: int, wanted: Bucket) -> bool:
-        """Whether a meeting depends on a bucket, by way of others too."""
+        """Whether a collective depends on a bucket, by way of others too."""
         seen: set[int] = set()
         todo = [self.home[other] for other in self.above[place]]
         while todo:
@@ -362,14 +362,14 @@ class _Buckets:
                 *(self._needed(self.all[other]) for other in others), -1)
             for bucket, others in zip(self.all, above, strict=True)
         ]  # fmt: skip
-        needed = [number for number, bucket in enumerate(self.all) if bucket.sharding]
+        needed = [number for number, bucket in enumerate(self.all) if bucket.stored]
         needed.sort(key=lambda number: self._needed(self.all[number]))
         for number, former in zip(needed, [None, *needed], strict=False):
             begins[number] = -1 if former is None else self._needed(self.all[former]) - 1
         return begins
 
     def _needed(self, bucket: Bucket) -> int:
-        return min(self.meetings[member].used for member in bucket.members)
+        return min(self.collectives[member].used for member in bucket.members)
 
 
 def _in_order(above: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[int]:

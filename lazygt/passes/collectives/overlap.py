@@ -50,30 +50,30 @@ def overlapped(graphs: Sequence[Graph], mesh: Mesh, caps: Caps) -> tuple[Graph, 
     Args:
         graphs: of each rank; ranks that run the same have one object, here and in the result.
     """
-    made: dict[tuple[int, ...], dict[int, Graph]] = {}
-    found: list[Graph] = list(graphs)
-    for ranks in _meeting(graphs, mesh):
+    known: dict[tuple[int, ...], dict[int, Graph]] = {}
+    programs: list[Graph] = list(graphs)
+    for ranks in _connected(graphs, mesh):
         distinct = {id(graphs[rank]): graphs[rank] for rank in ranks}
-        together = made.get(tuple(distinct))
+        together = known.get(tuple(distinct))
         if together is None:
-            together = made[tuple(distinct)] = _together(distinct, mesh, caps)
+            together = known[tuple(distinct)] = _together(distinct, mesh, caps)
         for rank in ranks:
-            found[rank] = together[id(graphs[rank])]
-    return tuple(found)
+            programs[rank] = together[id(graphs[rank])]
+    return tuple(programs)
 
 
 def _together(graphs: dict[int, Graph], mesh: Mesh, caps: Caps) -> dict[int, Graph]:
     """The new program of each of these, whose ranks meet each other."""
-    surveys = {key: analyse_collectives(unhooked(graph)) for key, graph in graphs.items()}
-    if not any(one.meetings for one in surveys.values()):
+    analyses = {key: analyse_collectives(unhooked(graph)) for key, graph in graphs.items()}
+    if not any(one.collectives for one in analyses.values()):
         return graphs
-    alike = list(surveys.values())
+    alike = list(analyses.values())
     # programs that meet in different collectives have blocks of different sizes on two axes
     shared = buckets(alike, caps) if agree(alike) else None
-    return {key: launched(one, shared or one_each(one), mesh) for key, one in surveys.items()}
+    return {key: launched(one, shared or one_each(one), mesh) for key, one in analyses.items()}
 
 
-def _meeting(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
+def _connected(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
     """The ranks, in groups whose members meet each other, by way of others too."""
     group = {rank: [rank] for rank in range(len(graphs))}
     axes = {id(graph): _axes(graph) for graph in graphs}
@@ -101,22 +101,22 @@ class _Key(NamedTuple):
     side: int
 
 
-def launched(one: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
+def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
     """A rank's program with the buckets launched in this order."""
-    units = _Units(one, order)
-    values = one.graph.values
-    strategies: list[Placed] = []
-    old = placed(one.graph)
+    units = _Units(analysis, order)
+    values = analysis.graph.values
+    rows: list[Placed] = []
+    old = placed(analysis.graph)
     for unit in units.in_order():
         if unit < len(old):
-            strategies.append(old[unit])
+            rows.append(old[unit])
             continue
         number, second = divmod(unit - len(old), 2)
-        members = [old[one.meetings[place].node] for place in order[number].members]
+        members = [old[analysis.collectives[place].node] for place in order[number].members]
         flying = len(values) + number
-        halves = _halves(members, one, order[number], flying, mesh)
-        strategies.append(halves[second])
-    return rebuild(one.graph, strategies)
+        halves = _halves(members, analysis, order[number], flying, mesh)
+        rows.append(halves[second])
+    return rebuild(analysis.graph, rows)
 
 
 class _Units:
@@ -125,15 +125,15 @@ class _Units:
     Units are numbered: old nodes by their own numbers, then launch and wait of each bucket.
     """
 
-    def __init__(self, one: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
-        self.one, self.order = one, order
-        nodes = one.graph.nodes
+    def __init__(self, analysis: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
+        self.analysis, self.order = analysis, order
+        nodes = analysis.graph.nodes
         self.count = len(nodes)
         #: a data-dependent node stays the last
         self.end = self.count - (nodes[-1].dynamic if nodes else 0)
-        #: meeting's node -> number of its bucket
+        #: collective's node -> number of its bucket
         self.home = {
-            one.meetings[place].node: number
+            analysis.collectives[place].node: number
             for number, bucket in enumerate(order)
             for place in bucket.members
         }
@@ -157,7 +157,7 @@ class _Units:
         """What comes before a node; of a collective its wait."""
         return {
             self.wait(self.home[other]) if other in self.home else other
-            for other in self.one.before[node]
+            for other in self.analysis.before[node]
         }
 
     def _bucket(self, number: int, bucket: Bucket, gathers: list[int]) -> None:
@@ -166,13 +166,13 @@ class _Units:
         Args:
             gathers: the buckets of stored parameters so far.
         """
-        meetings = [self.one.meetings[place] for place in bucket.members]
-        before = {other for meeting in meetings for other in self._mapped(meeting.node)}
+        collectives = [self.analysis.collectives[place] for place in bucket.members]
+        before = {other for collective in collectives for other in self._mapped(collective.node)}
         if number:
             before.add(self.launch(number - 1))
-        needed = min(self.end, *(meeting.used for meeting in meetings))
-        wanted = _Key(max(meeting.ready for meeting in meetings), 3)
-        if bucket.sharding:
+        needed = min(self.end, *(collective.used for collective in collectives))
+        wanted = _Key(max(collective.ready for collective in collectives), 3)
+        if bucket.stored:
             wanted = _Key(-1, 0)
             if gathers and (bucket.unit is None or bucket.unit.limit_all_gathers):
                 wanted = _Key(self.keys[self.wait(gathers[-1])].place, 0)
@@ -215,34 +215,34 @@ class _Units:
 
 
 def _halves(
-    members: Sequence[Placed], one: CollectiveAnalysis, bucket: Bucket, flying: int, mesh: Mesh
+    members: Sequence[Placed], analysis: CollectiveAnalysis, bucket: Bucket, flying: int, mesh: Mesh
 ) -> tuple[Placed, Placed]:
     """The launch and the wait of a bucket; ``flying`` is the number of what is under way."""
-    meetings = [one.meetings[place] for place in bucket.members]
-    first, values = meetings[0], [strategy.node.args[0] for strategy in members]
+    collectives = [analysis.collectives[place] for place in bucket.members]
+    first, values = collectives[0], [row.node.args[0] for row in members]
     kind = first.kind.removeprefix("lazygt.")
-    moves = () if first.kind == ALL_REDUCE else tuple(meeting.move for meeting in meetings)
+    moves = () if first.kind == ALL_REDUCE else tuple(collective.move for collective in collectives)
     args = (kind, tuple(values), moves, first.op, first.axis)
-    results = [value for strategy in members for value in strategy.results]
-    made = tuple(strategy.node.fresh[0] for strategy in members)
-    operands = [_meta(one.graph, value) for value in values]
+    results = [value for row in members for value in row.results]
+    metas = tuple(row.node.fresh[0] for row in members)
+    operands = [_meta(analysis.graph, value) for value in values]
     source = members[0].source
-    if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == made[0]:
+    if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == metas[0]:
         target, meta = values[0].index, operands[0]
         begin = Node(LAUNCH_, args, (), (), (target,), (meta,))
         end = Node(WAIT, (ref(flying), (), (), first.axis), (), (), (flying,), (meta,))
     else:
         held = tuple(values) if _sends_from_there(first.kind, len(members)) else ()
-        length = _length(kind, operands, moves, mesh.size(first.axis), made)
+        length = _length(kind, operands, moves, mesh.size(first.axis), metas)
         begin = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
-        end = Node(WAIT, (ref(flying), held, (), first.axis), (), made)
+        end = Node(WAIT, (ref(flying), held, (), first.axis), (), metas)
     return Placed(begin, [flying], source), Placed(end, results, source)
 
 
 def _meta(graph: Graph, value: Ref) -> TensorMeta:
-    found = graph.values[value.index]
-    assert found is not None
-    return found
+    meta = graph.values[value.index]
+    assert meta is not None
+    return meta
 
 
 def _sends_from_there(kind: str, count: int) -> bool:
@@ -255,12 +255,12 @@ def _length(
     operands: Sequence[TensorMeta],
     moves: Sequence[Sequence[int]],
     parts: int,
-    made: Sequence[TensorMeta | None],
+    metas: Sequence[TensorMeta | None],
 ) -> int:
     """Elements of the buffer that a launch receives into."""
     if kind == "all_to_all":
-        assert made[0] is not None
-        return made[0].numel
+        assert metas[0] is not None
+        return metas[0].numel
     shapes = [meta.shape for meta in operands]
     where = slots(kind, shapes, moves, parts, operands[0].dtype.itemsize)
     return buffer_length(kind, parts, where.total)

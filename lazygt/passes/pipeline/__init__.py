@@ -13,7 +13,7 @@ from typing import Any
 from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import Placement, Replicate, SingleRank
-from lazygt.passes.base import unlikened
+from lazygt.passes.base import without_likenesses
 from lazygt.passes.pipeline.schedule import ordered
 from lazygt.passes.pipeline.split import split
 from lazygt.passes.pipeline.stages import assign
@@ -30,16 +30,16 @@ def pipeline_axis(
     Raises:
         ValueError: it has stages along two axes, or ``workers`` stand for the ranks.
     """
-    found = {node.args[2] for node in graph.nodes if node.op in (ENTER, LEAVE)}
-    for each in inputs:
-        placements = zip(mesh.names, each.placements, strict=True)
-        found |= {name for name, placement in placements if isinstance(placement, SingleRank)}
-    if len(found) > 1:
-        names = " and ".join(sorted(found))
+    axes = {node.args[2] for node in graph.nodes if node.op in (ENTER, LEAVE)}
+    for sharding in inputs:
+        placements = zip(mesh.names, sharding.placements, strict=True)
+        axes |= {name for name, placement in placements if isinstance(placement, SingleRank)}
+    if len(axes) > 1:
+        names = " and ".join(sorted(axes))
         raise ValueError(f"a program has stages along one axis of the mesh {mesh}, not {names}")
-    if found and workers is not None:
+    if axes and workers is not None:
         raise ValueError("invariant=True knows no pipeline stages: leave out one of the two")
-    return found.pop() if found else None
+    return axes.pop() if axes else None
 
 
 def shard_stages(
@@ -56,23 +56,26 @@ def shard_stages(
         ValueError: a value is cut into blocks along the axis of the stages.
     """
     at = mesh.names.index(axis)
-    homes = [_home(each.placements[at], axis) for each in inputs]
-    others = [each._replace(placements=_without(each.placements, at)) for each in inputs]
+    homes = [_home(sharding.placements[at], axis) for sharding in inputs]
+    others = [
+        sharding._replace(placements=_without(sharding.placements, at)) for sharding in inputs
+    ]
     rest = Mesh(_without(mesh.names, at), _without(mesh.sizes, at))
     local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
     graphs: list[Graph] = [graph] * mesh.world_size
     placements: list[Placement] = []
     why = ""
-    for line, each in zip(mesh.lines(axis), local.graphs, strict=True):
-        one = unlikened(each)  # so that a dropout's mask, which all ranks draw, is of no stage
-        found = assign(one, homes)
-        order, why = ordered(one, found, len(line))
-        parts, placements = split(one, found, order, axis, len(line))
+    for line, whole in zip(mesh.lines(axis), local.graphs, strict=True):
+        # so that a dropout's mask, which all ranks draw, is of no stage
+        program = without_likenesses(whole)
+        assigned = assign(program, homes)
+        order, why = ordered(program, assigned, len(line))
+        parts, placements = split(program, assigned, order, axis, len(line))
         for rank, part in zip(line, parts, strict=True):
             graphs[rank] = part
     outputs = [
-        each._replace(placements=(*each.placements[:at], placement, *each.placements[at:]))
-        for each, placement in zip(local.outputs, placements, strict=True)
+        output._replace(placements=(*output.placements[:at], placement, *output.placements[at:]))
+        for output, placement in zip(local.outputs, placements, strict=True)
     ]
     return PartitionedProgram(tuple(graphs), tuple(outputs), why)
 

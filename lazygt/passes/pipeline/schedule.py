@@ -48,13 +48,15 @@ class Order(NamedTuple):
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
     """What one stage does, in order."""
     ahead = min(stages - 1 - stage, microbatches)
-    order = [Unit(stage, False, one) for one in range(ahead)]
-    for one in range(ahead, microbatches):
-        order += [Unit(stage, False, one), Unit(stage, True, one - ahead)]
-    return order + [Unit(stage, True, one) for one in range(microbatches - ahead, microbatches)]
+    order = [Unit(stage, False, microbatch) for microbatch in range(ahead)]
+    for microbatch in range(ahead, microbatches):
+        order += [Unit(stage, False, microbatch), Unit(stage, True, microbatch - ahead)]
+    return order + [
+        Unit(stage, True, microbatch) for microbatch in range(microbatches - ahead, microbatches)
+    ]
 
 
-def ordered(graph: Graph, found: Stages, stages: int) -> Order:
+def ordered(graph: Graph, assigned: Stages, stages: int) -> Order:
     """An order that all ranks keep.
 
     It is one order of all nodes in which nothing stands before what it needs, and each rank runs
@@ -64,12 +66,12 @@ def ordered(graph: Graph, found: Stages, stages: int) -> Order:
     """
     numbers = [
         number for number, node in enumerate(graph.nodes)
-        if found.nodes[number] is not None and node.op not in (ENTER, LEAVE)
+        if assigned.nodes[number] is not None and node.op not in (ENTER, LEAVE)
     ]  # fmt: skip
     phases, microbatches = _phases(graph)
     # the last backward pass, with all that follows it, is each stage's last in any case
     middle = [number for number in numbers if phases[number] != (True, microbatches - 1)]
-    shared = next((number for number in middle if found.nodes[number] == EVERY), None)
+    shared = next((number for number in middle if assigned.nodes[number] == EVERY), None)
     if microbatches == 1:
         return Order(numbers)
     if shared is not None:
@@ -77,10 +79,10 @@ def ordered(graph: Graph, found: Stages, stages: int) -> Order:
         return Order(numbers, f"every rank runs {op} ({line}): do that after the last microbatch")
     parts: dict[Unit, list[int]] = {}
     for number in middle:
-        stage = found.nodes[number]
+        stage = assigned.nodes[number]
         assert stage is not None
         parts.setdefault(Unit(stage, *phases[number]), []).append(number)
-    needs = _needs(graph, found, parts)
+    needs = _needs(graph, assigned, parts)
     try:
         units = _sorted(needs, stages, microbatches)
     except CycleError as error:
@@ -103,7 +105,7 @@ def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
 
 
 def _needs(
-    graph: Graph, found: Stages, parts: Mapping[Unit, Sequence[int]]
+    graph: Graph, assigned: Stages, parts: Mapping[Unit, Sequence[int]]
 ) -> dict[Unit, dict[Unit, None]]:
     """For each unit those whose results it takes; what has no stage takes nothing of any."""
     units = {number: unit for unit, numbers in parts.items() for number in numbers}
@@ -111,7 +113,7 @@ def _needs(
     for number, unit in units.items():
         node = graph.nodes[number]
         for value in (*node.refs(), *node.writes):
-            other = units.get(found.makers[found.named(value)], unit)
+            other = units.get(assigned.makers[assigned.named(value)], unit)
             if other != unit:
                 needs[unit][other] = None
     return needs
@@ -135,6 +137,6 @@ def _sorted(
 
 def _need(needs: Mapping[Unit, Mapping[Unit, None]], cycle: Sequence[Unit]) -> str:
     """What in a cycle of units, each before the next, 1F1B has the other way round."""
-    pairs = [(one, other) for one, other in pairwise(cycle) if one in needs.get(other, ())]
-    one, other = max(pairs, key=lambda pair: pair[0].microbatch != pair[1].microbatch)
-    return f"{other} needs what {one} makes"
+    pairs = [(first, second) for first, second in pairwise(cycle) if first in needs.get(second, ())]
+    first, second = max(pairs, key=lambda pair: pair[0].microbatch != pair[1].microbatch)
+    return f"{second} needs what {first} makes"

@@ -17,12 +17,12 @@ from lazygt.graph.alias import draws, has_effect
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import DEVICE, Graph, Node, ref
 from lazygt.graph.placement import RECV, SEND, Placement, Replicate, SingleRank, local_meta
-from lazygt.passes.base import Placed, blank, placed, rebuild, view_source
+from lazygt.passes.base import Placed, placed, rebuild, uninitialized, view_source
 from lazygt.passes.pipeline.stages import EVERY, Stages, written
 
 
 def split(
-    graph: Graph, found: Stages, order: Sequence[int], axis: str, stages: int
+    graph: Graph, assigned: Stages, order: Sequence[int], axis: str, stages: int
 ) -> tuple[list[Graph], list[Placement]]:
     """Each stage's graph, and which stage has each output.
 
@@ -31,9 +31,9 @@ def split(
     Args:
         order: the nodes that have a stage, as ``onefoneb.ordered`` gives them.
     """
-    whole = Whole(graph, found, order, stages)
+    whole = Whole(graph, assigned, order, stages)
     parts = [Part(whole, stage) for stage in range(stages)]
-    homes = [found.values[value] for value in graph.outputs]
+    homes = [assigned.values[value] for value in graph.outputs]
     placements: list[Placement] = [
         Replicate() if home is None else SingleRank(home) for home in homes
     ]
@@ -49,9 +49,9 @@ class Whole:
         order: the nodes that have a stage, in the order that all ranks keep.
     """
 
-    def __init__(self, graph: Graph, found: Stages, order: Sequence[int], stages: int) -> None:
-        self.graph, self.found, self.stages = graph, found, stages
-        self.metas, self.strategies = graph.values, placed(graph)
+    def __init__(self, graph: Graph, assigned: Stages, order: Sequence[int], stages: int) -> None:
+        self.graph, self.assigned, self.stages = graph, assigned, stages
+        self.metas, self.rows = graph.values, placed(graph)
         self.asks = bool(order) and graph.nodes[order[-1]].dynamic
         self.order = order[:-1] if self.asks else order
 
@@ -59,7 +59,7 @@ class Whole:
     def effects(self) -> list[int]:
         """Nodes without a stage that all ranks run, whether their results are needed or not."""
         nodes = enumerate(self.graph.nodes)
-        return [n for n, node in nodes if self.found.nodes[n] is None and has_effect(node)]
+        return [n for n, node in nodes if self.assigned.nodes[n] is None and has_effect(node)]
 
     @cached_property
     def earlier_draw(self) -> dict[int, int]:
@@ -73,22 +73,22 @@ class Whole:
         source = view_source(node)
         if source is None or len(node.results) != 1 or len(set(node.refs())) != 1:
             return False
-        made, base = node.results[0], self.metas[source]
-        return made is not None and base is not None and made.numel >= base.numel
+        result, base = node.results[0], self.metas[source]
+        return result is not None and base is not None and result.numel >= base.numel
 
 
 class Part:
     """What one stage runs: nodes by number, and ``~value`` for a value that it receives."""
 
     def __init__(self, whole: Whole, stage: int) -> None:
-        self._whole, self._found, self.stage = whole, whole.found, stage
+        self._whole, self._assigned, self.stage = whole, whole.assigned, stage
         self.tasks: dict[int, None] = {}
-        graph, mine = whole.graph, (stage, EVERY)
+        graph, here = whole.graph, (stage, EVERY)
         for number in whole.order:
-            if self._found.nodes[number] in mine:
+            if self._assigned.nodes[number] in here:
                 self._do(number)
         for value in graph.outputs:
-            if self._found.values[value] in (None, stage):
+            if self._assigned.values[value] in (None, stage):
                 self._do(self._task(value))
         for number in whole.effects:
             self._do(number)
@@ -101,8 +101,8 @@ class Part:
 
     def _task(self, value: int) -> int | None:
         """What has to be done for a value; None: it is there."""
-        value = self._found.named(value)
-        maker, home = self._found.makers[value], self._found.values[value]
+        value = self._assigned.named(value)
+        maker, home = self._assigned.makers[value], self._assigned.values[value]
         if home is None or home == self.stage:
             return None if maker < 0 else maker
         if maker >= 0 and self._whole.is_cheap_view(maker):
@@ -127,9 +127,9 @@ class Part:
             return []
         node = self._whole.graph.nodes[task]
         values = (*node.refs(), *written(node))
-        found = [need for value in values if (need := self._task(value)) is not None]
+        needs = [need for value in values if (need := self._task(value)) is not None]
         earlier = self._whole.earlier_draw.get(task)
-        return found if earlier is None else [earlier, *found]
+        return needs if earlier is None else [earlier, *needs]
 
 
 class _Writer:
@@ -137,12 +137,12 @@ class _Writer:
 
     def __init__(self, whole: Whole, parts: Sequence[Part], stage: int, axis: str) -> None:
         self._whole, self._parts, self._stage, self._axis = whole, parts, stage, axis
-        self._strategies: list[Placed] = []
+        self._rows: list[Placed] = []
         #: value -> the stages that it is sent to
         self._targets: dict[int, list[int]] = {}
         for part in parts:
             for value in part.received():
-                if whole.found.values[value] == stage:
+                if whole.assigned.values[value] == stage:
                     self._targets.setdefault(value, []).append(part.stage)
         self._arriving = {
             other: _sent(part, whole, parts[stage]) for other, part in enumerate(parts)
@@ -154,7 +154,7 @@ class _Writer:
         Args:
             placements: of the whole program's outputs.
         """
-        whole, found, count = self._whole, self._whole.found, self._whole.stages
+        whole, assigned, count = self._whole, self._whole.assigned, self._whole.stages
         blanks = self._blanks(placements)
         for value in range(len(whole.graph.inputs)):
             self._send(value, 0)
@@ -162,10 +162,10 @@ class _Writer:
             if task < 0:
                 self._receive(~task)
                 continue
-            self._strategies.append(whole.strategies[task])
-            for value in whole.strategies[task].results:
+            self._rows.append(whole.rows[task])
+            for value in whole.rows[task].results:
                 self._send(value, task)
-        homes = [found.values[value] for value in range(len(whole.graph.inputs))]
+        homes = [assigned.values[value] for value in range(len(whole.graph.inputs))]
         inputs = tuple([
             meta if home is None else local_meta(meta, SingleRank(home), count, self._stage)
             for meta, home in zip(whole.graph.inputs, homes, strict=True)
@@ -177,7 +177,7 @@ class _Writer:
             for value, placement in zip(whole.graph.outputs, placements, strict=True)
         ])  # fmt: skip
         return rebuild(
-            replace(whole.graph, inputs=inputs, outputs=outputs), self._strategies, found.same
+            replace(whole.graph, inputs=inputs, outputs=outputs), self._rows, assigned.same
         )
 
     def _dtype(self, value: int) -> torch.dtype:
@@ -187,23 +187,23 @@ class _Writer:
 
     def _blanks(self, placements: Sequence[Placement]) -> dict[torch.dtype, int]:
         """A tensor of no elements for each dtype of the outputs that other stages have."""
-        made: dict[torch.dtype, int] = {}
+        values: dict[torch.dtype, int] = {}
         for value, placement in zip(self._whole.graph.outputs, placements, strict=True):
             dtype = self._dtype(value)
-            if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in made:
-                number = made[dtype] = len(self._whole.metas) + len(made)
-                node = blank(intern((0,), (1,), dtype))
-                self._strategies.append(Placed(node, (number,), 0))
-        return made
+            if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in values:
+                number = values[dtype] = len(self._whole.metas) + len(values)
+                node = uninitialized(intern((0,), (1,), dtype))
+                self._rows.append(Placed(node, (number,), 0))
+        return values
 
     def _send(self, value: int, source: int) -> None:
         for peer in self._targets.get(value, ()):
             node = Node(SEND, (ref(value), peer, self._axis))
-            self._strategies.append(Placed(node, (), source))
+            self._rows.append(Placed(node, (), source))
 
     def _receive(self, value: int) -> None:
         """Receive a value, and what was sent before it: a pair of ranks has one order for both."""
-        home = self._whole.found.values[value]
+        home = self._whole.assigned.values[value]
         assert home is not None
         arriving = self._arriving[home]
         if value not in arriving:
@@ -212,18 +212,18 @@ class _Writer:
             first = arriving.pop(0)
             meta = _arrived(self._whole.metas[first])
             args = (home, meta.shape, meta.dtype, DEVICE, self._axis)
-            source = max(self._whole.found.makers[first], 0)
-            self._strategies.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
+            source = max(self._whole.assigned.makers[first], 0)
+            self._rows.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
 
 
 def _sent(sender: Part, whole: Whole, receiver: Part) -> list[int]:
     """What one stage receives of another, in the order in which it is sent."""
-    wanted = {v for v in receiver.received() if whole.found.values[v] == sender.stage}
-    inputs = [value for value in sorted(wanted) if whole.found.makers[value] < 0]
-    made = [value for task in sender.tasks if task >= 0 for value in whole.strategies[task].results]
-    return inputs + [value for value in made if value in wanted]
+    wanted = {v for v in receiver.received() if whole.assigned.values[v] == sender.stage}
+    inputs = [value for value in sorted(wanted) if whole.assigned.makers[value] < 0]
+    values = [value for task in sender.tasks if task >= 0 for value in whole.rows[task].results]
+    return inputs + [value for value in values if value in wanted]
 
 
 def _arrived(meta: TensorMeta | None) -> TensorMeta:

@@ -49,7 +49,7 @@ class Annotation:
     kind: Literal["given", "stored", "free", "pinned"] = "given"
 
 
-def follow(
+def infer_annotations(
     graph: Graph,
     metas: Metas,
     entries: Sequence[StrategySet],
@@ -62,18 +62,18 @@ def follow(
         entries: the strategies of each kind of node.
         numbers: the kind of each node.
     """
-    found = dict(annotations)
+    inferred = dict(annotations)
     for (node, results), number in zip(graph.numbered(), numbers, strict=True):
         refs = node.refs()
-        if not (refs and results) or node.dynamic or found.keys().isdisjoint(refs):
+        if not (refs and results) or node.dynamic or inferred.keys().isdisjoint(refs):
             continue
-        made = _made(node, metas, entries[number], found)
-        for value, annotation in zip(results, made, strict=False):
-            found.setdefault(value, annotation)
-    return found
+        of_results = _inferred(node, metas, entries[number], inferred)
+        for value, annotation in zip(results, of_results, strict=False):
+            inferred.setdefault(value, annotation)
+    return inferred
 
 
-def _made(
+def _inferred(
     node: Node, metas: Metas, entry: StrategySet, known: Mapping[int, Annotation]
 ) -> Sequence[Annotation]:
     """The annotations of a node's results; none where nothing follows."""
@@ -88,9 +88,9 @@ def _made(
         interleaved = any(isinstance(placement, StridedShard) for placement in placements)
         return () if interleaved else [Annotation(placement, "pinned") for placement in placements]
     if is_elementwise(node, metas):
-        each = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
-        found = each.pop() if len(each) == 1 else None
-        return () if found is None or found.kind != "stored" else (found,)
+        said = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
+        annotation = said.pop() if len(said) == 1 else None
+        return () if annotation is None or annotation.kind != "stored" else (annotation,)
     return ()
 
 
@@ -108,12 +108,12 @@ def is_elementwise(node: Node, metas: Metas) -> bool:
     """
     if len(node.fresh) != 1 or node.writes or not node.refs() or node.op.startswith("lazygt."):
         return False
-    (made,) = node.fresh
-    if made is None or not (pointwise.is_pointwise(node.op) or node.op in pointwise.RULES):
+    (result,) = node.fresh
+    if result is None or not (pointwise.is_pointwise(node.op) or node.op in pointwise.RULES):
         return False
     operands = [metas[value] for value in node.refs()]
     return all(
-        meta is not None and (meta.shape == made.shape or meta.numel == 1) for meta in operands
+        meta is not None and (meta.shape == result.shape or meta.numel == 1) for meta in operands
     )
 
 
@@ -140,43 +140,43 @@ R = Replicate()
 def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> dict[int, Sharding]:
     """The values with a place of their own: inputs, those that were placed, what is made of
     nothing (a weight before its first values), and new versions of all these."""
-    found = dict(enumerate(inputs))
+    shardings = dict(enumerate(inputs))
     whole = Sharding((R,) * len(mesh.names))
     for node, results in graph.numbered():
         if node.op == PLACE:
-            found[results[0]] = stored_by(node)
-        elif node.op == ENTER and node.args[0].index in found:
-            found[results[0]] = found[node.args[0].index]
+            shardings[results[0]] = stored_by(node)
+        elif node.op == ENTER and node.args[0].index in shardings:
+            shardings[results[0]] = shardings[node.args[0].index]
         elif not node.refs():
-            found.update(dict.fromkeys(results, whole))
+            shardings.update(dict.fromkeys(results, whole))
         targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
         versions = results if node.op == WRITE_BACK else results[len(node.fresh) :]
         for target, version in zip(targets, versions, strict=False):
-            if target.index in found:
-                found[version] = found[target.index]
-    return found
+            if target.index in shardings:
+                shardings[version] = shardings[target.index]
+    return shardings
 
 
 def annotations_of(
     graph: Graph, kept: Mapping[int, Sharding], mesh: Mesh, at: int
 ) -> dict[int, Annotation]:
     """What the user has said of a graph's values, for one axis."""
-    found = {}
-    for value, each in kept.items():
-        placement = each.placements[at]
+    annotations = {}
+    for value, sharding in kept.items():
+        placement = sharding.placements[at]
         if isinstance(placement, Unspecified):
             continue
-        if each.unit is not None and each.unit.axis == mesh.names[at] and placement != R:
-            found[value] = Annotation(placement, "stored")
-        elif each.pinned:
-            found[value] = Annotation(placement, "pinned")
+        if sharding.unit is not None and sharding.unit.axis == mesh.names[at] and placement != R:
+            annotations[value] = Annotation(placement, "stored")
+        elif sharding.pinned:
+            annotations[value] = Annotation(placement, "pinned")
         elif value < len(graph.inputs) and placement != R:
-            found[value] = Annotation(placement)
+            annotations[value] = Annotation(placement)
     for node, results in graph.numbered():
         placement = kept[results[0]].placements[at] if node.op == PLACE else Unspecified()
         if not isinstance(placement, Unspecified):
-            found.setdefault(results[0], Annotation(placement, "free"))
-    return found
+            annotations.setdefault(results[0], Annotation(placement, "free"))
+    return annotations
 
 
 def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:

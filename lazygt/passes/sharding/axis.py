@@ -63,9 +63,9 @@ def shard(
     for at in range(len(mesh.names)):
         wanted = [_wanted(home, at) for home in homes]
         axis = _Axis(mesh, at, inputs, machine)
-        made = _agreed(axis, graphs, wanted, decided)
-        graphs = [local.graph for ranks in made for local in ranks]
-        chosen = made[0][0].outputs
+        programs = _agreed(axis, graphs, wanted, decided)
+        graphs = [local.graph for ranks in programs for local in ranks]
+        chosen = programs[0][0].outputs
         placements = [(*had, placement) for had, placement in zip(placements, chosen, strict=True)]
     outputs = tuple([
         Sharding(had) if home is None else home._replace(placements=had)
@@ -91,16 +91,16 @@ def _agreed(
     there. Their blocks may differ in size, so they may not; then they exchange whole values.
     """
     choices, chosen = _choices(axis, graphs, wanted)
-    exchanged = {_exchanged(one, choice) for one, choice in zip(graphs, choices, strict=True)}
+    exchanged = {_exchanged(graph, choice) for graph, choice in zip(graphs, choices, strict=True)}
     if len(exchanged) > 1:
         choices, chosen = _choices(axis, graphs, wanted, exchange_whole=True)
-    made: list[list[LocalProgram]] = []
-    for one, choice in zip(graphs, choices, strict=True):
-        known = made[0] if made and same(one, graphs[0]) else None
-        made.append(known or axis.localised(one, choice, chosen))
+    programs: list[list[LocalProgram]] = []
+    for graph, choice in zip(graphs, choices, strict=True):
+        known = programs[0] if programs and same(graph, graphs[0]) else None
+        programs.append(known or axis.localised(graph, choice, chosen))
     if decided is not None:
-        decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, made[0][0]))
-    return made
+        decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, programs[0][0]))
+    return programs
 
 
 def _choices(

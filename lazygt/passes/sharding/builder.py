@@ -180,9 +180,9 @@ class Builder:
 
     def meta(self, value: Ref) -> TensorMeta:
         """The local meta of a value."""
-        found = self.metas[value.index]
-        assert found is not None, f"%{value.index} is an undefined tensor"
-        return found
+        meta = self.metas[value.index]
+        assert meta is not None, f"%{value.index} is an undefined tensor"
+        return meta
 
     def shape(self, value: Ref) -> tuple[int, ...]:
         """The local shape of a value."""
@@ -233,11 +233,11 @@ class Builder:
         """
         function = overload(name)
         f = writing_facts(function) if writing else facts(function)
-        found = self._infer(f, args, kwargs)
-        if found is None:
+        results = self._infer(f, args, kwargs)
+        if results is None:
             raise GraphError(f"{name}: its results' shapes depend on values; run it on whole ones")
         targets = written_by(f, args, kwargs)
-        return self.add(Node(name, args, kwargs, found.fresh, targets, found.written))
+        return self.add(Node(name, args, kwargs, results.fresh, targets, results.written))
 
     def rerun(self, node: Node, operands: Sequence[Ref], **changes: Any) -> tuple[Ref | None, ...]:
         """Add ``node``'s op on other operands, with some arguments changed by name."""
@@ -261,8 +261,8 @@ class Builder:
     def full(self, shape: Sequence[int], value: Arg, like: Ref) -> Ref:
         """A new tensor with the dtype of ``like``."""
         dtype = self.meta(like).dtype
-        made: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
-        return made
+        filled: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
+        return filled
 
     def reshape(self, value: Ref, shape: Sequence[int]) -> Ref:
         """``value`` in another shape: a view where its strides allow one."""
@@ -282,9 +282,9 @@ class Builder:
     def restrided(self, value: Ref, stride: Sequence[int]) -> Ref:
         """A copy of ``value`` in memory laid out as ``stride`` says."""
         meta = self.meta(value)
-        made = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
+        memory = self.op("aten.empty_strided.default", meta.shape, tuple(stride),
                        dtype=meta.dtype, device=DEVICE)  # fmt: skip
-        copy: Ref = self.op("aten.copy_.default", made, value)
+        copy: Ref = self.op("aten.copy_.default", memory, value)
         return copy
 
     # collectives; see graph.label
@@ -370,9 +370,9 @@ class Builder:
         return intern(shape, contiguous_stride(shape), meta.dtype)
 
     def _collective(self, name: str, args: tuple[Arg, ...], meta: TensorMeta) -> Ref:
-        (made,) = self.add(Node(name, (*args, self.axis), (), (meta,)))
-        assert made is not None
-        return made
+        (result,) = self.add(Node(name, (*args, self.axis), (), (meta,)))
+        assert result is not None
+        return result
 
     def add(self, node: Node) -> tuple[Ref | None, ...]:
         """Add a node as it stands; all its results."""
@@ -392,15 +392,15 @@ class Builder:
             _seen.move_to_end(key)
             return _seen[key]
         metas = {n: self.meta(ref(n)) for n in numbers((args, kwargs))}
-        found = _shapes.results(f, args, kwargs, metas, self._samples)
-        if found is None:
-            found = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
-            if found is not None:
-                _shapes.learn(f, args, kwargs, metas, self._samples, found)
-        _seen[key] = found
+        results = _shapes.results(f, args, kwargs, metas, self._samples)
+        if results is None:
+            results = run_on_metas(f, args, kwargs, metas, self._samples, self._device_type)
+            if results is not None:
+                _shapes.learn(f, args, kwargs, metas, self._samples, results)
+        _seen[key] = results
         if len(_seen) > _LIMIT:
             _seen.popitem(last=False)
-        return found
+        return results
 
     def _signature(self, arg: Arg) -> Any:
         kind = type(arg)

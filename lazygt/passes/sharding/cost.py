@@ -178,9 +178,9 @@ def seconds(cost: float) -> float:
 # ----------------------
 
 #: Placements of one value that are there together, or wanted together.
-Labels = tuple[Placement, ...]
+Copies = tuple[Placement, ...]
 #: What each choice of a variable has, or wants, of a value.
-Options = tuple[Labels, ...]
+Options = tuple[Copies, ...]
 
 
 class ReshardingCosts:
@@ -193,7 +193,7 @@ class ReshardingCosts:
     def __init__(self, machine: Machine, parts: int) -> None:
         self._machine, self._parts = machine, parts
         self._moves: dict[tuple[Placement, Placement, int], float] = {}
-        self._lines: dict[tuple[Labels, Labels, int], float] = {}
+        self._costs: dict[tuple[Copies, Copies, int], float] = {}
         self._options: dict[Options, Options] = {}
         self._tables: dict[tuple[int, int, int], Table | None] = {}
         self._copies: dict[tuple[int, int], Table | None] = {}
@@ -205,28 +205,28 @@ class ReshardingCosts:
     def move(self, source: Placement, target: Placement, nbytes: int) -> float:
         """To give a value of ``nbytes`` another placement."""
         key = source, target, nbytes
-        found = self._moves.get(key)
-        if found is None:
+        cost = self._moves.get(key)
+        if cost is None:
             took = reshard_seconds(self._machine, source, target, nbytes, self._parts)
-            found = self._moves[key] = ticks(took)
-        return found
+            cost = self._moves[key] = ticks(took)
+        return cost
 
-    def make(self, have: Labels, want: Labels, nbytes: int) -> float:
+    def make(self, have: Copies, want: Copies, nbytes: int) -> float:
         """To make all the placements that are wanted of those at hand, by way of one more if
         better.
         """
         key = have, want, nbytes
-        found = self._lines.get(key)
-        if found is None:
-            found = self._each(have, want, nbytes)
-            if len(want) > 1 or math.isinf(found):  # the same op takes several, or none leads there
+        cost = self._costs.get(key)
+        if cost is None:
+            cost = self._each(have, want, nbytes)
+            if len(want) > 1 or math.isinf(cost):  # the same op takes several, or none leads there
                 for way in (Replicate(), *want):
                     first = self._each(have, (way,), nbytes)
-                    found = min(found, first + self._each((*have, way), want, nbytes))
-            self._lines[key] = found
-        return found
+                    cost = min(cost, first + self._each((*have, way), want, nbytes))
+            self._costs[key] = cost
+        return cost
 
-    def _each(self, have: Labels, want: Labels, nbytes: int) -> float:
+    def _each(self, have: Copies, want: Copies, nbytes: int) -> float:
         return sum(min(self.move(source, target, nbytes) for source in have) for target in want)
 
     def table(self, have: Options, want: Options, nbytes: int) -> Table | None:
@@ -236,14 +236,14 @@ class ReshardingCosts:
         """
         key = id(have), id(want), nbytes
         if key not in self._tables:
-            made = np.array([[self.make(h, w, nbytes) for w in want] for h in have])
-            self._tables[key] = made if made.any() else None
+            costs = np.array([[self.make(h, w, nbytes) for w in want] for h in have])
+            self._tables[key] = costs if costs.any() else None
         return self._tables[key]
 
     def copies(self, have: Options, nbytes: int) -> Table | None:
         """For each choice, to make the placements after its first one; None where nothing costs."""
         key = id(have), nbytes
         if key not in self._copies:
-            made = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)
-            self._copies[key] = made if made.any() else None
+            costs = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)
+            self._copies[key] = costs if costs.any() else None
         return self._copies[key]

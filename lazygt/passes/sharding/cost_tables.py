@@ -55,10 +55,10 @@ class CostTables:
 
     def number(self, table: Table) -> int:
         """The number of a table that outlives this object."""
-        found = self._of_array.get(id(table))
-        if found is None:
-            found = self._of_array[id(table)] = self._intern(table)
-        return found
+        number = self._of_array.get(id(table))
+        if number is None:
+            number = self._of_array[id(table)] = self._intern(table)
+        return number
 
     def part(self, table: int, where: tuple[int | None, ...]) -> int:
         """The number of a slice: an index for each axis that goes, None for one that stays."""
@@ -94,10 +94,10 @@ class CostTables:
             shape: of the sum.
         """
         key = (shape, *parts)
-        found = self._sums.get(key)
-        if found is None:
-            found = self._sums[key] = self._sum(parts, shape)
-        return found
+        number = self._sums.get(key)
+        if number is None:
+            number = self._sums[key] = self._sum(parts, shape)
+        return number
 
     def _sum(self, parts: Iterable[tuple[int, Scope]], shape: Scope) -> Summed:
         total = np.zeros(shape)
@@ -118,8 +118,8 @@ class CostTables:
 
     def _intern(self, table: Table) -> int:
         key = table.shape, table.tobytes()
-        found = self._numbers.get(key)
-        if found is None:
-            found = self._numbers[key] = len(self._tables)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._tables)
             self._tables.append(table)
-        return found
+        return number

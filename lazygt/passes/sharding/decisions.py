@@ -15,26 +15,26 @@ from lazygt.passes.sharding.axis import AxisStep
 from lazygt.passes.sharding.rules import Metas
 
 #: For each axis by name the placements that a value has, the one that it was made with first.
-Chosen = Mapping[str, tuple[Placement, ...]]
+Decisions = Mapping[str, tuple[Placement, ...]]
 
 
 def programs_of(decided: Iterable[AxisStep]) -> list[list[AxisStep]]:
     """The steps of each program that was cut: an axis goes on with what the one before made."""
-    found: list[list[AxisStep]] = []
+    groups: list[list[AxisStep]] = []
     for step in decided:
-        if found and found[-1][-1].local.graph is step.graph:
-            found[-1].append(step)
+        if groups and groups[-1][-1].local.graph is step.graph:
+            groups[-1].append(step)
         else:
-            found.append([step])
-    return found
+            groups.append([step])
+    return groups
 
 
-def chosen(steps: Sequence[AxisStep]) -> list[Chosen]:
+def decisions(steps: Sequence[AxisStep]) -> list[Decisions]:
     """For each value of the first step's graph the placements that it got on every axis.
 
     On later axes they are those of what rank 0 had of it as it was made.
     """
-    found: list[Chosen] = []
+    of_values: list[Decisions] = []
     for value in range(len(steps[0].graph.values)):
         placements: dict[str, tuple[Placement, ...]] = {}
         at: int | None = value
@@ -42,19 +42,19 @@ def chosen(steps: Sequence[AxisStep]) -> list[Chosen]:
             have = step.local.values[at] if at is not None else {}
             placements[step.name] = tuple(have)
             at = next(iter(have.values()), None)
-        found.append(placements)
-    return found
+        of_values.append(placements)
+    return of_values
 
 
-def chosen_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
+def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
     """The program before it was cut, and for each value ``{data: P(sum) -> R, model: S(0)}``.
 
     An arrow leads to what was made of it for its users.
     """
-    return steps[0].graph, [_text(placements) for placements in chosen(steps)]
+    return steps[0].graph, [_text(placements) for placements in decisions(steps)]
 
 
-def _text(placements: Chosen) -> str:
+def _text(placements: Decisions) -> str:
     shown = [f"{axis}: {' -> '.join(map(str, have))}" for axis, have in placements.items() if have]
     return f"{{{', '.join(shown)}}}" if shown else ""
 
@@ -90,7 +90,7 @@ class ReplicateFallback(NamedTuple):
         )
 
 
-def gathers(decided: Iterable[AxisStep]) -> list[ReplicateFallback]:
+def fallbacks(decided: Iterable[AxisStep]) -> list[ReplicateFallback]:
     """What was gathered for ops without a rule; nothing for those that rules let choose."""
     return [found for step in decided for found in _on_axis(step)]
 

@@ -16,7 +16,9 @@ from lazygt.passes.sharding.annotations import is_elementwise, moves_elements, t
 from lazygt.passes.sharding.marks import place_node
 
 
-def regathered(graph: Graph, kept: Mapping[int, Sharding], backward: Collection[int]) -> Graph:
+def reshard_after_forward(
+    graph: Graph, kept: Mapping[int, Sharding], backward: Collection[int]
+) -> Graph:
     """The graph in which units with ``reshard_after_forward`` are gathered for each direction.
 
     Args:
@@ -39,46 +41,46 @@ class _Regather:
         #: views of stored values that the forward made -> their nodes
         self._views: dict[int, Placed] = {}
         self._copies: dict[int, int] = {}
-        self._strategies: list[Placed] = []
+        self._rows: list[Placed] = []
         self._count = len(self._metas)
 
     def run(self) -> Graph:
-        for strategy in placed(self._graph):
-            late = self._graph.origin(strategy.source) in self._backward
+        for row in placed(self._graph):
+            late = self._graph.origin(row.source) in self._backward
             if late:
-                self._strategies.append(strategy._replace(node=self._late(strategy)))
+                self._rows.append(row._replace(node=self._late(row)))
             else:
-                self._early(strategy)
-                self._strategies.append(strategy)
-        return rebuild(self._graph, self._strategies) if self._copies else self._graph
+                self._early(row)
+                self._rows.append(row)
+        return rebuild(self._graph, self._rows) if self._copies else self._graph
 
-    def _early(self, strategy: Placed) -> None:
+    def _early(self, row: Placed) -> None:
         """Note which values of the forward are stored or views of stored ones."""
-        node = strategy.node
+        node = row.node
         if any(value in self._stored or value in self._views for value in node.refs()):
             if moves_elements(node) and not is_elementwise(node, self._metas):
-                self._views.update(dict.fromkeys(strategy.results, strategy))
+                self._views.update(dict.fromkeys(row.results, row))
             elif is_elementwise(node, self._metas):
-                each = {self._stored.get(value) for value in node.refs() if self._is_large(value)}
-                found = each.pop() if len(each) == 1 else None
-                if found is not None:
-                    self._stored[strategy.results[0]] = found
+                homes = {self._stored.get(value) for value in node.refs() if self._is_large(value)}
+                home = homes.pop() if len(homes) == 1 else None
+                if home is not None:
+                    self._stored[row.results[0]] = home
 
     def _is_large(self, value: int) -> bool:
         meta = self._metas[value]
         return meta is None or meta.numel > 1
 
-    def _late(self, strategy: Placed) -> Node:
+    def _late(self, row: Placed) -> Node:
         """A backward node on copies of what it takes whole."""
         moved = {
-            value: self._copy(value, strategy.source)
-            for value in strategy.node.refs()
+            value: self._copy(value, row.source)
+            for value in row.node.refs()
             if value in self._views
-            or (value in self._stored and takes_whole(strategy.node, value, self._metas))
+            or (value in self._stored and takes_whole(row.node, value, self._metas))
         }
         if not moved:
-            return strategy.node
-        return renumbered(strategy.node, {value: value for value in strategy.node.refs()} | moved)
+            return row.node
+        return renumbered(row.node, {value: value for value in row.node.refs()} | moved)
 
     def _copy(self, value: int, source: int) -> int:
         if value not in self._copies:
@@ -91,8 +93,8 @@ class _Regather:
                 (below,) = view.node.refs()
                 node = renumbered(view.node, {below: self._copy(below, source)})
                 results = list(view.results)
-            for each in results:
-                self._copies[each] = self._count
+            for result in results:
+                self._copies[result] = self._count
                 self._count += 1
-            self._strategies.append(Placed(node, [self._copies[each] for each in results], source))
+            self._rows.append(Placed(node, [self._copies[result] for result in results], source))
         return self._copies[value]

@@ -25,13 +25,9 @@ MARKS = frozenset({PLACE, ENTER, LEAVE})
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
     """The graph without its annotations of these kinds."""
-    strategies = placed(graph)
-    same = {
-        strategy.results[0]: strategy.node.args[0].index
-        for strategy in strategies
-        if strategy.node.op in marks
-    }
-    kept = [strategy for strategy in strategies if strategy.node.op not in marks]
+    rows = placed(graph)
+    same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
+    kept = [row for row in rows if row.node.op not in marks]
     return rebuild(graph, kept, same) if same else graph
 
 

@@ -66,8 +66,7 @@ def partition(
 
     Args:
         wanted: output value -> the placement that it must have. Others have the placement that they
-        were
-            made with; a partial sum is reduced, see ``Choice.gradients``.
+            were made with; a partial sum is reduced, see ``Choice.gradients``.
     """
     return _Partitioner(graph, choice, axis, parts, index).run(wanted or {})
 
@@ -78,10 +77,8 @@ class _Partitioner:
         placed = list(zip(graph.inputs, choice.inputs, strict=True))
         metas = [local_meta(meta, placement, parts, index) for meta, placement in placed]
         self.build = Builder(metas, graph.params, axis=axis, parts=parts, index=index)
-        for meta, placement in placed:
-            self.build.local(
-                meta.shape, placement
-            )  # it notes where ranks have blocks of other sizes
+        for meta, placement in placed:  # the builder notes where ranks have blocks of other sizes
+            self.build.local(meta.shape, placement)
         #: value -> placement -> the local value
         self.have: list[dict[Placement, Ref]] = [
             {placement: ref(number)} for number, placement in enumerate(choice.inputs)
@@ -102,8 +99,8 @@ class _Partitioner:
                 for v, placement in zip(node.refs(), strategy.inputs, strict=True)
             ]
             results = self._node(node, strategy, operands)
-            for made, placement in zip(results, strategy.outputs, strict=True):
-                self.have.append({} if made is None else {placement: made})
+            for result, placement in zip(results, strategy.outputs, strict=True):
+                self.have.append({} if result is None else {placement: result})
             self._from(number)
         if len(placements) < len(self.graph.outputs):
             placements, outputs = self._outputs(wanted)
@@ -140,16 +137,16 @@ class _Partitioner:
     def get(self, value: int, placement: Placement) -> Ref:
         """A value with a placement, moved there if it is not."""
         have = self.have[value]
-        found = have.get(placement)
-        if found is not None:
-            return found
+        local = have.get(placement)
+        if local is not None:
+            return local
         base = self._base(value)
         source = R if R in have else base
         meta = self.values[value]
         assert meta is not None
-        made = self.build.convert(have[source], meta.shape, source, placement)
-        have[placement] = made
-        return made
+        local = self.build.convert(have[source], meta.shape, source, placement)
+        have[placement] = local
+        return local
 
     def _base(self, value: int) -> Placement:
         """The placement that a value is kept with; made from what it was made with."""
@@ -177,11 +174,11 @@ class _Partitioner:
         base = self._base(value)
         if not isinstance(base, Partial | StridedShard):
             return base
-        made = (la for la in self.have[value] if not isinstance(la, Partial | StridedShard))
+        candidates = (la for la in self.have[value] if not isinstance(la, Partial | StridedShard))
         meta = self.values[value]
         assert meta is not None
         home = R if isinstance(base, StridedShard) else self.choice.gradients.get(meta.shape, R)
-        return next(made, home)
+        return next(candidates, home)
 
     def _from(self, number: int) -> None:
         """What was added since comes from node ``number``."""

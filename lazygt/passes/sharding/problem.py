@@ -15,10 +15,10 @@ import numpy as np
 
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard
-from lazygt.passes.sharding.annotations import Annotation, follow
-from lazygt.passes.sharding.cost import Labels, Machine, Options, ReshardingCosts, reshard_kind
+from lazygt.passes.sharding.annotations import Annotation, infer_annotations
+from lazygt.passes.sharding.cost import Copies, Machine, Options, ReshardingCosts, reshard_kind
 from lazygt.passes.sharding.cost_tables import Factor, Table
-from lazygt.passes.sharding.propagate import open_entries
+from lazygt.passes.sharding.propagate import open_strategies
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 from lazygt.passes.sharding.solver import Problem, Solution
 from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, StrategySet
@@ -37,8 +37,7 @@ class Question:
         problem: costs are in ticks (picoseconds).
         entries: the strategies of each node; variable ``n`` chooses one for node ``n``.
         kept: value -> (its variable, the placements that its users find by each choice, in the
-        order
-            to make them). A value that is not here is used as it was made.
+            order to make them). A value that is not here is used as it was made.
     """
 
     problem: Problem
@@ -50,7 +49,7 @@ class Question:
         chosen = zip(self.entries, solution.choices, strict=False)
         return [entry.strategies[choice] for entry, choice in chosen]
 
-    def placements(self, solution: Solution) -> dict[int, Labels]:
+    def placements(self, solution: Solution) -> dict[int, Copies]:
         """The placements of each value in ``kept``."""
         return {v: options[solution.choices[at]] for v, (at, options) in self.kept.items()}
 
@@ -82,16 +81,16 @@ def build_problem(
     annotations = annotations or {}
     metas = graph.values
     _check(graph, len(metas), annotations, outputs)
-    found = StrategyCatalogue(graph, metas, strategies_of, parts, machine)
-    annotations = follow(graph, metas, found.entries, found.numbers, annotations)
-    opened = open_entries(graph, metas, found, annotations, explore, whole)
-    build = _Build(graph, metas, opened, ReshardingCosts(machine, parts))
+    catalogue = StrategyCatalogue(graph, metas, strategies_of, parts, machine)
+    annotations = infer_annotations(graph, metas, catalogue.entries, catalogue.numbers, annotations)
+    entries = open_strategies(graph, metas, catalogue, annotations, explore, whole)
+    build = _Build(graph, metas, entries, ReshardingCosts(machine, parts))
     allowed = _allowed(graph, outputs)
     for value, users in enumerate(_users(graph, len(metas))):
         if users or value in allowed:
             build.value(value, users, annotations.get(value), allowed.get(value, []))
     constant = Factor((), np.array(build.constant))
-    return Question(Problem(build.sizes, [constant, *build.factors]), opened, build.kept)
+    return Question(Problem(build.sizes, [constant, *build.factors]), entries, build.kept)
 
 
 def _check(
@@ -114,8 +113,8 @@ def _users(graph: Graph, count: int) -> list[dict[int, Places]]:
     users: list[dict[int, Places]] = [{} for _ in range(count)]
     for number, node in enumerate(graph.nodes):
         for place, value in enumerate(node.refs()):
-            found = users[value]
-            found[number] = (*found[number], place) if number in found else (place,)
+            operands = users[value]
+            operands[number] = (*operands[number], place) if number in operands else (place,)
     return users
 
 
@@ -227,39 +226,39 @@ class _Build:
 
     def _first(self, options: Options) -> Options:
         """The placement that each option starts with."""
-        found = self._firsts.get(id(options))
-        if found is None:
+        firsts = self._firsts.get(id(options))
+        if firsts is None:
             first = tuple([option[:1] for option in options])
-            found = self._firsts[id(options)] = self._same(first)
-        return found
+            firsts = self._firsts[id(options)] = self._same(first)
+        return firsts
 
-    def _options(self, made: Options, pin: Placement | None, wants: Sequence[Options]) -> Options:
-        key = id(made), pin, *map(id, wants)
-        found = self._states.get(key)
-        if found is None:
-            kept = _kept_placements(made, wants) if pin is None else ((pin,),)
-            found = self._states[key] = self._same(kept)
-        return found
+    def _options(self, given: Options, pin: Placement | None, wants: Sequence[Options]) -> Options:
+        key = id(given), pin, *map(id, wants)
+        options = self._states.get(key)
+        if options is None:
+            kept = _kept_placements(given, wants) if pin is None else ((pin,),)
+            options = self._states[key] = self._same(kept)
+        return options
 
     def _column(self, node: int, result: bool, places: Places) -> Options:
         """What each strategy of a node gives for a result, or wants of an operand at places."""
         entry = self._entries[node]
         key = id(entry), result, places
-        found = self._columns.get(key)
-        if found is None:
+        options = self._columns.get(key)
+        if options is None:
             placements = [
                 strategy.outputs if result else strategy.inputs for strategy in entry.strategies
             ]
             column = [tuple(dict.fromkeys(line[at] for at in places)) for line in placements]
-            found = self._columns[key] = self._same(tuple(column))
-        return found
+            options = self._columns[key] = self._same(tuple(column))
+        return options
 
     def _same(self, options: Options) -> Options:
         """The one object for equal options: tables are found by identity."""
         return self._prices.options(options)
 
 
-def _kept_placements(made: Options, wants: Sequence[Options]) -> Options:
+def _kept_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
     """The placements to keep a value with: one, or one and a copy that serves several users.
 
     What is whole serves all, since blocks (and mostly partial sums) come of it for nothing: so
@@ -267,7 +266,7 @@ def _kept_placements(made: Options, wants: Sequence[Options]) -> Options:
     having for two users, and one that no user takes is not: it costs no less to make the first
     one's placement and go on from there.
     """
-    given = {placement for (placement,) in made}
+    given = {placement for (placement,) in maker_options}
     if given == {R}:
         return ((R,),)
     takers = Counter(
@@ -286,7 +285,7 @@ def _kept_placements(made: Options, wants: Sequence[Options]) -> Options:
         for placement in sorted(given, key=str)
         if isinstance(placement, Partial) and takers[placement]
     ]
-    options: list[Labels] = [(R,), *[(block,) for block in blocks]]
+    options: list[Copies] = [(R,), *[(block,) for block in blocks]]
     for part in sums:
         copies: list[Placement] = [*shared] if reshard_kind(R, part) == "" else [R, *shared]
         options += [(part,), *[(part, copy) for copy in copies]]

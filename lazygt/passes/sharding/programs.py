@@ -15,7 +15,7 @@ from lazygt.passes.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.annotations import stored_shardings
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, same, shard
 from lazygt.passes.sharding.cost import CPU, GPU
-from lazygt.passes.sharding.fsdp import regathered
+from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
@@ -58,44 +58,43 @@ def programs(
     whole = Sharding((R,) * len(mesh.names))
     tidy = run_passes(graph, BEFORE_SHARDING, check, stages)
     machine = GPU if device == "cuda" else CPU
-    sharding = [each or whole for each in inputs]
-    tidy = regathered(tidy, stored_shardings(tidy, mesh, sharding), backward)
+    sharding = [given or whole for given in inputs]
+    tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, sharding), backward)
     axis = pipeline_axis(tidy, mesh, sharding, workers)
     if axis is None:
-        local = shard(tidy, mesh, sharding, machine, decided)
+        program = shard(tidy, mesh, sharding, machine, decided)
     else:
-        local = shard_stages(tidy, mesh, axis, sharding, machine, decided)
+        program = shard_stages(tidy, mesh, axis, sharding, machine, decided)
     if stages is not None:
-        stages.append(("shard", local.graphs[0]))
+        stages.append(("shard", program.graphs[0]))
     if workers is not None:
-        given = [(each or whole).placements for each in inputs]
-        kept = [each.placements for each in local.outputs]
-        local = replace(local, graphs=merged(local.graphs, given, kept, workers))
+        given = [given.placements for given in sharding]
+        kept = [output.placements for output in program.outputs]
+        program = replace(program, graphs=merged(program.graphs, given, kept, workers))
         if stages is not None:
-            stages.append(("merge", local.graphs[0]))
+            stages.append(("merge", program.graphs[0]))
     places = (workers or VirtualMesh(mesh, mesh)).slots(sharding)
     units = {
-        number: each.unit
-        for each, numbers in zip(sharding, places, strict=True)
-        if each.unit is not None
+        number: stored.unit
+        for stored, numbers in zip(sharding, places, strict=True)
+        if stored.unit is not None
         for number in numbers
     }
     caps = Caps(bucket_bytes, bucket_bytes if device == "cuda" else WORTH_PACKING, units)
-    apart = overlapped(_shared(local.graphs), mesh if workers is None else workers.workers, caps)
+    apart = overlapped(_shared(program.graphs), mesh if workers is None else workers.workers, caps)
     if stages is not None:
         stages.append(("overlap", apart[0]))
-    made: dict[int, Graph] = {}
-    for rank, one in enumerate(apart):
-        if id(one) not in made:
-            found = run_passes(one, AFTER_SHARDING, check, None if rank else stages)
-            verify(found)
-            made[id(one)] = found
-    return replace(local, graphs=tuple([made[id(one)] for one in apart]))
+    finished: dict[int, Graph] = {}
+    for rank, graph in enumerate(apart):
+        if id(graph) not in finished:
+            finished[id(graph)] = run_passes(graph, AFTER_SHARDING, check, None if rank else stages)
+            verify(finished[id(graph)])
+    return replace(program, graphs=tuple([finished[id(graph)] for graph in apart]))
 
 
 def _shared(graphs: Sequence[Graph]) -> list[Graph]:
     """The graphs, with one object for those that are the same."""
-    found: list[Graph] = []
+    shared: list[Graph] = []
     for graph in graphs:
-        found.append(next((other for other in found if same(other, graph)), graph))
-    return found
+        shared.append(next((other for other in shared if same(other, graph)), graph))
+    return shared

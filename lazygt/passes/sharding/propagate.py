@@ -82,7 +82,7 @@ Masks = tuple[int, ...]
 Pins = tuple[Placement | None, ...]
 
 
-def open_entries(
+def open_strategies(
     graph: Graph,
     metas: Metas,
     catalogue: StrategyCatalogue,
@@ -102,19 +102,19 @@ def open_entries(
     Args:
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
     """
-    reach = _Reach(graph, metas, catalogue, annotations, explore)
-    reach.spread()
+    propagation = _Propagation(graph, metas, catalogue, annotations, explore)
+    propagation.spread()
     entries = catalogue.entries
-    found: dict[tuple[int, Masks, Masks, Pins], StrategySet] = {}
-    made = []
-    for at, (node, number) in enumerate(zip(graph.nodes, reach.numbers, strict=True)):
-        key = number, reach.masks(node), reach.wishes(node), reach.pins(node)
-        entry = found.get(key)
+    known: dict[tuple[int, Masks, Masks, Pins], StrategySet] = {}
+    opened_entries = []
+    for at, (node, number) in enumerate(zip(graph.nodes, propagation.numbers, strict=True)):
+        key = number, propagation.masks(node), propagation.wishes(node), propagation.pins(node)
+        entry = known.get(key)
         if entry is None:
-            entry = found[key] = reach.opened(entries[number], *key[1:])
-        is_free = at in whole and _keeps(entries[number].strategies[0], reach.pins(node))
-        made.append(_with_whole(entry, entries[number]) if is_free else entry)
-    return made
+            entry = known[key] = propagation.opened(entries[number], *key[1:])
+        is_free = at in whole and _keeps(entries[number].strategies[0], propagation.pins(node))
+        opened_entries.append(_with_whole(entry, entries[number]) if is_free else entry)
+    return opened_entries
 
 
 def _with_whole(opened: StrategySet, entry: StrategySet) -> StrategySet:
@@ -158,7 +158,7 @@ def _looks_through(node: Node) -> bool:
     return node.op == PLACE or moves_elements(node)
 
 
-class _Reach:
+class _Propagation:
     """What reaches each value.
 
     Attributes:
@@ -209,7 +209,7 @@ class _Reach:
         bits = self._bits
         if bits.interleaved and any(mask & bits.interleaved for mask in masks):
             placements = tuple(map(bits.found, masks))
-            self.numbers[at] = self._catalogue.interleaved(self._catalogue.numbers[at], placements)
+            self.numbers[at] = self._catalogue.strided(self._catalogue.numbers[at], placements)
 
     def _look_back(self) -> None:
         """Follow views and placements from their results, and additions, to their operands."""

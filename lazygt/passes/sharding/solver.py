@@ -82,8 +82,8 @@ class Elimination:
         self._free = [size > 1 for size in sizes]
         for v, choice in (fixed or {}).items():
             self._free[v], self._choices[v] = False, choice
-        self._naming: list[dict[int, None]] = [{} for _ in sizes]
-        self._near: list[set[int]] = [set() for _ in sizes]
+        self._factors_of: list[dict[int, None]] = [{} for _ in sizes]
+        self._neighbours: list[set[int]] = [set() for _ in sizes]
         self._entries = [0] * len(sizes)
         self._waiting: list[tuple[int, int]] = []
         for scope, table in factors:
@@ -104,8 +104,8 @@ class Elimination:
             entries, v = heapq.heappop(self._waiting)
             if not self._free[v] or entries != self._entries[v]:
                 continue
-            while self._near[v] and self._entries[v] > self._cap:
-                hub = max(self._near[v], key=lambda u: (len(self._near[u]), -u))
+            while self._neighbours[v] and self._entries[v] > self._cap:
+                hub = max(self._neighbours[v], key=lambda u: (len(self._neighbours[u]), -u))
                 steps.append(_Conditioned(hub, self._relax(hub)))
             steps.append(self._eliminate(v))
         for step in reversed(steps):
@@ -131,53 +131,53 @@ class Elimination:
     def _queue(self, v: int) -> None:
         """Put a variable in its place among those that wait: by the entries of its sum."""
         entries = self._sizes[v]
-        for u in self._near[v]:
+        for u in self._neighbours[v]:
             entries *= self._sizes[u]
         if entries != self._entries[v]:
             self._entries[v] = entries
             heapq.heappush(self._waiting, (entries, v))
 
     def _eliminate(self, v: int) -> _Argmin:
-        neighbours = tuple(sorted(self._near[v]))
+        neighbours = tuple(sorted(self._neighbours[v]))
         place = {u: axis for axis, u in enumerate((v, *neighbours))}
         parts = tuple([
             (self._table_of[factor], tuple([place[u] for u in self._scopes[factor]]))
-            for factor in self._naming[v]
+            for factor in self._factors_of[v]
         ])  # fmt: skip
         shape = tuple([self._sizes[u] for u in place])
-        made = self._tables.summed(parts, shape)
+        total = self._tables.summed(parts, shape)
         self._drop(v)
         self.width = max(self.width, len(neighbours))
-        self.entries += made.entries
-        self._bound += made.shift
-        if made.table is not None:
-            self._add(neighbours, made.table)
+        self.entries += total.entries
+        self._bound += total.shift
+        if total.table is not None:
+            self._add(neighbours, total.table)
         for u in neighbours:
             self._queue(u)
-        return _Argmin(v, neighbours, made.best)
+        return _Argmin(v, neighbours, total.best)
 
     def _relax(self, v: int) -> list[int]:
         """Minimise each factor over ``v`` on its own; returns those factors."""
-        factors = list(self._naming[v])
+        factors = list(self._factors_of[v])
         self._drop(v)
         for factor in factors:
             scope = self._scopes[factor]
             axis = scope.index(v)
             rest = scope[:axis] + scope[axis + 1 :]
             self._add(rest, self._tables.least(self._table_of[factor], axis))
-        for u in self._near[v]:
+        for u in self._neighbours[v]:
             self._queue(u)
         return factors
 
     def _drop(self, v: int) -> None:
         """Take a variable and its factors out."""
         self._free[v] = False
-        for factor in self._naming[v]:
+        for factor in self._factors_of[v]:
             for u in self._scopes[factor]:
                 if u != v:
-                    del self._naming[u][factor]
-        for u in self._near[v]:
-            self._near[u].discard(v)
+                    del self._factors_of[u][factor]
+        for u in self._neighbours[v]:
+            self._neighbours[u].discard(v)
 
     def _take(self, scope: Scope, table: int) -> None:
         """Add a factor of the problem, without the variables that are chosen already."""
@@ -196,15 +196,15 @@ class Elimination:
         self._scopes.append(scope)
         self._table_of.append(table)
         for v in scope:
-            self._naming[v][factor] = None
+            self._factors_of[v][factor] = None
         if len(scope) == 2:
             a, b = scope
-            self._near[a].add(b)
-            self._near[b].add(a)
+            self._neighbours[a].add(b)
+            self._neighbours[b].add(a)
         elif len(scope) > 2:
             for v in scope:
-                self._near[v].update(scope)
-                self._near[v].discard(v)
+                self._neighbours[v].update(scope)
+                self._neighbours[v].discard(v)
 
 
 # -- a problem, and its cheapest choice ------------------------------------------------------------
@@ -272,25 +272,25 @@ def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
     """
     _check(problem)
     first = Elimination(problem.sizes, problem.factors, cap)
-    found = first.run()
-    if math.isinf(found.bound):
+    eliminated = first.run()
+    if math.isinf(eliminated.bound):
         raise Infeasible("every joint choice costs infinity: some factors contradict each other")
-    choices, cost = found.choices, found.bound
-    if found.relaxed:
-        fixed = {v: choices[v] for v in found.relaxed}
+    choices, cost = eliminated.choices, eliminated.bound
+    if eliminated.relaxed:
+        fixed = {v: choices[v] for v in eliminated.relaxed}
         again = Elimination(problem.sizes, problem.factors, cap, fixed).run()
-        better = min((choices, again.choices), key=lambda made: evaluate(problem, made))
+        better = min((choices, again.choices), key=lambda candidate: evaluate(problem, candidate))
         choices = _improved(problem, better)
         cost = evaluate(problem, choices)
     return Solution(
         choices=tuple(choices),
         cost=cost,
-        bound=found.bound,
-        exact=not found.relaxed,
+        bound=eliminated.bound,
+        exact=not eliminated.relaxed,
         width=first.width,
         entries=first.entries,
         computed=first.computed,
-        conditioned=found.relaxed,
+        conditioned=eliminated.relaxed,
     )
 
 

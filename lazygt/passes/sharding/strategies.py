@@ -92,7 +92,7 @@ class StrategyCatalogue:
         ]
         self._wider: dict[tuple[int, Reached], int] = {}
 
-    def interleaved(self, number: int, reached: Reached) -> int:
+    def strided(self, number: int, reached: Reached) -> int:
         """The entry of a kind of node with the strategies that take operands interleaved besides.
 
         Args:
@@ -100,8 +100,8 @@ class StrategyCatalogue:
             reached: for each operand the placements that it may have.
         """
         key = number, reached
-        found = self._wider.get(key)
-        if found is None:
+        index = self._wider.get(key)
+        if index is None:
             node, strategies = self._firsts[number], self.entries[number].strategies
             more = {
                 (strategy.inputs, strategy.outputs): strategy
@@ -111,10 +111,10 @@ class StrategyCatalogue:
                     node, self._metas, self._parts, strategies, place, placement
                 )
             }
-            found = self._wider[key] = len(self.entries) if more else number
+            index = self._wider[key] = len(self.entries) if more else number
             if more:
                 self.entries.append(self._entry(number, (*strategies, *more.values())))
-        return found
+        return index
 
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
         node, cost, parts = self._firsts[number], self._costs[number], self._parts

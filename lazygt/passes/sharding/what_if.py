@@ -32,7 +32,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.graph.text import amount
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.cost import Labels, Options, collective_seconds, reshard_kind, seconds
+from lazygt.passes.sharding.cost import Copies, Options, collective_seconds, reshard_kind, seconds
 from lazygt.passes.sharding.cost_tables import Factor
 from lazygt.passes.sharding.marks import PLACE, stored_by
 from lazygt.passes.sharding.problem import Question
@@ -57,7 +57,7 @@ class Alternative(NamedTuple):
     extra: float | None
 
 
-def without(
+def alternative(
     step: AxisStep, values: Collection[int], inside: Collection[int], cost: float
 ) -> Alternative:
     """The best program that does not move some values, and whose ops do not meet inside.
@@ -73,8 +73,8 @@ def without(
     strategies = [entry.strategies for entry in question.entries]
     factors = list(question.problem.factors)
     for number, place in sorted(parts):
-        made = [isinstance(strategy.outputs[place], Partial) for strategy in strategies[number]]
-        factors.append(Factor((number,), _forbidding(made)))
+        partial = [isinstance(strategy.outputs[place], Partial) for strategy in strategies[number]]
+        factors.append(Factor((number,), _forbidding(partial)))
     for number in sorted(inside):
         factors.append(
             Factor((number,), _forbidding([bool(strategy.comm) for strategy in strategies[number]]))
@@ -89,7 +89,7 @@ def without(
     return Alternative(_difference(step, other), seconds(solution.cost - cost))
 
 
-def label_of(step: AxisStep, value: int) -> Placement:
+def placement_of(step: AxisStep, value: int) -> Placement:
     """What a value is made with."""
     return next(iter(step.local.values[value]))
 
@@ -107,18 +107,18 @@ def _origins(step: AxisStep, value: int) -> list[tuple[int, int]]:
     graph = step.graph
     makers = {v: (n, at) for n, (_, rs) in enumerate(graph.numbered()) for at, v in enumerate(rs)}
     ahead = [value] if _is_partial(step, value) else []
-    found = []
-    for made in ahead:  # grows meanwhile
-        number, place = makers[made]
+    origins = []
+    for partial_value in ahead:  # grows meanwhile
+        number, place = makers[partial_value]
         parts = [v for v in graph.nodes[number].refs() if v in makers and _is_partial(step, v)]
         ahead += [v for v in parts if v not in ahead]
         if not parts:
-            found.append((number, place))
-    return found
+            origins.append((number, place))
+    return origins
 
 
 def _is_partial(step: AxisStep, value: int) -> bool:
-    return isinstance(label_of(step, value), Partial)
+    return isinstance(placement_of(step, value), Partial)
 
 
 def _same_data(step: AxisStep, value: int) -> set[int]:
@@ -126,7 +126,7 @@ def _same_data(step: AxisStep, value: int) -> set[int]:
     to move one of them is to move all. Nothing for a value in parts."""
     if _is_partial(step, value):
         return set()
-    found = {value}
+    same = {value}
     views = [
         (node.refs()[0], results)
         for node, results in step.graph.numbered()
@@ -134,14 +134,14 @@ def _same_data(step: AxisStep, value: int) -> set[int]:
     ]
     for source, results in [*reversed(views), *views]:
         group = {v for v in (source, *results) if step.local.values[v]}
-        if found & group:
-            found |= {v for v in group if label_of(step, v) != R}
-    return found
+        if same & group:
+            same |= {v for v in group if placement_of(step, v) != R}
+    return same
 
 
 def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
     """Infinite cost for every joint choice that moves a value between ranks."""
-    variable, have = _made(step, question, value)
+    variable, have = _maker(step, question, value)
     if value in question.kept:
         kept, options = question.kept[value]
         yield from _couple(variable, have, kept, tuple([option[:1] for option in options]))
@@ -162,7 +162,7 @@ def _stays(step: AxisStep, question: Question, value: int) -> Iterator[Factor]:
             yield Factor((variable,), _forbidding(flags))
 
 
-def _made(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
+def _maker(step: AxisStep, question: Question, value: int) -> tuple[int | None, Options]:
     """The variable that decides what a value is made with, and its placement by each choice."""
     graph = step.graph
     if value < len(graph.inputs):
@@ -183,7 +183,7 @@ def _couple(a: int | None, have: Options, b: int, want: Options) -> Iterator[Fac
         yield Factor((a, b), table)
 
 
-def _moves(have: Labels, want: Labels) -> bool:
+def _moves(have: Copies, want: Copies) -> bool:
     """Whether any placement that is wanted has to be made by a collective."""
     return any(all(reshard_kind(h, w) != "" for h in have) for w in want)
 
@@ -211,8 +211,8 @@ def _difference(step: AxisStep, other: Graph) -> str:
     return ", ".join(shown) or "no other collective: more is computed on every rank"
 
 
-def _named(each: Communication) -> str:
-    return f"{each.kind} {amount(each.nbytes, 'B')} along {each.mesh_dim}"
+def _named(record: Communication) -> str:
+    return f"{record.kind} {amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
 # -- why there is a collective ---------------------------------------------------------------------
@@ -256,22 +256,22 @@ class _Met(NamedTuple):
 
 def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
     """The dearest collectives of a program, at most ``MOST``, in the order of their time."""
-    found = [(step, group) for step in decided for group in _groups(step)]
-    found.sort(key=lambda each: -_seconds(each[0], [met.record for met in each[1]]))
+    groups = [(step, group) for step in decided for group in _groups(step)]
+    groups.sort(key=lambda met: -_seconds(met[0], [one.record for one in met[1]]))
     costs: dict[int, float] = {}
-    made = []
-    for step, group in found[:MOST]:
+    answers = []
+    for step, group in groups[:MOST]:
         if id(step) not in costs:
             costs[id(step)] = solve(step.question().problem).cost
-        made.append(_reason(step, group, costs[id(step)]))
-    return made
+        answers.append(_reason(step, group, costs[id(step)]))
+    return answers
 
 
 def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
     first = group[0].record
     values = {met.value for met in group if met.value is not None}
     inside = {met.node for met in group if met.node is not None}
-    instead, extra = without(step, values, inside, cost)
+    instead, extra = alternative(step, values, inside, cost)
     records = [met.record for met in group]
     return CostReason(
         first.kind, first.reduce_op, step.name, first.source, first.why, len(group),
@@ -318,12 +318,14 @@ def _met(step: AxisStep) -> Iterator[_Met]:
 
 def _ends(step: AxisStep) -> list[tuple[int, int]]:
     """For each node the number of its last local result, and its own; in their order."""
-    found = []
+    ends = []
     for number, (_, results) in enumerate(step.graph.numbered()):
-        made = [next(iter(step.local.values[v].values())) for v in results if step.local.values[v]]
-        if made:
-            found.append((max(made), number))
-    return found
+        values = [
+            next(iter(step.local.values[v].values())) for v in results if step.local.values[v]
+        ]
+        if values:
+            ends.append((max(values), number))
+    return ends
 
 
 def _records(step: AxisStep, graph: Graph) -> tuple[Communication, ...]:
@@ -341,7 +343,7 @@ def _cause(step: AxisStep, met: _Met) -> str:
         if value is None or all(placement == R for placement in values[value]):
             continue
         if value not in makers:
-            if (placement := label_of(step, value)) != R:
+            if (placement := placement_of(step, value)) != R:
                 return f"input {graph.values[value]} stored {placement}"
             continue
         node = graph.nodes[makers[value]]

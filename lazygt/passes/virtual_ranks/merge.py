@@ -110,11 +110,11 @@ def merged(
         GraphError: the ranks do not draw the same random numbers.
     """
     workers = range(mesh.workers.world_size)
-    made = [_Merge(graphs, inputs, mesh, worker).run(outputs) for worker in workers]
-    if not all(_agree(made, mesh, axis) for axis in mesh.workers.names):
+    programs = [_Merge(graphs, inputs, mesh, worker).run(outputs) for worker in workers]
+    if not all(_agree(programs, mesh, axis) for axis in mesh.workers.names):
         # what two lines exchange is the same on some workers only, so each line exchanges its own
-        made = [_Merge(graphs, inputs, mesh, worker, False).run(outputs) for worker in workers]
-    return tuple(made)
+        programs = [_Merge(graphs, inputs, mesh, worker, False).run(outputs) for worker in workers]
+    return tuple(programs)
 
 
 def _agree(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
@@ -213,8 +213,8 @@ class _Merge:
     ) -> Sequence[int | None]:
         """Add a node; the numbers of its results."""
         if node.op not in COLLECTIVE_OPS:
-            made = self.build.add(renumbered(node, numbers))
-            return [None if one is None else one.index for one in made]
+            results = self.build.add(renumbered(node, numbers))
+            return [None if one is None else one.index for one in results]
         assert node.op in (SHARD, FIRST), node.op
         axis, whole = node.args[-1], ref(numbers[node.args[0].index])
         index, parts = self.mesh.ranks.index(rank.rank, axis), self.mesh.ranks.size(axis)
@@ -239,24 +239,24 @@ class _Merge:
         if type(rank.values[value]) is not int:
             node = rank.blanks[value]
             numbers = {operand: self._number(rank, operand) for operand in operands_of(node)}
-            (made,) = self.build.add(renumbered(node, numbers))
-            assert made is not None
-            rank.values[value] = made.index
-        found: int = rank.values[value]
-        return found
+            (result,) = self.build.add(renumbered(node, numbers))
+            assert result is not None
+            rank.values[value] = result.index
+        number: int = rank.values[value]
+        return number
 
     # what ranks do together
 
     def _next_line(self) -> tuple[VirtualRank, ...]:
         """Ranks that all wait for each other; none when all are at their end."""
-        found: dict[tuple[VirtualRank, ...], tuple[int, int, int]] = {}
+        lines: dict[tuple[VirtualRank, ...], tuple[int, int, int]] = {}
         for number, rank in enumerate(self.ranks):
             if rank.axis is not None:
                 line = self._line(rank, rank.axis)
                 if all(other.axis == rank.axis for other in line):
                     depth = self.mesh.ranks.names.index(rank.axis)
-                    found.setdefault(line, (-depth, self.met[line], number))
-        return min(found, key=found.__getitem__) if found else ()
+                    lines.setdefault(line, (-depth, self.met[line], number))
+        return min(lines, key=lines.__getitem__) if lines else ()
 
     def _line(self, rank: VirtualRank, axis: str) -> tuple[VirtualRank, ...]:
         """The worker's ranks that differ from one along an axis only."""

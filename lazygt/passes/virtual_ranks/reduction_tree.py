@@ -58,16 +58,16 @@ class AxisGroup:
 
 def all_reduce(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> Ref:
     """The values of all virtual ranks, reduced."""
-    mine = _subtrees(build, line, values, op)
+    subtrees = _subtrees(build, line, values, op)
     if line.workers == 1:
-        return build.contiguous(_tree(build, mine, op))
-    meta = build.meta(mine[0])
-    count = len(mine) * line.workers
-    stacked = _stacked(build, mine)
-    if meta.nbytes <= _SMALL or (line.workers == 2 and len(mine) == 1):
+        return build.contiguous(_tree(build, subtrees, op))
+    meta = build.meta(subtrees[0])
+    count = len(subtrees) * line.workers
+    stacked = _stacked(build, subtrees)
+    if meta.nbytes <= _SMALL or (line.workers == 2 and len(subtrees) == 1):
         everyone = line.meet(build).all_gather(stacked, 0, count)
         return _tree(build, _unstacked(build, everyone), op)
-    flat = build.reshape(stacked, (len(mine), meta.numel))
+    flat = build.reshape(stacked, (len(subtrees), meta.numel))
     part = line.meet(build).all_to_all(flat, 1, 0, count)
     reduced = _tree(build, _unstacked(build, part), op)
     whole = line.meet(build).all_gather(reduced, 0, meta.numel)
@@ -78,23 +78,23 @@ def reduce_scatter(
     build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, op: str
 ) -> list[Ref]:
     """Each of the worker's virtual ranks' block along ``dim`` of the reduced values."""
-    mine = _subtrees(build, line, values, op)
-    size = build.shape(mine[0])[dim]
+    blocks = _subtrees(build, line, values, op)
+    size = build.shape(blocks[0])[dim]
     if line.workers > 1:
-        stacked = _padded(build, _stacked(build, mine), dim + 1, _even(line, size))
-        count = len(mine) * line.workers
+        stacked = _padded(build, _stacked(build, blocks), dim + 1, _even(line, size))
+        count = len(blocks) * line.workers
         part = line.meet(build).all_to_all(stacked, dim + 1, 0, count)
-        mine = _unstacked(build, part)
-    return _cut(build, line, _tree(build, mine, op), dim, size)
+        blocks = _unstacked(build, part)
+    return _cut(build, line, _tree(build, blocks, op), dim, size)
 
 
 def all_gather(build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, size: int) -> Ref:
     """The blocks of all virtual ranks side by side."""
-    mine = _side_by_side(build, values, dim)
+    block = _side_by_side(build, values, dim)
     if line.workers == 1:
-        return mine
+        return block
     even = _even(line, size)
-    padded = _padded(build, mine, dim, even // line.workers)
+    padded = _padded(build, block, dim, even // line.workers)
     return _narrow(build, line.meet(build).all_gather(padded, dim, even), dim, 0, size)
 
 
@@ -106,9 +106,9 @@ def all_to_all(
     length = build.shape(whole)[split]
     if line.workers > 1:
         even = _even(line, size)
-        mine = _padded(build, whole, concat, even // line.workers)
-        mine = _padded(build, mine, split, _even(line, length))
-        part = line.meet(build).all_to_all(mine, split, concat, even)
+        block = _padded(build, whole, concat, even // line.workers)
+        block = _padded(build, block, split, _even(line, length))
+        part = line.meet(build).all_to_all(block, split, concat, even)
         whole = _narrow(build, part, concat, 0, size)
     return _cut(build, line, whole, split, length)
 
@@ -123,8 +123,8 @@ def first(build: Builder, value: Ref, here: bool) -> Ref:
     """A value, or zeros, in memory of its own."""
     if here:
         return _copied(build, value)
-    made: Ref = build.op("aten.zeros_like.default", value)
-    return build.contiguous(made)
+    zeros: Ref = build.op("aten.zeros_like.default", value)
+    return build.contiguous(zeros)
 
 
 def _subtrees(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> list[Ref]:
@@ -146,8 +146,8 @@ def _tree(build: Builder, values: Sequence[Ref], op: str) -> Ref:
 def _stacked(build: Builder, values: Sequence[Ref]) -> Ref:
     if len(values) == 1:
         return build.reshape(values[0], (1, *build.shape(values[0])))
-    made: Ref = build.op("aten.stack.default", tuple(values))
-    return build.contiguous(made)
+    stacked: Ref = build.op("aten.stack.default", tuple(values))
+    return build.contiguous(stacked)
 
 
 def _unstacked(build: Builder, value: Ref) -> list[Ref]:
@@ -158,8 +158,8 @@ def _unstacked(build: Builder, value: Ref) -> list[Ref]:
 def _side_by_side(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
     if len(values) == 1:
         return build.contiguous(values[0])
-    made: Ref = build.op("aten.cat.default", tuple(values), dim)
-    return build.contiguous(made)
+    joined: Ref = build.op("aten.cat.default", tuple(values), dim)
+    return build.contiguous(joined)
 
 
 def _even(line: AxisGroup, size: int) -> int:
@@ -172,8 +172,8 @@ def _padded(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     if shape[dim] == size:
         return value
     pads = (0, 0) * (len(shape) - dim - 1) + (0, size - shape[dim])
-    made: Ref = build.op("aten.constant_pad_nd.default", value, pads, 0)
-    return build.contiguous(made)
+    padded: Ref = build.op("aten.constant_pad_nd.default", value, pads, 0)
+    return build.contiguous(padded)
 
 
 def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
@@ -196,5 +196,5 @@ def _cut(build: Builder, line: AxisGroup, value: Ref, dim: int, size: int) -> li
 
 
 def _copied(build: Builder, value: Ref) -> Ref:
-    made: Ref = build.op("aten.clone.default", value)
-    return build.contiguous(made)
+    copy: Ref = build.op("aten.clone.default", value)
+    return build.contiguous(copy)

@@ -12,7 +12,7 @@ import lazygt
 from lazygt.passes.sharding import what_if as module
 from lazygt.passes.sharding.axis import AxisStep
 from lazygt.passes.sharding.cost import CPU, collective_seconds
-from lazygt.passes.sharding.decisions import chosen, programs_of
+from lazygt.passes.sharding.decisions import decisions, programs_of
 from lazygt.passes.sharding.what_if import CostReason, reasons
 
 pytestmark = pytest.mark.timeout(120)
@@ -124,7 +124,7 @@ def test_labels_of_every_value_on_every_axis() -> None:
         (steps,) = programs_of(s.decided(s.last_plan))
         shown = [
             {axis: " ".join(map(str, labels)) for axis, labels in value.items()}
-            for value in chosen(steps)
+            for value in decisions(steps)
         ]
         assert y.shape == (8, 4)
     assert shown == [
