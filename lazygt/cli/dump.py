@@ -148,8 +148,8 @@ def _print_counts(session: Session) -> None:
 
 def plan_text(plan: Plan) -> str:
     """A plan as it prints, with the bytes that each node makes."""
-    made = _byte_notes(plan.graph, plan.mesh)
-    notes = zip(Schedule.of(plan.graph).notes(), made, strict=True)
+    bytes_made = _byte_notes(plan.graph, plan.mesh)
+    notes = zip(Schedule.of(plan.graph).notes(), bytes_made, strict=True)
     joined = ["; ".join(filter(None, pair)) for pair in notes]
     return print_graph(plan.graph, f"plan {_name(plan)}", joined)
 
@@ -164,15 +164,15 @@ def _byte_notes(graph: Graph, mesh: Mesh | None = None) -> list[str]:
     return [
         _sent(sent[number])
         if number in sent
-        else f"{made} bytes" if (made := _made(node)) else ""
+        else f"{nbytes} bytes" if (nbytes := _made(node)) else ""
         for number, node in enumerate(graph.nodes)
     ]  # fmt: skip
 
 
-def _sent(each: Communication) -> str:
-    kind = f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind
-    ring = f", {each.ring_bytes} in a ring of {each.ranks}" if each.ranks > 1 else ""
-    return f"{kind} along {each.mesh_dim}: {each.nbytes} bytes{ring}"
+def _sent(record: Communication) -> str:
+    kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
+    ring = f", {record.ring_bytes} in a ring of {record.ranks}" if record.ranks > 1 else ""
+    return f"{kind} along {record.mesh_dim}: {record.nbytes} bytes{ring}"
 
 
 def _made(node: Node) -> int:

@@ -85,8 +85,8 @@ def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str
         return settings
     wanted = Mesh.parse(forced["mesh"])
     if given.get("mesh"):
-        own = given["mesh"]
-        mesh = Mesh.parse(own) if isinstance(own, str) else Mesh.of(own)
+        asked = given["mesh"]
+        mesh = Mesh.parse(asked) if isinstance(asked, str) else Mesh.of(asked)
         if set(mesh.names) != set(wanted.names):
             raise ValueError(
                 f"--mesh {wanted}: the script's own mesh is {mesh}, and its placements name those "
@@ -103,8 +103,10 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
-    own = _IMPORT.search(script.read_text(errors="replace"))
-    around = nullcontext() if own else _ScriptSession(launcher="inline" if inline else None)
+    opens_sessions = _IMPORT.search(script.read_text(errors="replace"))
+    around = (
+        nullcontext() if opens_sessions else _ScriptSession(launcher="inline" if inline else None)
+    )
     try:
         with around:
             runpy.run_path(str(script), run_name="__main__")
@@ -181,7 +183,7 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
     Args:
         options: by name.
     """
-    own: list[str] = []
+    ours: list[str] = []
     others: list[str] = []
     before: set[str] = set()
     rest = iter(args)
@@ -195,10 +197,10 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
             continue
         if not others:
             before.add(option.key)
-        own.append(arg)
+        ours.append(arg)
         if option.takes_value and not equals and (value := next(rest, None)) is not None:
-            own.append(value)
-    return [*own, *others, *rest]
+            ours.append(value)
+    return [*ours, *others, *rest]
 
 
 def on_mesh(

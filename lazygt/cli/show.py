@@ -107,13 +107,13 @@ def profile(
 
 def doctor() -> None:
     """Say what this machine has, and whether a session works on it."""
-    found = checks.report(lambda: Session(workers=1))
+    findings = checks.report(lambda: Session(workers=1))
     table = Table("part", "", "finding", "advice")
-    for check in found:
+    for check in findings:
         colour = _COLOURS[check.status]
         table.add_row(check.name, f"[{colour}]{check.status}[/]", check.detail, check.advice)
     Console().print(table)
-    failed = [check.name for check in found if check.status == "fail"]
+    failed = [check.name for check in findings if check.status == "fail"]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)
         raise typer.Exit(1)

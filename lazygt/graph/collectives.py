@@ -125,8 +125,8 @@ def _reduce_op(node: Node) -> str | None:
 def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
     if node.op in _LAUNCHES:
         return sum(_bytes(node, position, values) for position in range(len(node.args[1])))
-    made = node.op in (ALL_GATHER, RECV)
-    meta = node.fresh[0] if made else values[node.args[0].index]
+    makes = node.op in (ALL_GATHER, RECV)
+    meta = node.fresh[0] if makes else values[node.args[0].index]
     return 0 if meta is None else meta.nbytes
 
 
@@ -144,25 +144,25 @@ def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> in
 
 def _makers(graph: Graph) -> list[str]:
     """The op that made each value."""
-    found = ["an input"] * len(graph.inputs)
+    makers = ["an input"] * len(graph.inputs)
     for node in graph.nodes:
-        found += [node.op] * len(node.results)
-    return found
+        makers += [node.op] * len(node.results)
+    return makers
 
 
 def _users(graph: Graph) -> dict[int, str]:
     """The op that reads each value first; of what is under way, the one that reads what arrives."""
-    found: dict[int, str] = {}
+    users: dict[int, str] = {}
     for node in graph.nodes:
         for value in node.refs():
-            found.setdefault(value, node.op)
+            users.setdefault(value, node.op)
     for node, results in graph.numbered():
         if node.op == WAIT:
-            user = next((found[value] for value in results if value in found), None)
-            found.pop(node.args[0].index)
+            user = next((users[value] for value in results if value in users), None)
+            users.pop(node.args[0].index)
             if user is not None:
-                found[node.args[0].index] = user
-    return found
+                users[node.args[0].index] = user
+    return users
 
 
 def _why(node: Node, makers: Sequence[str], user: str | None) -> str:

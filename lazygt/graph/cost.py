@@ -156,15 +156,15 @@ def member_costs(graph: Graph) -> list[list[Cost]]:
     A fused node is one launch that reads the node's inputs and writes its results. Those bytes
     and the launch are its first member's; every member has its own flops.
     """
-    metas, found = graph.values, []
+    metas, costs = graph.values, []
     for node, modes in zip(graph.nodes, analyse(graph).modes, strict=True):
         if node.body is None:
             flops = [_flops(node, metas)]
         else:
             flops = [_flops(member, node.body.values) for member in node.body.nodes]
         first, *others = map(Cost, flops)
-        found.append([first + _moved(node, metas, modes), *others])
-    return found
+        costs.append([first + _moved(node, metas, modes), *others])
+    return costs
 
 
 def by_line(graph: Graph) -> dict[str, Cost]:
@@ -173,12 +173,12 @@ def by_line(graph: Graph) -> dict[str, Cost]:
     The members of a fused node count to their own lines, with the bytes and the launch at the
     first one's line (see ``member_costs``).
     """
-    found: dict[str, Cost] = {}
+    totals: dict[str, Cost] = {}
     for number, (node, costs) in enumerate(zip(graph.nodes, member_costs(graph), strict=True)):
         for member, cost in enumerate(costs):
             line = graph.line(number) if node.body is None else node.body.line(member)
-            found[line] = found.get(line, Cost()) + cost
-    return found
+            totals[line] = totals.get(line, Cost()) + cost
+    return totals
 
 
 def _moved(node: Node, metas: Metas, modes: Sequence[str]) -> Cost:
@@ -224,12 +224,12 @@ def _stored(meta: TensorMeta | None) -> int:
 
 
 def _flops(node: Node, metas: Metas) -> int:
-    made = family(node)
-    if made in ("view", "memory", "collective") or _is_free(node):
+    kind = family(node)
+    if kind in ("view", "memory", "collective") or _is_free(node):
         return 0
-    if made == "matmul":
+    if kind == "matmul":
         return _matmul_flops(node, metas)
-    if made == "reduction":
+    if kind == "reduction":
         operands = (metas[value] for value in node.refs())
         return max((meta.numel for meta in operands if meta is not None), default=0)
     return sum(meta.numel for meta in (*node.written, *node.fresh) if meta is not None)
@@ -280,16 +280,16 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
     sizes = [_extent(meta) for meta in graph.values]
     alive = Counter(homes[: len(graph.inputs)])
     now = sum(sizes[home] for home in alive)
-    found = []
+    history = []
     for (_, results), dropped in zip(graph.numbered(), frees, strict=True):
         for home in homes[results.start : results.stop]:
             now += 0 if alive[home] else sizes[home]
             alive[home] += 1
-        found.append(now)
+        history.append(now)
         for value in dropped:
             alive[homes[value]] -= 1
             now -= 0 if alive[homes[value]] else sizes[homes[value]]
-    return found
+    return history
 
 
 def _extent(meta: TensorMeta | None) -> int:

@@ -77,8 +77,8 @@ def _is_pointwise(op: str) -> bool:
     except KeyError:
         return False
     f = facts(overload(pure))  # torch tags few of the overloads that write
-    one = f.outputs == ("f",) and not (f.random or f.dynamic or f.aliases)
-    return one and f.pointwise and pure.split(".")[1] not in _OTHERWISE
+    single = f.outputs == ("f",) and not (f.random or f.dynamic or f.aliases)
+    return single and f.pointwise and pure.split(".")[1] not in _OTHERWISE
 
 
 def _ordinary(node: Node, metas: Metas) -> bool:
@@ -104,9 +104,9 @@ def pure_form(op: str) -> tuple[str, str]:
         return op, ""
     in_place = written == ["self"] and name.endswith("_")
     kept = [(a.name, str(a.type)) for a in arguments if in_place or a.name not in written]
-    for found in _overloads(namespace, name.removesuffix("_") if in_place else name):
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == kept:
-            return str(found), "" if in_place else written[0]
+    for candidate in _overloads(namespace, name.removesuffix("_") if in_place else name):
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == kept:
+            return str(candidate), "" if in_place else written[0]
     raise KeyError(op)
 
 
@@ -117,11 +117,11 @@ def _overloads(namespace: str, name: str) -> list[Overload]:
 
 def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
     """The run-time numbers among the arguments: (position or keyword, which)."""
-    found: list[tuple[int | str, Param]] = []
+    numbers: list[tuple[int | str, Param]] = []
     places: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
     for place, arg in places:
-        found.extend((place, param) for param in _params(arg))
-    return found
+        numbers.extend((place, param) for param in _params(arg))
+    return numbers
 
 
 def _takes_numbers(node: Node, metas: Metas) -> bool:
@@ -207,8 +207,8 @@ class _Inlined:
                 node.body,
             )
         )
-        made = len(node.results)
-        numbers.extend(range(self.count, self.count + made))
-        self.count += made
+        count = len(node.results)
+        numbers.extend(range(self.count, self.count + count))
+        self.count += count
         self.lines.append(line)
         self.origins.append(origin)

@@ -119,11 +119,11 @@ class Mesh:
 
     def lines(self, axis: str) -> list[tuple[int, ...]]:
         """The ranks that differ along one axis only, in its order; the same list on every rank."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             others = tuple(self.index(rank, name) for name in self.names if name != axis)
-            found.setdefault(others, []).append(rank)
-        return [tuple(line) for line in found.values()]
+            lines.setdefault(others, []).append(rank)
+        return [tuple(line) for line in lines.values()]
 
 
 # -- virtual ranks ---------------------------------------------------------------------------------
@@ -177,10 +177,10 @@ class VirtualMesh:
 
     def worker(self, rank: int) -> int:
         """The worker that stands for a virtual rank."""
-        found = 0
+        worker = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
-            found = found * size + self.ranks.index(rank, axis) // self.each(axis)
-        return found
+            worker = worker * size + self.ranks.index(rank, axis) // self.each(axis)
+        return worker
 
     def of_worker(self, worker: int) -> tuple[int, ...]:
         """The virtual ranks of a worker, in order."""
@@ -195,8 +195,8 @@ class VirtualMesh:
         place = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
-            one = index if isinstance(placement, Shard) else index - index % self.each(axis)
-            place.append(one)
+            holder = index if isinstance(placement, Shard) else index - index % self.each(axis)
+            place.append(holder)
         return self._rank(tuple(place))
 
     def holders(self, worker: int, placements: Placements) -> tuple[int, ...]:
@@ -217,10 +217,10 @@ class VirtualMesh:
         return f"{self.ranks} on {self.workers}"
 
     def _rank(self, place: tuple[int, ...]) -> int:
-        found = 0
+        rank = 0
         for size, index in zip(self.ranks.sizes, place, strict=True):
-            found = found * size + index
-        return found
+            rank = rank * size + index
+        return rank
 
 
 def _ranks_of(axis: str, workers: int, invariant: bool | int | Mapping[str, int]) -> int:

@@ -109,15 +109,15 @@ class Node:
 
     def refs(self) -> tuple[int, ...]:
         """Numbers of the values it reads, in argument order, with repeats."""
-        found = self._refs
-        if found is None:
+        numbers = self._refs
+        if numbers is None:
             refs: list[int] = []
             _add_refs(self.args, refs)
             for _, arg in self.kwargs:
                 _add_refs((arg,), refs)
-            found = tuple(refs)
-            object.__setattr__(self, "_refs", found)  # every pass asks; asking changes nothing
-        return found
+            numbers = tuple(refs)
+            object.__setattr__(self, "_refs", numbers)  # every pass asks; asking changes nothing
+        return numbers
 
 
 #: What an op takes of Python's memory, as measured: in a plan of the client, with the steps that it

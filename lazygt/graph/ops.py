@@ -317,9 +317,9 @@ def _torchs(name: str) -> Overload:
     if len(parts) != 3 or not all(part.isidentifier() for part in parts):
         raise KeyError(name)
     try:
-        found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+        op = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
     except (AttributeError, RuntimeError) as error:
         raise KeyError(name) from error
-    if not isinstance(found, Overload):
+    if not isinstance(op, Overload):
         raise KeyError(name)
-    return found
+    return op

@@ -38,11 +38,11 @@ class Recent(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """What is kept under a key, which counts as used now; None if there is nothing."""
-        found = self._kept.get(key)
-        if found is None:
+        value = self._kept.get(key)
+        if value is None:
             return None
         self._kept.move_to_end(key)
-        return found[0]
+        return value[0]
 
     def keep(self, key: K, value: V, nbytes: int) -> list[tuple[K, V]]:
         """Keep something of so many bytes; what is forgotten for it."""

@@ -33,7 +33,7 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
     Of ranks with the same block the first one stands here, and none with an empty block, except
     the first rank that has any.
     """
-    found: dict[int, Region] = {}
+    regions: dict[int, Region] = {}
     for rank in range(mesh.world_size):
         copies = [
             mesh.index(rank, axis)
@@ -43,9 +43,9 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
         if any(copies) or not has_any(mesh, placements, rank):
             continue
         where = region(mesh, placements, shape, rank)
-        if not found or all(s.stop > s.start for s in where):
-            found[rank] = where
-    return found
+        if not regions or all(s.stop > s.start for s in where):
+            regions[rank] = where
+    return regions
 
 
 def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:

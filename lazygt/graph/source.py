@@ -25,10 +25,10 @@ _library: dict[str, bool] = {}
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to torch, lazygt or the interpreter."""
-    found = filename.startswith((_TORCH, PACKAGE, "<frozen", "<string>"))
-    found = found or filename.endswith("contextlib.py")
-    _library[filename] = found
-    return found
+    installed = filename.startswith((_TORCH, PACKAGE, "<frozen", "<string>"))
+    installed = installed or filename.endswith("contextlib.py")
+    _library[filename] = installed
+    return installed
 
 
 def user_call_site(depth: int) -> CallSite | None:

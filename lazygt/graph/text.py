@@ -67,28 +67,28 @@ def parse_graph(text: str) -> Graph:
 
 def _parse_rows(rows: Iterator[str]) -> Graph:
     """The graph whose rows come next, up to the row that only closes it."""
-    found = _Rows()
+    rows_read = _Rows()
     for raw in rows:
         body, _, remark = raw.strip().partition("  # ")
         if body.startswith("}"):
             break
         if body.startswith("return"):
-            found.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
+            rows_read.outputs = tuple(int(value) for value in re.findall(r"%(\d+)", body))
             continue
         left, _, right = body.partition(" = ")
         left = _LABELS.sub("", left)
         if right == "input":
-            found.inputs.append(parse_meta(left.split(": ", 1)[1]))
+            rows_read.inputs.append(parse_meta(left.split(": ", 1)[1]))
         elif right == "param":
-            found.params.append(left.split(": ", 1)[1])
+            rows_read.params.append(left.split(": ", 1)[1])
         elif right.endswith(" {"):
             node = _parse_node(left, right.removesuffix(" {"), body)
             inner = _parse_rows(rows)
-            found.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
+            rows_read.add(replace(node, body=inner), inner.lines[-1] if inner.lines else "")
         else:
             line = "" if remark.startswith("[") else remark.partition("  [")[0]
-            found.add(_parse_node(left, right, body), line)
-    return found.graph()
+            rows_read.add(_parse_node(left, right, body), line)
+    return rows_read.graph()
 
 
 class _Rows:
@@ -112,14 +112,14 @@ class _Rows:
 
 def parse_meta(text: str) -> TensorMeta:
     """The meta that ``str(meta)`` printed; ValueError for anything else."""
-    found = _META.match(text.strip())
-    if found is None:
+    match = _META.match(text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not a tensor meta such as f32[2, 3]")
-    shape = _ints(found["shape"])
-    stride = contiguous_stride(shape) if found["stride"] is None else _ints(found["stride"])
-    offset = int(found["offset"] or 0)
-    return intern(shape, stride, dtype_of(found["dtype"]), offset, bool(found["conj"]),
-                  bool(found["neg"]))  # fmt: skip
+    shape = _ints(match["shape"])
+    stride = contiguous_stride(shape) if match["stride"] is None else _ints(match["stride"])
+    offset = int(match["offset"] or 0)
+    return intern(shape, stride, dtype_of(match["dtype"]), offset, bool(match["conj"]),
+                  bool(match["neg"]))  # fmt: skip
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -151,11 +151,11 @@ class _Reader:
         self.text, self.at, self.line = text, at, line
 
     def next(self) -> tuple[str, str]:
-        found = _TOKEN.match(self.text, self.at)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(self.text, self.at)
+        if match is None or match.lastgroup is None:
             raise ValueError(f"can't read {self.text[self.at :]!r} in {self.line!r}")
-        self.at = found.end()
-        return found.lastgroup, found[found.lastgroup]
+        self.at = match.end()
+        return match.lastgroup, match[match.lastgroup]
 
     def peek(self, mark: str) -> bool:
         return self.text[self.at :].lstrip().startswith(mark)
@@ -221,9 +221,9 @@ def amount(number: int, unit: str) -> str:
     return f"{number / 1000**power:.3g} {_PREFIXES[power]}{unit}".rstrip()
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, singular: str, plural: str = "") -> str:
     """``1 launch``, ``2 launches``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -132,8 +132,10 @@ def cpu_quota() -> float | None:
 
 def threads() -> Check:
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
-    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    detail = f"torch uses {torch.get_num_threads()}; {', '.join(found) or 'no OMP_* variable set'}"
+    variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    detail = (
+        f"torch uses {torch.get_num_threads()}; {', '.join(variables) or 'no OMP_* variable set'}"
+    )
     if torch.get_num_threads() > len(os.sched_getaffinity(0)):
         return Check("threads", "warn", detail, "more threads than cores: lower OMP_NUM_THREADS")
     return Check("threads", "ok", detail)
@@ -194,12 +196,12 @@ def session(open_session: SessionFactory) -> Check:
     """Open a session, compute something on its worker, and close it."""
     try:
         with open_session():
-            found = (torch.arange(4, device="lazygt") * 2 + 1).tolist()
+            values = (torch.arange(4, device="lazygt") * 2 + 1).tolist()
     except Exception as error:  # noqa: BLE001  the doctor reports whatever went wrong
         advice = "run with LAZYGT_LOG=path and look at its last lines"
         return Check("session", "fail", f"{type(error).__name__}: {error}", advice)
-    if found != [1, 3, 5, 7]:
-        return Check("session", "fail", f"a worker computed {found}, not [1, 3, 5, 7]")
+    if values != [1, 3, 5, 7]:
+        return Check("session", "fail", f"a worker computed {values}, not [1, 3, 5, 7]")
     return Check("session", "ok", "one worker started, computed and stopped")
 
 

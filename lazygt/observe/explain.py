@@ -117,18 +117,18 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
     """
     runs = list(runs)
     lines: dict[str, LineCost] = {}
-    for each in runs:
-        _add_lines(lines, each)
-    plans = [_plan_cost(each) for each in runs]
-    dearest = sorted(lines.values(), key=lambda each: -(each.cost.flops + each.cost.bytes))
+    for of_plan in runs:
+        _add_lines(lines, of_plan)
+    plans = [_plan_cost(of_plan) for of_plan in runs]
+    dearest = sorted(lines.values(), key=lambda line: -(line.cost.flops + line.cost.bytes))
     return Report(
-        _head(plans, [each.mesh for each in runs if each.mesh is not None]),
+        _head(plans, [of_plan.mesh for of_plan in runs if of_plan.mesh is not None]),
         dearest,
         plans,
-        _merged(row for each in runs for row in _fused(each)),
-        _merged(row for each in runs for row in _unfused(each)),
-        _merged(row for each in runs for row in _collectives(each)),
-        _merged(row for each in runs if alternatives for row in _alternatives(each)),
+        _merged(row for of_plan in runs for row in _fused(of_plan)),
+        _merged(row for of_plan in runs for row in _unfused(of_plan)),
+        _merged(row for of_plan in runs for row in _collectives(of_plan)),
+        _merged(row for of_plan in runs if alternatives for row in _alternatives(of_plan)),
     )
 
 
@@ -143,12 +143,12 @@ def _is_bookkeeping(node: Node) -> bool:
 
 def _head(plans: list[PlanCost], meshes: list[Mesh]) -> tuple[str, ...]:
     ran = sum(plan.runs for plan in plans)
-    each = [
+    planned_for = [
         f"Planned for the mesh {mesh}: the numbers are those of rank 0 of {mesh.world_size}."
         for mesh in dict.fromkeys(meshes)
     ]
     return (
-        *each,
+        *planned_for,
         f"{count(ran, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
         f"group counts as one launch at its first member's line.",
         "Peak: the most bytes of a plan's own values alive at once.",
@@ -269,16 +269,17 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
 
     machine = GPU if runs.device_type == "cuda" else CPU
     rows: dict[tuple[object, ...], CollectiveRow] = {}
-    for each in runs.collectives:
-        key = each.kind, each.reduce_op, each.mesh_dim, each.source, each.why
-        took = collective_seconds(machine, each.kind, each.nbytes, each.ranks)
+    for record in runs.collectives:
+        key = record.kind, record.reduce_op, record.mesh_dim, record.source, record.why
+        took = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
         old = rows.get(key)
         count, nbytes, ring, before = (
             (0, 0, 0, 0.0) if old is None else (old.times, old.nbytes, old.ring, old.seconds)
         )
         rows[key] = CollectiveRow(
-            runs.times, count + 1, each.kind, each.reduce_op, nbytes + each.nbytes,
-            ring + each.ring_bytes, each.mesh_dim, each.ranks, before + took, each.source, each.why,
+            runs.times, count + 1, record.kind, record.reduce_op, nbytes + record.nbytes,
+            ring + record.ring_bytes, record.mesh_dim, record.ranks, before + took, record.source,
+            record.why,
         )  # fmt: skip
     return list(rows.values())
 

@@ -83,11 +83,11 @@ def labels(drawing: nx.DiGraph, paths: Paths) -> dict[str, Label]:
     costs = {name: data["cost"] for name, data in nodes.items()}
     totals = {box: sum((data["cost"] for data in inside), Cost()) for box, inside in boxes.items()}
     scales = _scales(costs) | _scales(totals)
-    found = {name: _node_label(data, scales[name]) for name, data in nodes.items()}
+    texts = {name: _node_label(data, scales[name]) for name, data in nodes.items()}
     for box, inside in boxes.items():
         title = "fused" if box in drawing.graph["groups"] else box
-        found[box] = _box_label(title, inside, totals[box], scales[box])
-    return found
+        texts[box] = _box_label(title, inside, totals[box], scales[box])
+    return texts
 
 
 def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
@@ -118,14 +118,14 @@ def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: flo
         return Label(title, note, "", colour, scale, mark, (note,))
     kinds = Counter(data["family"] for data in members).most_common()
     tip = (", ".join(f"{number} {kind}" for kind, number in kinds), *_cost(cost))
-    met = [each for data in members if (each := data["collective"]) is not None]
-    tip += tuple(" ".join(_collective(each)) for each in met[:_NAMED])
+    met = [record for data in members if (record := data["collective"]) is not None]
+    tip += tuple(" ".join(_collective(record)) for record in met[:_NAMED])
     for line in dict.fromkeys(data["line"] for data in members):
         tip += _source(line)
     source = "".join(map(_cut, _source(title.removesuffix(BACKWARD))[1:]))
     note = f"{count(len(members), 'op')}, {_amounts(cost)}"
     if met:
-        sent = amount(sum(each.nbytes for each in met), "B")
+        sent = amount(sum(record.nbytes for record in met), "B")
         note += f"; {count(len(met), 'collective')}, {sent}"
     return Label(os.path.basename(title), note, source, colour, scale, mark, tip)
 
@@ -134,18 +134,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _collective(each: Communication) -> tuple[str, str]:
+def _collective(record: Communication) -> tuple[str, str]:
     """What a collective does, and with how much."""
-    kind = f"{each.kind} {each.reduce_op}" if each.reduce_op else each.kind
-    return kind, f"{amount(each.nbytes, 'B')} along {each.mesh_dim}"
+    kind = f"{record.kind} {record.reduce_op}" if record.reduce_op else record.kind
+    return kind, f"{amount(record.nbytes, 'B')} along {record.mesh_dim}"
 
 
-def _sent(each: Communication) -> tuple[str, ...]:
+def _sent(record: Communication) -> tuple[str, ...]:
     """What is known of its way; how many ranks there are is not known of a graph alone."""
-    if each.ranks == 1:
-        return (each.why,)
-    ring = f"each of {each.ranks} ranks sends {amount(each.ring_bytes, 'B')} in a ring"
-    return ring, each.why
+    if record.ranks == 1:
+        return (record.why,)
+    ring = f"each of {record.ranks} ranks sends {amount(record.ring_bytes, 'B')} in a ring"
+    return ring, record.why
 
 
 def _mark(members: Iterable[Mapping[str, Any]]) -> str:

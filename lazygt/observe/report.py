@@ -90,7 +90,7 @@ class CollectiveRow(NamedTuple):
 
 
 class AlternativeRow(NamedTuple):
-    """What the best program without some collectives would cost; see ``passes.sharding.reasons``.
+    """What the best program without some collectives would cost; see ``passes.sharding.what_if``.
 
     ``extra``: seconds more; None: there is no program without them.
     """
@@ -201,21 +201,21 @@ class Report:
     def _collectives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", ">ring a rank", "axis",
                        ">ranks", ">time", "line", "why")  # fmt: skip
-        for each in self.collectives:
-            table.add(each.runs, each.times, _met(each.kind, each.reduce_op),
-                 _bytes(each.nbytes), _bytes(each.ring), each.axis, each.ranks,
-                 duration(each.seconds), shown(each.line), each.why)  # fmt: skip
+        for row in self.collectives:
+            table.add(row.runs, row.times, _met(row.kind, row.reduce_op),
+                 _bytes(row.nbytes), _bytes(row.ring), row.axis, row.ranks,
+                 duration(row.seconds), shown(row.line), row.why)  # fmt: skip
         return table
 
     def _alternatives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
                        "line", "comes of", "instead")  # fmt: skip
-        for each in self.alternatives:
-            forced = each.extra is None
-            extra = "-" if each.extra is None else _signed(each.extra)
-            instead = "nothing: the annotations force it" if forced else each.instead
-            table.add(each.runs, each.times, each.kind, _bytes(each.nbytes), each.axis,
-                 duration(each.seconds), extra, shown(each.line), each.cause, instead)  # fmt: skip
+        for row in self.alternatives:
+            forced = row.extra is None
+            extra = "-" if row.extra is None else _signed(row.extra)
+            instead = "nothing: the annotations force it" if forced else row.instead
+            table.add(row.runs, row.times, row.kind, _bytes(row.nbytes), row.axis,
+                 duration(row.seconds), extra, shown(row.line), row.cause, instead)  # fmt: skip
         return table
 
     def _unfused(self) -> _Grid:

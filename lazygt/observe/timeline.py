@@ -213,12 +213,13 @@ class Probe(Observer):
     def detach(self, compiles: Iterable[Compile]) -> None:
         """Draw the compiles that ended meanwhile, and leave the session as it was."""
         self._client.observer = self._before
-        for each in compiles:
-            end = int((each.at + each.took) * 1e9)
-            if each.took and end >= self._begin:
-                begin = end - int(each.seconds * 1e9)
-                about = {**asdict(each), "tier": each.tier}
-                self._span(_COMPILES, f"compile {each.ops} ops: {each.status}", begin, end, about)
+        for compile in compiles:
+            end = int((compile.at + compile.took) * 1e9)
+            if compile.took and end >= self._begin:
+                begin = end - int(compile.seconds * 1e9)
+                about = {**asdict(compile), "tier": compile.tier}
+                name = f"compile {compile.ops} ops: {compile.status}"
+                self._span(_COMPILES, name, begin, end, about)
 
     @contextmanager
     def flush(self, recent: Sequence[Flush]) -> Iterator[None]:

@@ -54,14 +54,14 @@ class ForeachForm(NamedTuple):
 
 
 def _forms() -> list[ForeachForm]:
-    each, both, three = (EACH,), (EACH, EACH), (EACH, EACH, EACH)
+    unary, binary, ternary = (EACH,), (EACH, EACH), (EACH, EACH, EACH)
     forms = []
     for name in ("add", "sub", "mul", "div"):
         for end in ("", "_"):
             wide, single = f"aten._foreach_{name}{end}", f"aten.{name}{end}.Tensor"
             forms += [
-                ForeachForm(f"{wide}.List", single, both),
-                ForeachForm(f"{wide}.ScalarList", single, both),
+                ForeachForm(f"{wide}.List", single, binary),
+                ForeachForm(f"{wide}.ScalarList", single, binary),
                 ForeachForm(f"{wide}.Scalar", single, (EACH, ALL)),
             ]
             if name != "sub":
@@ -70,28 +70,32 @@ def _forms() -> list[ForeachForm]:
         for end in ("", "_"):
             wide, single = f"aten._foreach_{name}{end}", f"aten.{name}{end}.default"
             forms += [
-                ForeachForm(f"{wide}.ScalarList", single, (*three, EACH), keyword="value"),
-                ForeachForm(f"{wide}.Scalar", single, (*three, ALL), keyword="value"),
+                ForeachForm(f"{wide}.ScalarList", single, (*ternary, EACH), keyword="value"),
+                ForeachForm(f"{wide}.Scalar", single, (*ternary, ALL), keyword="value"),
             ]
     for end in ("", "_"):
         forms += [
-            ForeachForm(f"aten._foreach_lerp{end}.ScalarList", f"aten.lerp{end}.Scalar", three),
-            ForeachForm(f"aten._foreach_lerp{end}.Scalar", f"aten.lerp{end}.Scalar", (*both, ALL)),
-            ForeachForm(f"aten._foreach_lerp{end}.List", f"aten.lerp{end}.Tensor", three),
-            ForeachForm(f"aten._foreach_pow{end}.ScalarList", f"aten.pow{end}.{_POWER[end]}", both),
+            ForeachForm(f"aten._foreach_lerp{end}.ScalarList", f"aten.lerp{end}.Scalar", ternary),
+            ForeachForm(
+                f"aten._foreach_lerp{end}.Scalar", f"aten.lerp{end}.Scalar", (*binary, ALL)
+            ),
+            ForeachForm(f"aten._foreach_lerp{end}.List", f"aten.lerp{end}.Tensor", ternary),
+            ForeachForm(
+                f"aten._foreach_pow{end}.ScalarList", f"aten.pow{end}.{_POWER[end]}", binary
+            ),
             ForeachForm(
                 f"aten._foreach_pow{end}.Scalar", f"aten.pow{end}.{_POWER[end]}", (EACH, ALL)
             ),
         ]
         for name in _ONE_ARGUMENT:
             foreach, single = f"aten._foreach_{name}{end}.default", f"aten.{name}{end}.default"
-            forms.append(ForeachForm(foreach, single, each))
+            forms.append(ForeachForm(foreach, single, unary))
     return [
         *forms,
-        ForeachForm("aten._foreach_maximum.List", "aten.maximum.default", both),
-        ForeachForm("aten._foreach_minimum.List", "aten.minimum.default", both),
-        ForeachForm("aten._foreach_zero_.default", "aten.zero_.default", each),
-        ForeachForm("aten._foreach_copy_.default", "aten.copy_.default", both),
+        ForeachForm("aten._foreach_maximum.List", "aten.maximum.default", binary),
+        ForeachForm("aten._foreach_minimum.List", "aten.minimum.default", binary),
+        ForeachForm("aten._foreach_zero_.default", "aten.zero_.default", unary),
+        ForeachForm("aten._foreach_copy_.default", "aten.copy_.default", binary),
         ForeachForm("aten._foreach_norm.Scalar", "aten.linalg_vector_norm.default", (EACH, ALL)),
     ]
 

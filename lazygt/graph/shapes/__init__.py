@@ -58,12 +58,12 @@ class Shapes:
                 return None
         rule = RULES.get(f.name)
         if rule is not None:
-            found = _ask(rule, args, kwargs, metas, params)
-            return None if found is None else Results(found)
+            answer = _ask(rule, args, kwargs, metas, params)
+            return None if answer is None else Results(answer)
         rule = WRITING_RULES.get(f.name)
         if rule is not None:
-            found = _ask(rule, args, kwargs, metas, params)
-            return None if found is None else Results((), found)  # type: ignore[arg-type]
+            answer = _ask(rule, args, kwargs, metas, params)
+            return None if answer is None else Results((), answer)  # type: ignore[arg-type]
         key = _pointwise_key(f, args, kwargs, metas, params)
         dtype = self._learned.get(key) if key is not None else None
         return None if dtype is None else _pointwise(f, args, metas, dtype)
@@ -75,17 +75,17 @@ class Shapes:
         kwargs: Named,
         metas: dict[int, TensorMeta],
         params: list[Any],
-        found: Results,
+        results: Results,
     ) -> None:
-        """Take note of what the meta kernel ``found`` for a pointwise op."""
+        """Take note of what the meta kernel found for a pointwise op."""
         if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
             return
         key = _pointwise_key(f, args, kwargs, metas, params)
         if key is None or key in self._learned:
             return
-        made = (found.fresh or found.written)[0]
-        right = made is not None and _pointwise(f, args, metas, made.dtype) == found
-        self._learned[key] = made.dtype if made is not None and right else None
+        result = (results.fresh or results.written)[0]
+        right = result is not None and _pointwise(f, args, metas, result.dtype) == results
+        self._learned[key] = result.dtype if result is not None and right else None
 
 
 def _ask(

@@ -51,8 +51,8 @@ def _nll_backward(
     ignored: int,
     total: TensorMeta,
 ) -> Metas | None:
-    made = _nll(source, target, weight, reduction, ignored)
-    if made is None or made[0] is None or made[0].shape != grad.shape or total.shape != ():
+    forward = _nll(source, target, weight, reduction, ignored)
+    if forward is None or forward[0] is None or forward[0].shape != grad.shape or total.shape != ():
         return None
     return (contiguous(source.shape, source.dtype),) if is_contiguous(source) else None
 
@@ -90,11 +90,11 @@ def _layer_norm_backward(
     forward = _layer_norm(source, shape, weight, bias, 0.0)
     if forward != (contiguous(grad.shape, grad.dtype), mean, rstd) or not is_contiguous(grad):
         return None
-    made = (grad.shape, shape, shape)
+    shapes = (grad.shape, shape, shape)
     absent = (False, weight is None, bias is None)
     if any(wanted and gone for wanted, gone in zip(mask, absent, strict=True)):
         return None
-    pairs = zip(mask, made, strict=True)
+    pairs = zip(mask, shapes, strict=True)
     return tuple(contiguous(size, grad.dtype) if wanted else None for wanted, size in pairs)
 
 

@@ -36,13 +36,13 @@ def relaid(
     layouts = _EVERYWHERE.get(name) or here.get(name)
     if layouts is None:
         return list(fresh)
-    found = list(fresh)
-    for number, layout in enumerate(layouts[: len(found)]):
-        meta = found[number]
+    metas = list(fresh)
+    for number, layout in enumerate(layouts[: len(metas)]):
+        meta = metas[number]
         if meta is not None and layout is not None and meta.shape:
             strides = layout(operands, meta.shape)
-            found[number] = TensorMeta(meta.shape, strides, meta.dtype)
-    return found
+            metas[number] = TensorMeta(meta.shape, strides, meta.dtype)
+    return metas
 
 
 def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:

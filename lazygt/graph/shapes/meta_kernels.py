@@ -102,8 +102,8 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) 
 
 
 def _rows_aligned(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    each = _ALIGNMENT // dtype.itemsize
-    row = (shape[-1] + each - 1) // each * each
+    elements = _ALIGNMENT // dtype.itemsize
+    row = (shape[-1] + elements - 1) // elements * elements
     stride = [shape[1] * row, row, 1] if len(shape) == 3 else [row, 1]
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 

@@ -43,12 +43,12 @@ def run_on_metas(
     """
     by_device = _by_device(f, metas, device_type) or f.foreign
     device = torch.device(device_type if by_device else "meta")
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def leaf(arg: Arg) -> Any:
         if type(arg) is Ref:
-            made.append(metas[arg.index].empty(device))
-            return made[-1]
+            tensors.append(metas[arg.index].empty(device))
+            return tensors[-1]
         if type(arg) is Param:
             return params[arg.index]
         if type(arg) is tuple:
@@ -69,14 +69,14 @@ def run_on_metas(
                 return None
             returned = (None,) * len(f.outputs)  # it has no result but what it writes
     if f.name in _ONE_DTYPE:
-        _check_one_dtype(f, made)
-    found = _described(f, returned, margs, mkwargs)
-    fresh = _corrected(f, list(found.fresh), made, device_type)
+        _check_one_dtype(f, tensors)
+    results = _described(f, returned, margs, mkwargs)
+    fresh = _corrected(f, list(results.fresh), tensors, device_type)
     wide = _widened(metas) if f.pointwise and f.outputs == ("f",) else None
     if wide is not None:
         again = run_on_metas(f, args, kwargs, wide, params, device_type)
         fresh = [_with_strides(fresh[0], again)]
-    return found._replace(fresh=tuple(fresh))
+    return results._replace(fresh=tuple(fresh))
 
 
 def _described(

@@ -87,10 +87,10 @@ def _mm(a: TensorMeta, b: TensorMeta) -> Metas | None:
 
 
 def _addmm(bias: TensorMeta, a: TensorMeta, b: TensorMeta, **scales: Any) -> Metas | None:
-    made = _mm(a, b)
-    if made is None or scales or made[0] is None or not same_float(bias, a):
+    product = _mm(a, b)
+    if product is None or scales or product[0] is None or not same_float(bias, a):
         return None
-    return made if broadcast([bias.shape, made[0].shape]) == made[0].shape else None
+    return product if broadcast([bias.shape, product[0].shape]) == product[0].shape else None
 
 
 def _bmm(a: TensorMeta, b: TensorMeta) -> Metas | None:

@@ -18,11 +18,11 @@ def _permute(source: TensorMeta, dims: tuple[int, ...]) -> Metas | None:
 
 
 def _transpose(source: TensorMeta, dim0: int, dim1: int) -> Metas | None:
-    one, other = position(dim0, len(source.shape)), position(dim1, len(source.shape))
-    if one is None or other is None:
+    first, second = position(dim0, len(source.shape)), position(dim1, len(source.shape))
+    if first is None or second is None:
         return None
     order = list(range(len(source.shape)))
-    order[one], order[other] = other, one
+    order[first], order[second] = second, first
     return _permute(source, tuple(order))
 
 
@@ -102,10 +102,10 @@ def _unbind(source: TensorMeta, dim: int = 0) -> Metas | None:
     at = position(dim, len(source.shape))
     if at is None:
         return None
-    made: list[TensorMeta | None] = []
+    metas: list[TensorMeta | None] = []
     for index in range(source.shape[at]):
-        made += _select(source, at, index) or ()
-    return tuple(made)
+        metas += _select(source, at, index) or ()
+    return tuple(metas)
 
 
 def _unsqueeze(source: TensorMeta, dim: int) -> Metas | None:

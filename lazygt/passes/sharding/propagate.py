@@ -229,10 +229,10 @@ class _Propagation:
     def _sources(self, number: int, wish: int) -> int:
         """What the operand of a view has to be for its result to be any of a wish."""
         strategies = self._catalogue.entries[number].strategies
-        found = [
+        sources = [
             strategy.inputs for strategy in strategies if self._bit(strategy.outputs[0]) & wish
         ]
-        return _union(found, 1, self._bit)[0]
+        return _union(sources, 1, self._bit)[0]
 
     def _wish(self, value: int, wish: int) -> None:
         if wish and value not in self._stored:
@@ -255,8 +255,8 @@ class _Propagation:
 
     def _passed(self, number: int, masks: Masks) -> Masks:
         """What a node passes on of what reached it: to each operand, then to each result."""
-        found = self._spreads.get((number, masks))
-        if found is None:
+        passed = self._spreads.get((number, masks))
+        if passed is None:
             every, cut = self._catalogue.entries[number].strategies, self._bits.cut
             strategies = [strategy for strategy in every if self._is_possible(strategy, masks)]
             # a factory can make any block, but is no reason to want one
@@ -270,8 +270,8 @@ class _Propagation:
             blocks = _union([strategy.outputs for strategy in asked], len(first.outputs), cut)
             makers = [strategy.outputs for strategy in (strategies if self._explore else asked)]
             sums = _union(makers, len(first.outputs), partial_bit)
-            found = self._spreads[number, masks] = (*wants, *map(or_, blocks, sums))
-        return found
+            passed = self._spreads[number, masks] = (*wants, *map(or_, blocks, sums))
+        return passed
 
     def opened(self, entry: StrategySet, masks: Masks, wishes: Masks, pins: Pins) -> StrategySet:
         """The strategies of an entry that may be chosen for a node that was reached so."""

@@ -281,9 +281,9 @@ class _Merge:
         if key not in self.made:
             values = [ref(number) for number in numbers]
             place = self.mesh.workers.index(self.worker, axis)
-            workers, each = self.mesh.workers.size(axis), self.mesh.each(axis)
+            workers, a_worker = self.mesh.workers.size(axis), self.mesh.each(axis)
             met = _exchange(
-                self.build, AxisGroup(axis, workers, place, each), node.op, values, args
+                self.build, AxisGroup(axis, workers, place, a_worker), node.op, values, args
             )
             self.made[key] = numbers, [one.index for one in met]
             self._from(first)
