@@ -171,7 +171,7 @@ class VirtualMesh:
         }
         return VirtualMesh(workers, Mesh.of(sizes))
 
-    def each(self, axis: str) -> int:
+    def per_worker(self, axis: str) -> int:
         """Virtual ranks that a worker stands for along an axis."""
         return self.ranks.size(axis) // self.workers.size(axis)
 
@@ -179,15 +179,15 @@ class VirtualMesh:
         """The worker that stands for a virtual rank."""
         worker = 0
         for axis, size in zip(self.workers.names, self.workers.sizes, strict=True):
-            worker = worker * size + self.ranks.index(rank, axis) // self.each(axis)
+            worker = worker * size + self.ranks.index(rank, axis) // self.per_worker(axis)
         return worker
 
     def of_worker(self, worker: int) -> tuple[int, ...]:
         """The virtual ranks of a worker, in order."""
         ranges = []
         for axis in self.workers.names:
-            first = self.workers.index(worker, axis) * self.each(axis)
-            ranges.append(range(first, first + self.each(axis)))
+            first = self.workers.index(worker, axis) * self.per_worker(axis)
+            ranges.append(range(first, first + self.per_worker(axis)))
         return tuple([self._rank(place) for place in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
@@ -195,7 +195,9 @@ class VirtualMesh:
         place = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
-            holder = index if isinstance(placement, Shard) else index - index % self.each(axis)
+            holder = (
+                index if isinstance(placement, Shard) else index - index % self.per_worker(axis)
+            )
             place.append(holder)
         return self._rank(tuple(place))
 

@@ -281,9 +281,9 @@ class _Merge:
         if key not in self.made:
             values = [ref(number) for number in numbers]
             place = self.mesh.workers.index(self.worker, axis)
-            workers, a_worker = self.mesh.workers.size(axis), self.mesh.each(axis)
+            workers, per_worker = self.mesh.workers.size(axis), self.mesh.per_worker(axis)
             met = _exchange(
-                self.build, AxisGroup(axis, workers, place, a_worker), node.op, values, args
+                self.build, AxisGroup(axis, workers, place, per_worker), node.op, values, args
             )
             self.made[key] = numbers, [one.index for one in met]
             self._from(first)
@@ -321,9 +321,9 @@ def _exchange(
 ) -> list[Ref]:
     """What each of the worker's ranks gets from a collective."""
     if op == ALL_REDUCE:
-        return [reduction_tree.all_reduce(build, line, values, *args)] * line.each
+        return [reduction_tree.all_reduce(build, line, values, *args)] * line.per_worker
     if op == ALL_GATHER:
-        return [reduction_tree.all_gather(build, line, values, *args)] * line.each
+        return [reduction_tree.all_gather(build, line, values, *args)] * line.per_worker
     if op == REDUCE_SCATTER:
         return reduction_tree.reduce_scatter(build, line, values, *args)
     assert op == ALL_TO_ALL, op

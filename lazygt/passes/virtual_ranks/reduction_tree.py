@@ -33,22 +33,22 @@ class AxisGroup:
     Attributes:
         workers: on the line.
         index: of this worker.
-        each: virtual ranks that a worker stands for.
+        per_worker: virtual ranks that a worker stands for.
     """
 
     axis: str
     workers: int
     index: int
-    each: int
+    per_worker: int
 
     @property
     def ranks(self) -> int:
         """Virtual ranks on the line."""
-        return self.workers * self.each
+        return self.workers * self.per_worker
 
     def block(self, size: int, which: int) -> int:
         """Elements that the worker's virtual rank ``which`` has of a dim of ``size``."""
-        return block_size(size, self.ranks, self.index * self.each + which)
+        return block_size(size, self.ranks, self.index * self.per_worker + which)
 
     def meet(self, build: Builder) -> Builder:
         """The builder, for collectives among the workers of the line."""
@@ -129,9 +129,10 @@ def first(build: Builder, value: Ref, here: bool) -> Ref:
 
 def _subtrees(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> list[Ref]:
     """The worker's values, added as far as the tree over all ranks stays within them."""
-    size = line.each & -line.each  # the largest power of two in it: such subtrees are whole
-    strategies = [build.contiguous(value) for value in values]
-    return [_tree(build, strategies[at : at + size], op) for at in range(0, len(strategies), size)]
+    # the largest power of two in it: such subtrees are whole
+    size = line.per_worker & -line.per_worker
+    contiguous = [build.contiguous(value) for value in values]
+    return [_tree(build, contiguous[at : at + size], op) for at in range(0, len(contiguous), size)]
 
 
 def _tree(build: Builder, values: Sequence[Ref], op: str) -> Ref:
@@ -186,9 +187,9 @@ def _cut(build: Builder, line: AxisGroup, value: Ref, dim: int, size: int) -> li
     """The worker's logical blocks of a dim of global ``size``; ``value`` has those of the worker,
     or of all."""
     have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)
-    if line.each == 1 and have == line.block(size, 0):
+    if line.per_worker == 1 and have == line.block(size, 0):
         return [build.contiguous(value)]
-    starts = [min(which * step, have) for which in range(line.each)]
+    starts = [min(which * step, have) for which in range(line.per_worker)]
     return [
         shard(build, value, dim, start, start + line.block(size, which))
         for which, start in enumerate(starts)

@@ -1,4 +1,4 @@
-"""What placements cost, by hand, and the choice against every choice of rows."""
+"""What placements cost, by hand, and the choice against every choice of strategies."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_busiest_rank_sets_the_time() -> None:
     assert strategy_seconds(slow, cost, row, metas, metas, 4) == pytest.approx(160 + 7)
 
 
-# -- the problem, against every choice of rows --------------------------------------------------
+# -- the problem, against every choice of strategies --------------------------------------------------
 
 
 def random_graph(draw: random.Random, ops_at_most: int = 4) -> Graph:
@@ -145,7 +145,7 @@ def cheapest(
 def brute_force(
     graph: Graph, entries: Sequence[StrategySet], machine: Machine, inputs: Annotations
 ) -> float:
-    """The least time over every choice of these rows; outputs are whole."""
+    """The least time over every choice of these strategies; outputs are whole."""
     metas = graph.values
     best = math.inf
     options = [range(len(entry.strategies)) for entry in entries]

@@ -1,4 +1,4 @@
-"""The choice of placements under pins and wishes, against every choice of rows."""
+"""The choice of placements under pins and wishes, against every choice of strategies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def annotations_at_random(draw: random.Random, graph: Graph) -> dict[int, Annota
 def brute_force(
     graph: Graph, entries: Sequence[StrategySet], machine: Machine, notes: Mapping[int, Annotation]
 ) -> float:
-    """The least time over every choice of these rows; outputs are whole."""
+    """The least time over every choice of these strategies; outputs are whole."""
     best = math.inf
     for rows in itertools.product(*(range(len(entry.strategies)) for entry in entries)):
         total = 0.0
