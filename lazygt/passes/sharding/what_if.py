@@ -303,12 +303,12 @@ def _met(step: AxisStep) -> Iterator[_Met]:
     # what is interleaved is moved in another shape
     shown = {node.refs()[0]: results[0] for node, results in step.local.graph.numbered()
              if node.op in RESHAPES}  # fmt: skip
-    meetings = [
+    collectives = [
         (node, results[0])
         for node, results in step.local.graph.numbered()
         if node.op in COLLECTIVES
     ]  # fmt: skip
-    for (node, result), record in zip(meetings, _records(step, step.local.graph), strict=True):
+    for (node, result), record in zip(collectives, _records(step, step.local.graph), strict=True):
         if node.args[-1] != step.name:
             continue  # of an earlier axis
         inside = next((number for end, number in ends if end > result), None)

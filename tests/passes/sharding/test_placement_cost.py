@@ -103,7 +103,7 @@ def test_the_busiest_rank_sets_the_time() -> None:
     assert strategy_seconds(slow, cost, row, metas, metas, 4) == pytest.approx(160 + 7)
 
 
-# -- the problem, against every choice of strategies --------------------------------------------------
+# -- the problem, against every choice of strategies -----------------------------------------------
 
 
 def random_graph(draw: random.Random, ops_at_most: int = 4) -> Graph:

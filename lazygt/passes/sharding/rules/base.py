@@ -18,7 +18,7 @@ import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard, shard_bounds
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.passes.sharding.builder import bound, numbers
 
 if TYPE_CHECKING:
@@ -158,12 +158,6 @@ class Call:
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:
     """The dims that are worth a block a rank: those with more than one element."""
     return [dim for dim, size in enumerate(shape) if size > 1]
-
-
-def every_rank_has_some(size: int, parts: int) -> bool:
-    """Whether no block is empty."""
-    start, stop = shard_bounds(size, parts, parts - 1)
-    return stop > start
 
 
 def table(names: str, rule: Rule) -> Mapping[str, Rule]:
