@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from tqdm import trange
 
 import lazygt
-from lazygt.transfer import SharedMemoryTransferReceiver, SharedMemoryTransferSender
+from lazygt.transfer import (
+    Sender,
+    SharedMemoryTransferReceiver,
+    SharedMemoryTransferSender,
+)
 
 TRAIN_IMAGES = 1_500
 
@@ -83,7 +87,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return (model(images).argmax(1) == labels).float().mean().item()
 
 
-def train(args: argparse.Namespace, sender: SharedMemoryTransferSender) -> None:
+def train(args: argparse.Namespace, sender: Sender) -> None:
     images, labels = (part.to("lazygt") for part in read_images())
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)

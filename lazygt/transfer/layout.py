@@ -27,7 +27,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 _KEPT = 16
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """The longest run of bytes that one thread copies and checks.
 
 Long, because threads that end a piece wait for the interpreter's lock: on two cores 4 MiB cost a
