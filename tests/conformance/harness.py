@@ -1,14 +1,15 @@
 """torch's own operator database, run on device lazygt against eager torch on a CPU.
 
 Each sample runs three times: first its ops are recorded and its plan runs checked, node by node;
-then the plan is found again; from then on its generated code runs.
+then the plan is found again; from then on its generated code runs. The ops of the first run are
+compared with those of eager torch, and they are recorded for GPUs that this machine need not have.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,11 @@ from lazygt.runtime.executors import eager as eager_executor
 from tests.bits import assert_same_bits
 from tests.conformance import streams
 from tests.conformance.refusals import UNWRITTEN
+from tests.conformance.streams import Stream, differences
 
 Tensor = torch.Tensor
 RUNS = 3
+REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass
@@ -50,6 +53,26 @@ class Tally:
         self.failures.append(
             f"sample {number}: {type(error).__name__}: {text[0] if text else ''}"[:300]
         )
+
+
+@dataclass
+class Findings:
+    """What was found of an op's samples.
+
+    Attributes:
+        bits: of three runs, against eager torch's.
+        metas: shapes and dtypes, recorded for GPUs that are not there.
+        differences: the ops recorded that eager torch does not run, and the other way round; of
+            the first sample that has any.
+    """
+
+    bits: Tally = field(default_factory=Tally)
+    metas: Tally = field(default_factory=Tally)
+    differences: Stream = field(default_factory=Stream)
+
+
+#: Number, sample, and what eager torch gives: its results and its ops.
+Accepted = tuple[int, SampleInput, list[Any], Stream]
 
 
 def name_of(op: OpInfo) -> str:
@@ -162,33 +185,68 @@ def compare_metas(ours: list[Any], theirs: list[Any]) -> None:
     assert [meta(a) for a in ours] == [meta(b) for b in theirs]
 
 
-def eager(op: OpInfo, sample: SampleInput, grad: bool) -> list[Any] | None:
-    """What eager torch gives; None where it refuses the sample itself."""
+def eager(op: OpInfo, sample: SampleInput, grad: bool) -> tuple[list[Any], Stream] | None:
+    """What eager torch gives and the ops that it runs; None where it refuses the sample itself."""
     try:
-        return fetched(outcome(op, sample, grad, copied))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        result, stream = _watched(streams.eager, op, sample, grad, copied)
+        return fetched(result), stream
+    except REFUSED:
         return None
 
 
-def check(op: OpInfo, grad: bool, limit: int | None) -> Tally:
-    """Run an op's samples, in a session of their own."""
-    tally = Tally()
-    with warnings.catch_warnings(), generated_code() as generated:
+def _watched(
+    watch: Callable[..., tuple[Any, Stream]],
+    op: OpInfo,
+    sample: SampleInput,
+    grad: bool,
+    on: Callable[[Any], Any],
+) -> tuple[Any, Stream]:
+    """The outcome of a sample, and its ops without those that bring its arguments."""
+    arguments = on((sample.input, sample.args, sample.kwargs))
+    return watch(lambda: outcome(op, sample, grad, lambda _: arguments))
+
+
+def walk(op: OpInfo, grad: bool, limit: int | None) -> Findings:
+    """Everything that is asked of an op's samples; each is made once, and run eagerly once."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        known = [(sample, eager(op, sample, grad)) for sample in samples(op, grad, limit)]
-        with lazygt.session(launcher="inline", compile="off"):
-            for number, (sample, expected) in enumerate(known):
-                if expected is None:
-                    continue
-                before = len(generated)
-                try:
-                    for _ in range(RUNS):
-                        compare(op, fetched(outcome(op, sample, grad, moved)), expected)
-                    tally.passed += 1
-                    tally.generated += len(generated) > before
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
-                    tally.fail(number, error)
-    return tally
+        drawn = enumerate(samples(op, grad, limit))
+        known = [(number, sample, eager(op, sample, grad)) for number, sample in drawn]
+        accepted = [(number, sample, *each) for number, sample, each in known if each is not None]
+        findings = Findings()
+        _run(op, grad, accepted, findings)
+        _infer(op, grad, accepted, findings.metas)
+    return findings
+
+
+def _run(op: OpInfo, grad: bool, accepted: Sequence[Accepted], findings: Findings) -> None:
+    """Run the samples in a session of their own, and look at the ops of the first run."""
+    tally = findings.bits
+    with generated_code() as generated, lazygt.session(launcher="inline", compile="off"):
+        for number, sample, expected, stream in accepted:
+            before = len(generated)
+            try:
+                first, recorded = _watched(streams.recorded, op, sample, grad, moved)
+                findings.differences = findings.differences or differences(recorded, stream)
+                compare(op, fetched(first), expected)
+                del first
+                for _ in range(RUNS - 1):
+                    compare(op, fetched(outcome(op, sample, grad, moved)), expected)
+                tally.passed += 1
+                tally.generated += len(generated) > before
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
+                tally.fail(number, error)
+
+
+def _infer(op: OpInfo, grad: bool, accepted: Sequence[Accepted], tally: Tally) -> None:
+    """Record the samples for GPUs that are not there: the metas that eager torch's have."""
+    with lazygt.session(launcher="dry", device="cuda"):
+        for number, sample, expected, _ in accepted:
+            try:
+                compare_metas(tree_leaves(outcome(op, sample, grad, moved)), expected)
+                tally.passed += 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
+                tally.fail(number, error)
 
 
 @contextmanager
@@ -204,22 +262,3 @@ def generated_code() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager_executor, "generate", noted)
         yield names
-
-
-def infer(op: OpInfo, grad: bool, limit: int | None) -> Tally:
-    """Record an op's samples for GPUs that are not there: the metas that eager torch's have."""
-    tally = Tally()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        known = [(sample, eager(op, sample, grad)) for sample in samples(op, grad, limit)]
-        with lazygt.session(launcher="dry", device="cuda"):
-            for number, (sample, expected) in enumerate(known):
-                if expected is None:
-                    continue
-                try:
-                    ours = tree_leaves(outcome(op, sample, grad, moved))
-                    compare_metas(ours, expected)
-                    tally.passed += 1
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
-                    tally.fail(number, error)
-    return tally

@@ -22,12 +22,11 @@ Stream = list[str]
 
 _KEY: Any = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(_KEY)
-_calls: list[tuple[Any, Any, Any]] | None = None
+_lines: Stream | None = None
 
 
 def _noting(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if _calls is not None:
-        _calls.append((op, args, kwargs))
+    _note(op, args, kwargs)
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return op(*args, **kwargs)
 
@@ -36,55 +35,59 @@ _library = torch.library.Library("_", "IMPL")
 _library.fallback(_noting, "Fake")
 
 
+def _note(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write an op down at once: operands that were kept would live longer than in the program."""
+    if _lines is not None and op not in _SKIPPED:
+        _lines.append(_line(op, args, kwargs))
+
+
 @contextmanager
-def _noted() -> Iterator[list[tuple[Any, Any, Any]]]:
-    global _calls
-    _calls = calls = []
+def _noted() -> Iterator[Stream]:
+    global _lines
+    _lines = lines = Stream()
     try:
-        yield calls
+        yield lines
     finally:
-        _calls = None
+        _lines = None
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
     """Ops of the test itself are not the program's."""
-    global _calls
-    kept, _calls = _calls, None
+    global _lines
+    kept, _lines = _lines, None
     try:
         yield
     finally:
-        _calls = kept
+        _lines = kept
 
 
-def eager(program: Callable[[], Any]) -> Stream:
-    """What a program on CPU tensors runs."""
-    with _noted() as calls, torch._C._IncludeDispatchKeyGuard(_KEY):
-        program()
-    return _normal(calls)
+def eager(program: Callable[[], Any]) -> tuple[Any, Stream]:
+    """The result of a program on CPU tensors, and what it runs."""
+    with _noted() as lines, torch._C._IncludeDispatchKeyGuard(_KEY):
+        return program(), lines
 
 
-def recorded(program: Callable[[], Any]) -> Stream:
-    """What lazygt records of a program on its own tensors."""
+def recorded(program: Callable[[], Any]) -> tuple[Any, Stream]:
+    """The result of a program on lazygt's tensors, and what is recorded of it."""
     record = Recorder.record
     inside = False
 
     def noting(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
         nonlocal inside
         upload = func is aten.copy_.default and type(args[1]) is torch.Tensor
-        if inside or upload or _calls is None:
+        if inside or upload:
             return record(recorder, func, args, kwargs)
-        _calls.append((func, args, kwargs or {}))
+        _note(func, args, kwargs or {})
         inside = True
         try:
             return record(recorder, func, args, kwargs)
         finally:
             inside = False
 
-    with _noted() as calls, pytest.MonkeyPatch.context() as patch:
+    with _noted() as lines, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "record", noting)
-        program()
-    return _normal(calls)
+        return program(), lines
 
 
 def differences(ours: Stream, theirs: Stream) -> list[str]:
@@ -118,10 +121,6 @@ _MADE = {
 }  # fmt: skip
 
 _PLACES = ("device", "layout", "pin_memory", "generator", "non_blocking")
-
-
-def _normal(calls: list[tuple[Any, Any, Any]]) -> Stream:
-    return [_line(op, args, kwargs) for op, args, kwargs in calls if op not in _SKIPPED]
 
 
 def _line(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """Every operator of torch's database, forward and backward, on device lazygt against the CPU.
 
 Each sample's ops are recorded and run checked, then its plan is run again, then once more as
-generated code; and they are recorded for GPUs that this machine need not have.
+generated code; they are the very ops that eager torch runs, for bits can agree by luck of size and
+ops can't; and they are recorded for GPUs that this machine need not have. One walk over the
+database finds all of it.
 
 ``LAZYGT_ALL_SAMPLES=1`` runs all samples of each operator instead of the first few.
 """
@@ -9,16 +11,18 @@ generated code; and they are recorded for GPUs that this machine need not have.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from tests.conformance import harness
+from tests.conformance.differences import BACKWARD_DIFFERENCES, FORWARD_DIFFERENCES, LATER
+from tests.conformance.harness import Findings, Tally
 from tests.conformance.refusals import BACKWARD, FORWARD, UNKNOWN_BACKWARD, UNKNOWN_FORWARD
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(3600 if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 900),
+    pytest.mark.timeout(3 * 3600 if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 2700),
     # the samples are torch's, and so are the warnings about them
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -27,24 +31,24 @@ LIMIT = None if os.environ.get("LAZYGT_ALL_SAMPLES") == "1" else 3
 #: Shares of operators whose samples all agree; they must not fall.
 FLOORS = {"forward": 0.98, "backward": 0.99, "inferred forward": 0.96, "inferred backward": 0.97}
 
-Report = dict[str, harness.Tally]
-Check = Callable[[harness.OpInfo, bool, int | None], harness.Tally]
 
-
-def run(check: Check, grad: bool) -> Report:
+@cache
+def walked(grad: bool) -> dict[str, Findings]:
+    """What is found of each operator; asked once for all tests of a direction."""
     found = {}
     for op in harness.operators():
         if grad and not harness.with_gradient(op):
             continue
         try:
-            tally = check(op, grad, LIMIT)
+            findings = harness.walk(op, grad, LIMIT)
         except Exception as error:  # noqa: BLE001 - torch can't make the samples here
-            tally = harness.Tally(failures=[f"no samples: {error}"])
-        found[harness.name_of(op)] = tally
+            none = [f"no samples: {error}"]
+            findings = Findings(bits=Tally(failures=none), metas=Tally(failures=none))
+        found[harness.name_of(op)] = findings
     return found
 
 
-def judge(kind: str, report: Report, refused: dict[str, str]) -> None:
+def judge(kind: str, report: dict[str, Tally], refused: dict[str, str]) -> None:
     """Print the rates; fail for what is not in the table, and for what need not be."""
     good = [name for name, tally in report.items() if not tally.failures]
     passed = sum(tally.passed for tally in report.values())
@@ -69,7 +73,8 @@ def judge(kind: str, report: Report, refused: dict[str, str]) -> None:
     ("kind", "refused"), [("forward", FORWARD), ("backward", BACKWARD)], ids=["forward", "backward"]
 )
 def test_bits_of_three_runs(kind: str, refused: dict[str, str]) -> None:
-    report = run(harness.check, grad=kind == "backward")
+    found = walked(kind == "backward")
+    report = {name: findings.bits for name, findings in found.items()}
     judge(kind, report, refused)
     # the rest are data-dependent, which are checked at each run, or record nothing
     generated = sum(tally.generated for tally in report.values())
@@ -82,4 +87,21 @@ def test_bits_of_three_runs(kind: str, refused: dict[str, str]) -> None:
     ids=["forward", "backward"],
 )
 def test_shapes_and_dtypes_for_gpus_that_are_not_there(kind: str, refused: dict[str, str]) -> None:
-    judge(kind, run(harness.infer, grad="backward" in kind), refused)
+    found = walked("backward" in kind)
+    judge(kind, {name: findings.metas for name, findings in found.items()}, refused)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_ops_are_those_of_eager_torch(grad: bool) -> None:
+    refused = BACKWARD if grad else FORWARD
+    known = BACKWARD_DIFFERENCES if grad else FORWARD_DIFFERENCES
+    found = {
+        name: findings.differences
+        for name, findings in walked(grad).items()
+        if findings.differences and name not in refused
+    }
+    later = {} if LIMIT else LATER
+    new = {name: lines for name, lines in found.items() if name not in known | later}
+    assert not new, "\n".join(f"{name}: {' '.join(lines)[:500]}" for name, lines in new.items())
+    gone = [name for name in known if name not in found]
+    assert not gone, f"these do not differ any more and must leave the table: {gone}"
