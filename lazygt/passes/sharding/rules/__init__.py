@@ -25,7 +25,17 @@ from lazygt.passes.sharding.rules import (
 from lazygt.passes.sharding.rules.base import Collective, Metas, R, Rule, Strategy
 from lazygt.passes.sharding.rules.decompose import is_composite
 
-__all__ = ["RULES", "Collective", "Metas", "Rule", "Strategy", "has_rule", "strategies_of"]
+__all__ = [
+    "DERIVED",
+    "RULES",
+    "Collective",
+    "Metas",
+    "Rule",
+    "Strategy",
+    "has_rule",
+    "rule_of",
+    "strategies_of",
+]
 
 
 def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
@@ -35,7 +45,7 @@ def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
         metas: the meta of every value of the node's graph, by number.
     """
     whole = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
-    rule = None if node.op == FUSED or node.dynamic else _rule(node.op)
+    rule = None if node.op == FUSED or node.dynamic else rule_of(node.op)
     strategies = {(whole.inputs, whole.outputs): whole}
     dtypes = _dtypes(node, metas) if rule else ()
     for strategy in _listed(rule, node, metas, parts) if rule else ():
@@ -73,10 +83,11 @@ def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bo
 
 def has_rule(op: str) -> bool:
     """Whether any strategy but R everywhere may be found for an op."""
-    return _rule(op) is not None
+    return rule_of(op) is not None
 
 
-def _rule(op: str) -> Rule | None:
+def rule_of(op: str) -> Rule | None:
+    """The rule of an op: by hand, that of pointwise ops, or ``DERIVED``."""
     rule = RULES.get(op)
     if rule is None and pointwise.is_pointwise(op):
         return pointwise.strategies
