@@ -85,9 +85,9 @@ class Miss:
     seconds: float = 0.0
 
     @staticmethod
-    def at(flush: str, found: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
+    def at(flush: str, noted: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
         """The miss that began at what the recorder noted."""
-        first = FirstMiss(*found)
+        first = FirstMiss(*noted)
         new = first.step.children.get(first.key)
         known = [step for step in first.step.children.values() if step is not new]
         return Miss(flush, first, tuple(known[-_NAMED:]), line_of=line_of)

@@ -114,12 +114,12 @@ class Planner:
         if not entry.sent:
             self._history.plans_built += 1
         self._tiers.built(entry)
-        made = makers(steps)
+        makers_of = makers(steps)
         return CachedPlan(
             entry,
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
-            makers=tuple([made[index] for index in outputs]),
+            makers=tuple([makers_of[index] for index in outputs]),
             sharding=sharding,
             slots=self._mesh.slots(sharding),
             stages=tuple(stages or ()),
@@ -154,8 +154,8 @@ class Planner:
             return self._sharded(recorded, steps, given, stages, decided)
         if marked:
             recorded = without_places(recorded, MARKS)
-        made = self.templates.optimised(recorded, self._config.check_passes, stages)
-        plan = Plan(made, backward=_backward(steps))
+        graph = self.templates.optimised(recorded, self._config.check_passes, stages)
+        plan = Plan(graph, backward=_backward(steps))
         return (plan,), (None,) * len(recorded.outputs)
 
     def _sharded(
@@ -198,15 +198,15 @@ class Planner:
         sharding = tuple([None if each == whole else each for each in made.outputs])
         return plans[:1] if len(graphs) == 1 else plans, sharding
 
-    def _gathered(self, found: Sequence[ReplicateFallback]) -> None:
+    def _gathered(self, fallbacks: Sequence[ReplicateFallback]) -> None:
         """Say once for each op that it had to run on whole values."""
-        for each in found:
-            if each.op not in self._history.fallbacks:
-                self._history.fallbacks[each.op] = each
+        for fallback in fallbacks:
+            if fallback.op not in self._history.fallbacks:
+                self._history.fallbacks[fallback.op] = fallback
                 warnings.warn(
-                    f"{each}. The numbers are right. Where that costs too much, give the op what "
-                    f"is whole or cut otherwise (lazygt.redistribute), or write it with ops that "
-                    f"have a rule.",
+                    f"{fallback}. The numbers are right. Where that costs too much, give the op "
+                    f"what is whole or cut otherwise (lazygt.redistribute), or write it with ops "
+                    f"that have a rule.",
                     GatherWarning,
                     stacklevel=2,
                 )

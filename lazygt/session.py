@@ -162,11 +162,11 @@ class Session:
             handles: list[LazyTensor] = []
             for t in tensors:
                 assert isinstance(t, LazyTensor)
-                own = t if t._view is None else t.clone()
-                assert isinstance(own, LazyTensor)
-                if own._storage.remote is None:
-                    self.recorder.index_of(own)
-                handles.append(own)
+                handle = t if t._view is None else t.clone()
+                assert isinstance(handle, LazyTensor)
+                if handle._storage.remote is None:
+                    self.recorder.index_of(handle)
+                handles.append(handle)
             self.synchronize()
             return [t._storage.remote for t in handles if t._storage.remote is not None]
 

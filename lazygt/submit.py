@@ -273,10 +273,10 @@ class Submitter:
             case Made():
                 return self._adopted(item, call_site)
 
-    def _adopted(self, made: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
-        value = self._client.adopt(made.id)
+    def _adopted(self, tensor: Made, call_site: CallSite | None) -> tuple[TensorMeta, RemoteValue]:
+        value = self._client.adopt(tensor.id)
         value.call_site = call_site
-        return made.meta, value
+        return tensor.meta, value
 
 
 def _let_go_of_inputs(trace: Trace) -> None:

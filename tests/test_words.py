@@ -10,10 +10,10 @@ NAMES = frozenset({"found", "made", "one", "each", "own", "mine"})
 SHORT = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
 # Functions that still have one, by package. Only ever less may stand here.
 LEFT: dict[str, int] = {
-    "lazygt": 12,
+    "lazygt": 5,
     "passes": 23,
     "record": 48,
-    "runtime": 68,
+    "runtime": 20,
     "transfer": 17,
 }
 

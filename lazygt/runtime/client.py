@@ -208,7 +208,7 @@ class Client:
     ) -> list[list[Buffer]]:
         """The message to each rank; ranks that are told the same get one object."""
         fetches = run.fetches
-        made: dict[Any, list[Buffer]] = {}
+        encoded: dict[Any, list[Buffer]] = {}
         messages = []
         names: Sequence[bytes | None] = (None,) if entry is None else entry.names
         for rank in range(self.link.world_size):
@@ -216,9 +216,9 @@ class Client:
             run.fetches = fetches if rank in ranks else ()
             run.releases = self._fetches.releases(rank)
             told = run.digest, run.fetches, run.releases
-            if told not in made:
-                made[told] = encode(run, buffers)
-            messages.append(made[told])
+            if told not in encoded:
+                encoded[told] = encode(run, buffers)
+            messages.append(encoded[told])
         return messages
 
     def hold_back(self) -> None:
@@ -523,8 +523,8 @@ class Client:
         self.counts.fetches += 1
         for rank, block in wanted(answers, regions):
             if isinstance(block, Failure):
-                for each, (done, _) in answers.items():
-                    self._fetches.drop(each, done)
+                for sender, (done, _) in answers.items():
+                    self._fetches.drop(sender, done)
                 self.raise_for(rank, block)
             self.counts.bytes_fetched += block.meta.nbytes
         return self._fetches.value(answers, meta, regions)

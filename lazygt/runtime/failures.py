@@ -147,8 +147,8 @@ class Failures:
 
 
 def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:
-    made = CollectiveMismatch if failure.kind == MISMATCH else execution_error
-    return made(*what, failure.kind, failure.detail, rank)
+    error_class = CollectiveMismatch if failure.kind == MISMATCH else execution_error
+    return error_class(*what, failure.kind, failure.detail, rank)
 
 
 def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError:
@@ -160,6 +160,8 @@ def _consequence(error: ExecutionError, cause: ExecutionError) -> ExecutionError
         f"rank {error.rank} had left its process group, since {cause.op} failed on worker "
         f"{cause.rank}, recorded at {cause.where}: {cause.kind}: {cause.detail}. {after}"
     )
-    made = ExecutionError(error.op, error.inputs, error.where, error.kind, detail, error.rank)
-    made.__cause__ = cause
-    return made
+    consequence = ExecutionError(
+        error.op, error.inputs, error.where, error.kind, detail, error.rank
+    )
+    consequence.__cause__ = cause
+    return consequence

@@ -111,6 +111,6 @@ def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
         salt: of a plan whose ranks have different graphs: tells it from others in which this
             rank has the same.
     """
-    made = hashlib.sha256(data)
-    made.update(salt)
-    return made.digest()[:16]
+    digest = hashlib.sha256(data)
+    digest.update(salt)
+    return digest.digest()[:16]

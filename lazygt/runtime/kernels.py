@@ -31,14 +31,14 @@ from lazygt.runtime.foreign import loader
 
 def clone(value: torch.Tensor) -> torch.Tensor:
     """A copy with the very same strides: kernels round differently on other layouts."""
-    made = value.clone()
-    if made.stride() == value.stride():
-        return made
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    copy = value.clone()
+    if copy.stride() == value.stride():
+        return copy
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     # torch refuses to write an expanded tensor, of which several elements are one
     once = tuple([slice(None) if step else slice(0, 1) for step in value.stride()])
-    made[once].copy_(value[once])
-    return made
+    copy[once].copy_(value[once])
+    return copy
 
 
 def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -146,5 +146,5 @@ def kernel(name: str) -> Callable[..., Any]:
         return loader.loaded_op(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
-    found: Callable[..., Any] = overload(name)
-    return found
+    op: Callable[..., Any] = overload(name)
+    return op

@@ -241,14 +241,14 @@ class PlanRecords:
     def plan_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
         """What brings each rank its plan, and tells it which others to forget."""
         forgotten, self._forgotten = self._forgotten, []
-        made: dict[int, list[Buffer]] = {}
+        messages: dict[int, list[Buffer]] = {}
         for rank in range(self._ranks):
             which = entry.of(rank)
-            if which not in made:
+            if which not in messages:
                 name = entry.names[which]
                 forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
                 graph = entry.plans[which].graph
-                made[which] = encode_plan(
+                messages[which] = encode_plan(
                     name,
                     graph,
                     True,
@@ -256,7 +256,7 @@ class PlanRecords:
                     entry.salt,
                     schema.encode(entry.foreign[which]),
                 )
-        return [made[entry.of(rank)] for rank in range(self._ranks)]
+        return [messages[entry.of(rank)] for rank in range(self._ranks)]
 
     def swap_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
         """What has each rank run an entry's compiled code; the swap is under way from here on."""

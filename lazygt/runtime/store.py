@@ -40,10 +40,10 @@ class Store:
 
     def get(self, key: int) -> Value:
         """The value; a Failed one when the id is unknown."""
-        found = self._values.get(key)
-        if found is None:
+        value = self._values.get(key)
+        if value is None:
             return Failed(Failure(-1, "KeyError", f"the worker holds no value {key}"))
-        return found
+        return value
 
     def made_since(self, first: int) -> list[int]:
         """The ids from ``first`` on."""

@@ -140,10 +140,10 @@ def _integer(data: bytes) -> int:
 
 
 def _torch_name(text: str) -> Any:
-    found = getattr(torch, text.removeprefix("torch."), None)
-    if not text.startswith("torch.") or not isinstance(found, TORCH_NAMES):
+    value = getattr(torch, text.removeprefix("torch."), None)
+    if not text.startswith("torch.") or not isinstance(value, TORCH_NAMES):
         raise ProtocolError(f"{text!r} names no dtype, layout or memory format")
-    return found
+    return value
 
 
 def _meta_fields(meta: TensorMeta) -> tuple[Any, ...]:

@@ -82,12 +82,12 @@ class SocketBackend:
         return self._begin([_bytes(sent)] * len(parts), parts)
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        mine = list(sent.view(len(self.peers), -1).unbind())
+        blocks = list(sent.view(len(self.peers), -1).unbind())
         parts = [
             part if peer is None else torch.empty_like(buffer)
-            for part, peer in zip(mine, self.peers, strict=True)
+            for part, peer in zip(blocks, self.peers, strict=True)
         ]
-        data = [_bytes(part) for part in mine]
+        data = [_bytes(part) for part in blocks]
         return self._begin(data, parts, lambda: reduce_in_order(parts, op, buffer))
 
     def all_to_all(
@@ -139,9 +139,9 @@ class SocketBackend:
     ) -> Incoming:
         incoming = Incoming(self, parts, then)
         self._begun.append(incoming)
-        for peer, one in zip(self.peers, data, strict=True):
+        for peer, piece in zip(self.peers, data, strict=True):
             if peer is not None:
-                peer.send(one)
+                peer.send(piece)
         return incoming
 
 

@@ -36,25 +36,25 @@ class Met(NamedTuple):
 def signature(graph: Graph) -> list[Met]:
     """The collectives of a rank's steps, in their order."""
     values = graph.values
-    found = []
+    collectives = []
     for number, node in enumerate(graph.nodes):
         if node.op in COLLECTIVES:
             operand = (node.args[1] if node.op in (LAUNCH, LAUNCH_) else node.args)[0].index
             meta = values[operand]
             dtype = "" if meta is None else str(meta.dtype).removeprefix("torch.")
-            found.append(Met(node.args[-1], f"{_what(node)} of {dtype}", number))
-    return found
+            collectives.append(Met(node.args[-1], f"{_what(node)} of {dtype}", number))
+    return collectives
 
 
 def _what(node: Node) -> str:
     if node.op not in (LAUNCH, LAUNCH_):
         return f"{node.op.removeprefix('lazygt.')}{node.args[1:-1]}"
     kind, values, moves, op, _ = node.args
-    made = node.results[0]
-    assert made is not None
+    result = node.results[0]
+    assert result is not None
     # blocks differ in size, what they are padded to does not; of an all-to-all all arguments are
     # in its moves
-    length = "" if kind == "all_to_all" else f" [{made.numel}]"
+    length = "" if kind == "all_to_all" else f" [{result.numel}]"
     return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
 
 
@@ -74,10 +74,10 @@ def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:
         group.wait()
     except LazyGTError:
         return None  # this rank could not join; its collectives say so
-    found = _difference(group, run, mine, own)
-    if found is not None:
-        group.abandon(found.detail)
-    return found
+    failure = _difference(group, run, mine, own)
+    if failure is not None:
+        group.abandon(failure.detail)
+    return failure
 
 
 def _difference(group: Group, run: int, mine: list[Met], own: bool) -> Failure | None:
@@ -85,9 +85,9 @@ def _difference(group: Group, run: int, mine: list[Met], own: bool) -> Failure |
     told = [(axis, _tell(group, axis, run, mine)) for axis in group.mesh.names]
     for axis, theirs in told:
         if own or axis in meets:
-            found = _compared(group, mine, theirs, run, axis)
-            if found is not None:
-                return found
+            failure = _compared(group, mine, theirs, run, axis)
+            if failure is not None:
+                return failure
     return None
 
 
@@ -112,9 +112,9 @@ def _compared(
         if number != str(run):
             why = f"rank {group.rank} is in run {run}, rank {rank} in run {number}"
             return Failure(node, MISMATCH, why)
-        found = _first_difference(mine, rows, axis)
-        if found is not None:
-            return _failure(found, group.rank, rank, axis)
+        difference = _first_difference(mine, rows, axis)
+        if difference is not None:
+            return _failure(difference, group.rank, rank, axis)
     return None
 
 
@@ -136,12 +136,12 @@ def _first_difference(mine: list[Met], theirs: list[str], axis: str) -> _Differe
     return None
 
 
-def _failure(found: _Difference, rank: int, other: int, axis: str) -> Failure:
-    first, second = (rank, found.mine), (other, found.theirs)
+def _failure(difference: _Difference, rank: int, other: int, axis: str) -> Failure:
+    first, second = (rank, difference.mine), (other, difference.theirs)
     if other < rank:
         first, second = second, first
     detail = (
-        f"collective {found.place + 1} on axis {axis!r}: rank {first[0]} is about to run "
+        f"collective {difference.place + 1} on axis {axis!r}: rank {first[0]} is about to run "
         f"{first[1]}, rank {second[0]} {second[1]}"
     )
-    return Failure(found.node, MISMATCH, detail)
+    return Failure(difference.node, MISMATCH, detail)

@@ -224,22 +224,22 @@ class Group:
         ]
 
     def _line(self, mesh: Mesh, axis: str) -> AxisGroup:
-        mine = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
-        ends = [self._ends.get(rank) for rank in mine]
+        members = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
+        ends = [self._ends.get(rank) for rank in members]
         return AxisGroup(
-            len(mine),
-            mine.index(self.rank),
+            len(members),
+            members.index(self.rank),
             SocketBackend([end and end.small for end in ends]),
             SharedMemoryBackend([end and end.large for end in ends]),
             tuple(end and end.single for end in ends),
-            self._torch_group(mesh, axis, mine) if self.nccl else None,
+            self._torch_group(mesh, axis, members) if self.nccl else None,
         )
 
-    def _torch_group(self, mesh: Mesh, axis: str, mine: tuple[int, ...]) -> Any:
-        if len(mine) == self._world_size:
+    def _torch_group(self, mesh: Mesh, axis: str, members: tuple[int, ...]) -> Any:
+        if len(members) == self._world_size:
             return dist.group.WORLD
         seconds = timedelta(seconds=self._spec.timeout)
-        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[mine]
+        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[members]
 
     def line(self, axis: str) -> AxisGroup:
         """This rank's place on an axis, once all ranks have joined.
@@ -261,9 +261,9 @@ def keep_apart(rank: int, world_size: int) -> None:
     than its share has cores, nor where that is one core, which others may want as well.
     """
     cores = sorted(os.sched_getaffinity(0))
-    mine = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
-    if len(mine) > 1 and torch.get_num_threads() <= len(mine):
-        os.sched_setaffinity(0, mine)
+    share = cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
+    if len(share) > 1 and torch.get_num_threads() <= len(share):
+        os.sched_setaffinity(0, share)
 
 
 _current: Group | None = None  # torch, too, has one default group a process

@@ -111,18 +111,18 @@ def wait(buffer: torch.Tensor, held: Sequence[torch.Tensor], kept: Sequence[int]
     if collective is None:
         raise LazyGTError(f"nothing is under way on axis {axis!r} in this buffer")
     collective.work.wait()
-    made = collective.unpack(buffer)
+    results = collective.unpack(buffer)
     for position in kept:
-        made[position] = made[position].clone()
-    return made[0] if len(made) == 1 else made
+        results[position] = results[position].clone()
+    return results[0] if len(results) == 1 else results
 
 
 def at_once(
     kind: str, value: torch.Tensor, move: Sequence[int], op: str | None, axis: str
 ) -> torch.Tensor:
     """The result of a collective of one value."""
-    made: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
-    return made
+    result: torch.Tensor = wait(launch(kind, [value], [move], op, axis), (), (), axis)
+    return result
 
 
 # -- the kinds: each gives the buffer that it receives into, and the collective --------------------
@@ -276,9 +276,9 @@ def _padded(value: torch.Tensor, rows: int) -> torch.Tensor:
     """``value``, contiguous, with zeros below it."""
     if value.shape[0] == rows:
         return value.contiguous()
-    made = value.new_zeros((rows, *value.shape[1:]))
-    made[: value.shape[0]] = value
-    return made
+    padded = value.new_zeros((rows, *value.shape[1:]))
+    padded[: value.shape[0]] = value
+    return padded
 
 
 def all_reduce(value: torch.Tensor, op: str, axis: str) -> torch.Tensor:
@@ -312,8 +312,8 @@ def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
 
 def first(value: torch.Tensor, axis: str) -> torch.Tensor:
     """The value on the first rank of the axis, zeros on the others: a sum over the ranks."""
-    made = value.clone(memory_format=torch.contiguous_format)
-    return made if group.line(axis).index == 0 else made.zero_()
+    result = value.clone(memory_format=torch.contiguous_format)
+    return result if group.line(axis).index == 0 else result.zero_()
 
 
 def send(value: torch.Tensor, peer: int, axis: str) -> None:
@@ -340,11 +340,11 @@ def recv(
     """The next value that the rank at place ``peer`` of the axis sends; row-major."""
     line = group.line(axis)
     through = device if line.carries(device) else torch.device("cpu")
-    made = torch.empty(shape, dtype=dtype, device=through)
-    if made.numel():
-        flat = as_bytes(made.view(-1))
+    received = torch.empty(shape, dtype=dtype, device=through)
+    if received.numel():
+        flat = as_bytes(received.view(-1))
         if flat.device.type == "cpu":
             line.single(peer).receive(flat.numpy().data)
         else:
             dist.recv(flat, group=line.group, group_src=peer)
-    return made.to(device)
+    return received.to(device)

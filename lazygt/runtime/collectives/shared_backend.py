@@ -190,10 +190,10 @@ class SharedMemoryBackend:
             if rank != self._me:
                 self._room(slot, rank, part.nbytes).copy_(as_bytes(part))
         written, _ = self._others()
-        found = [parts[self._me]] * len(parts)
+        summands = [parts[self._me]] * len(parts)
         for rank, theirs in written.items():
-            found[rank] = self._room(theirs, self._me, like.nbytes).view(like.dtype)
-        return found
+            summands[rank] = self._room(theirs, self._me, like.nbytes).view(like.dtype)
+        return summands
 
     def _room(self, slot: torch.Tensor, rank: int, nbytes: int) -> torch.Tensor:
         """Where in a slot there is what a rank is to read."""

@@ -82,10 +82,10 @@ class Cache:
         """
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not the key of an artifact")
-        found = self._read(key)
-        if found is None:
+        record = self._read(key)
+        if record is None:
             raise ValueError(f"there is no artifact {key} in {self.place}, or it is damaged")
-        return found[1]
+        return record[1]
 
     def find(self, key: str) -> Record | None:
         """The record of an artifact that is there whole; None if it is missing or damaged.
@@ -93,16 +93,16 @@ class Cache:
         Raises:
             PermissionError: as ``directory``.
         """
-        found = self._read(key)
-        return None if found is None else found[0]
+        record = self._read(key)
+        return None if record is None else record[0]
 
     def _read(self, key: str) -> tuple[Record, Path] | None:
         """What is known of an artifact, and its code."""
         place = self.directory()
         try:
-            found = json.loads((place / f"{key}.json").read_text())
-            times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in found["times"])
-            record, checksum = Record(float(found["seconds"]), times), str(found["checksum"])
+            fields = json.loads((place / f"{key}.json").read_text())
+            times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in fields["times"])
+            record, checksum = Record(float(fields["seconds"]), times), str(fields["checksum"])
             code = place / _code_name(key, checksum)
             whole = bool(times) and checksum == _checksum(code.read_bytes(), asdict(record))
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -105,19 +105,19 @@ class Compiler:
 
     def answers(self) -> dict[str, str]:
         """What has been answered: key -> error, empty for success. Does not wait."""
-        found: dict[str, str] = {}
+        answers: dict[str, str] = {}
         while self.pending and select.select([self.descriptor], [], [], 0)[0]:
             data = os.read(self.descriptor, 1 << 16)
             if not data:
-                return found | self._ended()
+                return answers | self._ended()
             self._unpacker.feed(data)
-            found.update((answer["key"], answer["error"]) for answer in self._unpacker)
-            self.pending -= found.keys()
+            answers.update((answer["key"], answer["error"]) for answer in self._unpacker)
+            self.pending -= answers.keys()
             self._heard = time.monotonic()
-        for key in found:
+        for key in answers:
             self._written.pop(key, None)
         self._send()
-        return found
+        return answers
 
     def given_up(self, since: float) -> dict[str, str]:
         """Errors for all that is owed by a process for which it is no use to wait; it is ended.

@@ -69,9 +69,9 @@ def _member(node: Node, values: dict[int, Tensor], numbers: tuple[Tensor, ...]) 
         return torch.empty_like(args[0]).copy_(args[1])
     by_tensor = _BY_TENSOR.get(op) if numbers_of(node) else None
     result: Tensor = (by_tensor or overload(op))(*args, **kwargs)
-    made = node.results[0]
-    assert made is not None
-    return result if result.dtype == made.dtype else result.to(made.dtype)
+    meta = node.results[0]
+    assert meta is not None
+    return result if result.dtype == meta.dtype else result.to(meta.dtype)
 
 
 def _add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
@@ -160,11 +160,11 @@ class KernelGroup:
         dims = self.open_dims or ((),) * len(body.inputs)
         for meta, some in zip(body.inputs, dims, strict=True):
             lines.append(self._shown(meta, some))
-        made = tuple(meta for node in body.nodes for meta in node.results)
+        results = tuple(meta for node in body.nodes for meta in node.results)
         for node in body.nodes:
             lines.append(_read(node))
         # results follow from the inputs, but for their dtypes nothing else has to be trusted
-        lines.append(" ".join(str(meta.dtype) for meta in made if meta is not None))
+        lines.append(" ".join(str(meta.dtype) for meta in results if meta is not None))
         return "\n".join(lines)
 
     def _shown(self, meta: TensorMeta, some: tuple[int, ...]) -> str:

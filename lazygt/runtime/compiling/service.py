@@ -105,7 +105,7 @@ def _check_open(group: KernelGroup, program: Any) -> None:
 def example(group: KernelGroup, length: int, device: torch.device) -> list[torch.Tensor]:
     """Operands and numbers to try a group with; vectors have this length."""
     generator = torch.Generator().manual_seed(0)
-    made = []
+    tensors = []
     for meta in group.body.inputs:
         shape = (length,) if group.flat else meta.shape
         values = torch.rand(shape, generator=generator) + 0.5
@@ -113,8 +113,8 @@ def example(group: KernelGroup, length: int, device: torch.device) -> list[torch
         if not group.flat and tensor.stride() != meta.stride:
             room = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
             tensor = room.copy_(tensor)
-        made.append(tensor)
-    return made + [torch.tensor(0.5, dtype=torch.float64) for _ in group.body.params]
+        tensors.append(tensor)
+    return tensors + [torch.tensor(0.5, dtype=torch.float64) for _ in group.body.params]
 
 
 def times(
@@ -164,11 +164,11 @@ def _check(
     numbers: tuple[float, ...],
 ) -> None:
     """Raise AssertionError when compiled code and single members disagree beyond rounding."""
-    mine = [operand.clone() for operand in operands]
+    copies = [operand.clone() for operand in operands]
     outcome = eager.run([operand.clone() for operand in operands], numbers)
-    returned = compiled(*mine, *numbers)
+    returned = compiled(*copies, *numbers)
     fresh = [returned] if group.fresh == 1 else list(returned)
-    results = fresh + [mine[operand] for operand, _ in group.writes]
+    results = fresh + [copies[operand] for operand, _ in group.writes]
     for result, expected in zip(results, outcome.outputs, strict=True):
         assert isinstance(expected, torch.Tensor)
         rtol = _RTOL.get(expected.dtype, 1e-4)

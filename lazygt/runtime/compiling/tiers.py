@@ -210,13 +210,13 @@ class Tiers:
     def _order(self, key: str, group: KernelGroup, line: str) -> None:
         compile = Compile(key, len(group.body.nodes), line, "compiling")
         self.compiles[key] = compile
-        found = self._cache.find(key)
-        if found is None:
+        record = self._cache.find(key)
+        if record is None:
             self._compiler.request(key, group)
             return
-        self._records[key] = found
-        compile.status, compile.seconds = "cached", found.seconds
-        compile.gain = found.gain(group.numel)
+        self._records[key] = record
+        compile.status, compile.seconds = "cached", record.seconds
+        compile.gain = record.gain(group.numel)
 
     def _take(self, answers: dict[str, str]) -> None:
         for key, error in answers.items():
@@ -293,10 +293,10 @@ def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
     """
     if len(shapes) < 2:
         return ()
-    found = []
+    dims = []
     for metas in zip(*shapes, strict=True):
         sizes = list(zip(*(meta.shape for meta in metas), strict=True))
-        found.append(
+        dims.append(
             tuple(d for d, seen in enumerate(sizes) if len(set(seen)) > 1 and 1 not in seen)
         )
-    return tuple(found)
+    return tuple(dims)

@@ -87,8 +87,8 @@ class Compiled:
         if numbers:
             given = bits(numbers)
             if given != self._numbers:
-                made = torch.tensor(numbers, dtype=torch.float64)
-                self._numbers, self._tensors = given, list(made.unbind())
+                tensor = torch.tensor(numbers, dtype=torch.float64)
+                self._numbers, self._tensors = given, list(tensor.unbind())
             operands += self._tensors
         results = self._run(operands)[: len(self._shapes)]
         if self._flat:

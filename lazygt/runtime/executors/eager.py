@@ -209,9 +209,9 @@ class _Generator:
         name = self.kernels.get(key)
         if name is None:
             name = self.kernels[key] = f"k{len(self.kernels)}"
-            found = self.interpreter.kernel(number, op)
+            kernel = self.interpreter.kernel(number, op)
             # the builtin behind an overload saves a Python call a node
-            self.names[name] = getattr(found, "_op", found)
+            self.names[name] = getattr(kernel, "_op", kernel)
         return name
 
     def arg(self, arg: Arg, copies: dict[int, str]) -> str:

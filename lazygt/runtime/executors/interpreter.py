@@ -50,12 +50,12 @@ class CheckedInterpreter:
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
         """The callable of a node."""
-        found = self._compiled.get(number) or self._kernels.get(op)
-        if found is None:
-            found = kernels.kernel(op)
+        kernel = self._compiled.get(number) or self._kernels.get(op)
+        if kernel is None:
+            kernel = kernels.kernel(op)
             # the builtin behind an overload saves a Python call a node
-            found = self._kernels[op] = getattr(found, "_op", found)
-        return found
+            kernel = self._kernels[op] = getattr(kernel, "_op", kernel)
+        return kernel
 
     @staticmethod
     def output_kinds(node: Node) -> tuple[str, ...]:
@@ -125,10 +125,10 @@ class CheckedInterpreter:
         if node.dynamic:
             self.returned, self.written = self._new(node, returned), written
             return
-        made = [*self._fresh(node, returned), *written]
+        values_made = [*self._fresh(node, returned), *written]
         if check:
-            made = self._checked(number, node, made)
-        values.update(zip(results, made, strict=True))
+            values_made = self._checked(number, node, values_made)
+        values.update(zip(results, values_made, strict=True))
 
     def _argument(
         self, arg: Arg, values: dict[int, Any], copies: dict[int, Any], params: tuple[Any, ...]

@@ -42,8 +42,8 @@ class LoadedOp:
         try:
             _load(self.definition)
             if self.definition.code:
-                made = cloudpickle.loads(self.definition.code).load()
-                self._run = made.on(device) if isinstance(made, Portable) else made
+                loaded = cloudpickle.loads(self.definition.code).load()
+                self._run = loaded.on(device) if isinstance(loaded, Portable) else loaded
             else:
                 self._run = _known(self.definition)
         except BaseException as error:  # noqa: BLE001 - a module may even call sys.exit
@@ -125,14 +125,14 @@ def _define(qualname: str, text: bytes) -> None:
     main = main or next(iter(kernels.values()))
     mutated = [a.name for a in torch._C.parse_schema("f" + op.schema).arguments
                if a.alias_info is not None and a.alias_info.is_write]  # fmt: skip
-    made = torch.library.custom_op(
+    definition = torch.library.custom_op(
         qualname, main, mutates_args=mutated, device_types=devices, schema=op.schema
     )
     for device, kernel in kernels.items():
-        made.register_kernel(device, kernel)
+        definition.register_kernel(device, kernel)
     if op.backward is not None:
-        made.register_autograd(op.backward, setup_context=op.context)
-    _DEFINED[qualname] = text, made
+        definition.register_autograd(op.backward, setup_context=op.context)
+    _DEFINED[qualname] = text, definition
 
 
 def _exists(qualname: str) -> bool:
@@ -165,11 +165,11 @@ def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> lis
     if not takes_code and any(each.code for each in told.ops):
         raise ProtocolError("pickled code, which a session with ship_code=False does not send")
     sys.path.extend(place for place in told.path if place not in sys.path)
-    found = [_LOADED.get(each.name) or LoadedOp(each) for each in told.ops]
+    ops = [_LOADED.get(each.name) or LoadedOp(each) for each in told.ops]
     if device is not None:
-        for each in found:
+        for each in ops:
             each.load(device)
-    return found
+    return ops
 
 
 def loaded_op(name: str) -> LoadedOp:
@@ -179,11 +179,11 @@ def loaded_op(name: str) -> LoadedOp:
 
 def _held(definition: Definition) -> Foreign:
     try:
-        found: Foreign = overload(definition.name)
+        op: Foreign = overload(definition.name)
     except KeyError:
-        found = definition.op()
-        add_foreign(found)
-    return found
+        op = definition.op()
+        add_foreign(op)
+    return op
 
 
 #: Modules that could not be imported, and why: half of what they register is there already.
@@ -206,10 +206,10 @@ def _load(definition: Definition) -> None:
 def _known(definition: Definition) -> Callable[..., Any]:
     """The overload, now that what defines it is loaded."""
     try:
-        found: Any = overload(definition.title)
+        op: Any = overload(definition.title)
     except KeyError:
         raise LookupError("no such op was defined by that") from None
-    return getattr(found, "_op", found)  # type: ignore[no-any-return]
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
 def _unavailable(definition: Definition, error: BaseException) -> CodeError:

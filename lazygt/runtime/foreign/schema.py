@@ -104,12 +104,12 @@ def decode(data: Buffer) -> Definitions:
     Raises:
         ProtocolError: for anything else, and for code that is not what its op is named after.
     """
-    found = fitting(unpack(data), Definitions)
-    for each in found.ops:
-        if each.code and not each.name.endswith(f"@{code_name(each.code)}"):
-            raise ProtocolError(f"the code of {each.name} is not what it is named after")
+    definitions = fitting(unpack(data), Definitions)
+    for definition in definitions.ops:
+        if definition.code and not definition.name.endswith(f"@{code_name(definition.code)}"):
+            raise ProtocolError(f"the code of {definition.name} is not what it is named after")
         try:
-            each.op()
+            definition.op()
         except (KeyError, RuntimeError) as error:
-            raise ProtocolError(f"{each.name} has no such schema or tags: {error}") from error
-    return found
+            raise ProtocolError(f"{definition.name} has no such schema or tags: {error}") from error
+    return definitions

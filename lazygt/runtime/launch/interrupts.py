@@ -49,8 +49,8 @@ def in_torch() -> bool:
     addresses = (ctypes.c_void_p * _MOST)()
     symbol = _Symbol()
     for address in addresses[: _libc.backtrace(addresses, _MOST)]:
-        found = _libc.dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
-        if found and b"/torch/lib/" in (symbol.file or b""):
+        known = _libc.dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
+        if known and b"/torch/lib/" in (symbol.file or b""):
             return True
     return False
 

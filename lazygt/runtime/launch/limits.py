@@ -26,22 +26,22 @@ def check_limits(workers: int, threads: int) -> None:
         threads: that compute, in each worker.
     """
     wanted = _DESCRIPTORS + _DESCRIPTORS_A_WORKER * workers
-    found = _descriptors(wanted)
-    if found < wanted:
+    available = _descriptors(wanted)
+    if available < wanted:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
             errno.EMFILE,
             f"a session of {workers} worker(s) needs {wanted} file descriptors, and this process "
-            f"gets {found} more; close files, or raise the limit, now {limit} (ulimit -n)",
+            f"gets {available} more; close files, or raise the limit, now {limit} (ulimit -n)",
         )
     wanted = _THREADS + (_THREADS_A_WORKER + threads) * workers
-    found = _threads(wanted)
-    if found < wanted:
+    available = _threads(wanted)
+    if available < wanted:
         raise OSError(
             errno.EAGAIN,
             f"a session of {workers} worker(s) needs {wanted} processes and threads, and this "
-            f"process gets {found} more; end some, or raise the limit of this user (ulimit -u) or "
-            f"container (pids.max)",
+            f"process gets {available} more; end some, or raise the limit of this user (ulimit -u) "
+            f"or container (pids.max)",
         )
 
 

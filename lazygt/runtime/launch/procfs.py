@@ -72,11 +72,11 @@ class OOMKills:
     def _count(self) -> int:
         for place in self._places():
             try:
-                found = _COUNT.search(place.read_text())
+                match = _COUNT.search(place.read_text())
             except OSError:
                 continue  # another version of cgroups, or none
-            if found:
-                return int(found[1])
+            if match:
+                return int(match[1])
         return 0
 
     def _places(self) -> Iterator[Path]:

@@ -131,13 +131,13 @@ def _read_record(fd: int) -> dict[str, Any] | None:
         # not blocking: it may be a pipe of somebody's
         file = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
         try:
-            found = json.loads(os.read(file, _MOST_BYTES))
+            record = json.loads(os.read(file, _MOST_BYTES))
         finally:
             os.close(file)
     except (OSError, ValueError):
         return None
-    fits = isinstance(found, dict) and {key: type(found[key]) for key in found} == _KINDS
-    return found if fits else None
+    fits = isinstance(record, dict) and {key: type(record[key]) for key in record} == _KINDS
+    return record if fits else None
 
 
 def _remove(path: Path, fd: int) -> None:
@@ -146,8 +146,8 @@ def _remove(path: Path, fd: int) -> None:
     Others may do the same at this moment.
     """
     with suppress(OSError):
-        own = [name for name in os.listdir(fd) if _is_own(fd, name)]
-        for name in sorted(own, key=RECORD.__eq__):
+        files = [name for name in os.listdir(fd) if _is_own(fd, name)]
+        for name in sorted(files, key=RECORD.__eq__):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
         os.rmdir(path)
