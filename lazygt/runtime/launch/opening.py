@@ -9,7 +9,6 @@ import torch
 from lazygt.config import Config
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.launch.base import load_named
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 
@@ -33,7 +32,8 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
     if start_directory() is not None:
         _load_meanwhile()  # where meta kernels would load it later, it can't be
     if config.launcher == "inline":
-        # why: only here does the client run plans itself
+        # why: only here does the client run plans itself, and the other loads the sockets
+        from lazygt.runtime.launch.base import load_named
         from lazygt.runtime.worker import Worker
 
         worker = Worker(
