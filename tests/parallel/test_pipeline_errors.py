@@ -10,6 +10,7 @@ from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.programs import programs
+from tests.sharding.staged import mark_for
 
 R = Replicate()
 
@@ -19,7 +20,7 @@ def test_a_stage_that_cannot_be() -> None:
         layer = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="the mesh workers=1 has no axis 'pipe'"):
             lazygt.stage(layer, 0)
-        s.mesh = Mesh.parse("pipe=2,data=2")
+        mark_for(s, Mesh.parse("pipe=2,data=2"))
         with pytest.raises(ValueError, match=r"stage 2: axis 'pipe' of .* has stages 0 to 1"):
             lazygt.stage(layer, 2)
         for index in (-1, 0.5, "0"):
@@ -38,7 +39,7 @@ def test_a_stage_that_cannot_be() -> None:
             lazygt.stage(layer, 1)
         with pytest.raises(ValueError, match=r"Sequential\.1\.0 is on stage 0 already"):
             lazygt.stage(torch.nn.Sequential(torch.nn.ReLU(), model[:1]), 1)
-        s.mesh = Mesh.parse("workers=1")
+        mark_for(s, Mesh.parse("workers=1"))
 
 
 ENTERED = """graph {

@@ -101,6 +101,11 @@ def put_on_stages(parts: Sequence[Sequence[nn.Module]]) -> None:
         lazygt.stage(modules, index)
 
 
+def mark_for(session: lazygt.Session, mesh: Mesh) -> None:
+    """From here on marks are of a mesh whose workers need not be there."""
+    session.mesh = session._submitter.mesh = mesh
+
+
 def recorded(
     make: Callable[[], Any],
     mesh: str,
@@ -118,7 +123,8 @@ def recorded(
     ranks = Mesh.parse(mesh)
     torch.manual_seed(3)
     with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
-        alone, s.mesh = s.mesh, ranks  # marks are of the mesh; what is run is run here
+        alone = s.mesh
+        mark_for(s, ranks)  # marks are of the mesh; what is run is run here
         model = make()
         left = skip(model)
         parts = [[m for m in part if m not in left] for part in model.stages(ranks.size("pipe"))]
@@ -129,18 +135,18 @@ def recorded(
         }  # fmt: skip
         opt = optimizer(model.parameters(), lr=0.1)
         x, y = (t.to("lazygt") for t in batch(model))
-        s.mesh = alone
+        mark_for(s, alone)
         train_step(model, opt, x, y, microbatches, clip)
         for parameter, state in opt.state.items():
             moments = [t for t in state.values() if isinstance(t, LazyTensor) and t.dim()]
             for t in moments:
                 homes[id(t._storage)] = homes.get(id(parameter._storage), -1)
         s.flush()
-        s.mesh = ranks
+        mark_for(s, ranks)
         if "data" in ranks.names:
             x, y = (lazygt.distribute(t, {"data": TorchShard(0)}) for t in (x, y))
         loss = train_step(model, opt, x, y, microbatches, clip)
-        s.mesh = alone
+        mark_for(s, alone)
         trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
         inputs = [store.get(remote.id).clone() for _, remote in trace.inputs]
         stored = [_held(ranks, homes.get(id(cell()), -1)) for cell, _ in trace.inputs]
