@@ -398,7 +398,7 @@ def test_a_template_makes_what_the_passes_make(
         if rows * columns <= 1 << 17:
             for graph in recorded(program, rows, columns):
                 same_as_passes(templates, graph)
-    target(float(templates.resized), placement="resized")
+    target(float(templates.resized), label="resized")
 
 
 def training_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> float:
