@@ -111,7 +111,7 @@ class _Derived:
 
     def is_right(self) -> bool:
         """Whether it is a strategy: what it writes keeps its placement, and a partial operand leads
-        to partial results alone."""
+        to one partial result: to several, it would be reduced as often."""
         versions = self.outputs[len(self.node.fresh) :]
         if any(self.inputs[at] != to for at, to in zip(self.node.writes, versions, strict=True)):
             return False
@@ -120,7 +120,7 @@ class _Derived:
         if any(isinstance(placement, StridedShard) for placement in outputs):
             return False
         if P in self.inputs:
-            return not self.chain.comm and all(placement == P for placement in outputs)
+            return not self.chain.comm and outputs == [P]
         return True
 
     def strategy(self) -> Strategy:
