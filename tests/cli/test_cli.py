@@ -155,7 +155,7 @@ def test_a_script_that_raises(command: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert out.returncode == 1
     assert out.stderr.startswith("Traceback (most recent call last):\n  File ")
-    assert "scripts.py" not in out.stderr
+    assert "lazygt/cli/script.py" not in out.stderr
     assert "runpy" not in out.stderr
     assert out.stderr.endswith("KeyError: 'mine'\n")
 

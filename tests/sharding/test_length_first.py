@@ -176,7 +176,7 @@ def test_two_axes_may_cut_the_samples() -> None:
     name = "encoder, length first"
     program = recorded(name, 8)
     graph, inputs, params = program
-    stored = [each._replace(labels=each.placements * 2) for each in in_samples(name, program)]
+    stored = [each._replace(placements=each.placements * 2) for each in in_samples(name, program)]
     torch.manual_seed(SEED)
     expected = run_whole(*program)
     made = run_merged(graph, stored, inputs, params, "replica=2,data=2", None)

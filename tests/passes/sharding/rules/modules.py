@@ -153,19 +153,19 @@ def losses(reduction: str) -> Examples:
         return lambda: getattr(nn, name)(**how, **rest), inputs
 
     pair: Inputs = lambda: (real(8), chances(8))  # noqa: E731
-    placements: Inputs = lambda: (real(8), classes(8))  # noqa: E731
+    classified: Inputs = lambda: (real(8), classes(8))  # noqa: E731
     three: Inputs = lambda: (real(8), real(8), real(8))  # noqa: E731
     found = {
         **{name: one(name, pair) for name in (
             "L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss",
             "PoissonNLLLoss", "KLDivLoss", "CrossEntropyLoss", "MultiLabelSoftMarginLoss")},
-        **{name: one(name, placements) for name in ("NLLLoss", "CrossEntropyLoss")},
+        **{name: one(name, classified) for name in ("NLLLoss", "CrossEntropyLoss")},
         **{name: one(name, three) for name in (
             "TripletMarginLoss", "TripletMarginWithDistanceLoss")},
         "BCELoss": one("BCELoss", lambda: (torch.sigmoid(real(8)), chances(8))),
         "NLLLoss of pictures": one("NLLLoss", lambda: (real(8, 3, 3), classes(8, 3, 3))),
         "CrossEntropyLoss of chances": one("CrossEntropyLoss", pair),
-        "CrossEntropyLoss smoothed": one("CrossEntropyLoss", placements, label_smoothing=0.1),
+        "CrossEntropyLoss smoothed": one("CrossEntropyLoss", classified, label_smoothing=0.1),
         "SoftMarginLoss": one("SoftMarginLoss", lambda: (real(8), signs(8))),
         "HingeEmbeddingLoss": one("HingeEmbeddingLoss", lambda: (real(8), signs(8))),
         "GaussianNLLLoss": one("GaussianNLLLoss", lambda: (real(8), real(8), chances(8) + 0.1)),
