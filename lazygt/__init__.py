@@ -64,10 +64,21 @@ _WHERE = {
     "why": "lazygt.observe.why",
 }
 
+#: Names that torch has another word for -> that word.
+_TORCHS = {
+    "column_parallel": "ColwiseParallel",
+    "parallelize": "parallelize_module",
+    "prepare_module_input": "PrepareModuleInput",
+    "row_parallel": "RowwiseParallel",
+    "sequence_parallel": "SequenceParallel",
+    "vocab_parallel": "VocabParallel",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'lazygt' has no attribute {name!r}")
+        torchs = f": use lazygt.{_TORCHS[name]}" if name in _TORCHS else ""
+        raise AttributeError(f"module 'lazygt' has no attribute {name!r}{torchs}")
     value = getattr(import_module(_WHERE[name]), "Session" if name == "session" else name)
     globals()[name] = value
     return value

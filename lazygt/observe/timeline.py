@@ -183,6 +183,8 @@ def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline
     Raises:
         RuntimeError: when a profile is being taken already.
     """
+    if not isinstance(session, Session):
+        raise TypeError(f"lazygt.profile: expected a session, not {type(session).__name__}")
     timeline = Timeline() if into is None else into
     with session.observed(partial(Probe, timeline)):
         yield timeline

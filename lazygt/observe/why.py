@@ -25,6 +25,8 @@ ASKED = "data-dependent: "
 
 def why(session: Session) -> Why:
     """Flushes of a session with who forced them, plan misses, fallbacks and compiles; print it."""
+    if not isinstance(session, Session):
+        raise TypeError(f"lazygt.why: expected a session, not {type(session).__name__}")
     history = session.history
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),

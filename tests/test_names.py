@@ -1,0 +1,47 @@
+"""Public names: each is there and says what it is; one of before torch's words says the new one."""
+
+from __future__ import annotations
+
+import pytest
+
+import lazygt
+
+
+@pytest.mark.parametrize("name", lazygt.__all__)
+def test_a_public_name_is_there(name: str) -> None:
+    value = getattr(lazygt, name)
+    assert value is not None
+    if getattr(value, "__module__", "lazygt").startswith("lazygt"):
+        assert (value.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("parallelize", "parallelize_module"),
+        ("column_parallel", "ColwiseParallel"),
+        ("row_parallel", "RowwiseParallel"),
+        ("sequence_parallel", "SequenceParallel"),
+        ("prepare_module_input", "PrepareModuleInput"),
+        ("vocab_parallel", "VocabParallel"),
+    ],
+)
+def test_a_name_of_before_says_the_new_one(before: str, now: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{before}': use lazygt.{now}$"):
+        getattr(lazygt, before)
+    assert now in lazygt.__all__
+
+
+def test_a_name_that_never_was() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'lazygt' has no attribute 'nothing'$"):
+        _ = lazygt.nothing
+
+
+def test_who_asks_for_no_session_is_told() -> None:
+    with pytest.raises(TypeError, match=r"^lazygt.why: expected a session, not NoneType$"):
+        lazygt.why(None)  # type: ignore[arg-type]
+    with (
+        pytest.raises(TypeError, match=r"^lazygt.profile: expected a session, not int$"),
+        lazygt.profile(3),  # type: ignore[arg-type]
+    ):
+        pass
