@@ -37,7 +37,7 @@ def mesh_axes(text: str) -> dict[str, int]:
     return axes
 
 
-def _logical_ranks(text: str) -> bool | int | dict[str, int]:
+def _virtual_ranks(text: str) -> bool | int | dict[str, int]:
     """What ``invariant`` may be: a flag, a number, or numbers by axis such as ``data=4``."""
     if "=" in text:
         return mesh_axes(text)
@@ -62,7 +62,7 @@ class Config:
         None,
         "the same bits for every number of workers that divides this many virtual ranks an axis; "
         "True: 4",
-        _logical_ranks,
+        _virtual_ranks,
     )
     launcher: str = _setting(
         "process", "process; inline: in the client's process; dry: nothing is computed", str

@@ -55,7 +55,7 @@ class Session:
         self.config = config = Config.load(**_overseer.settings(settings))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
-        self._logical = VirtualMesh.of(self.mesh, config.invariant)
+        self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
         self._link = open_link(config, self.mesh, COPIER)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
@@ -71,10 +71,11 @@ class Session:
         )  # fmt: skip
         self._history = History()
         self._planner = Planner(
-            config, self._logical, kind, self.recorder, self._client, self._tiers, self._history
-        )
+            config, self._virtual_mesh, kind, self.recorder, self._client, self._tiers,
+            self._history,
+        )  # fmt: skip
         self._submitter = Submitter(
-            config, self._logical, self.recorder, self._client, self._planner, self._tiers,
+            config, self._virtual_mesh, self.recorder, self._client, self._planner, self._tiers,
             self._history,
         )  # fmt: skip
         self._owner = os.getpid()
@@ -90,7 +91,7 @@ class Session:
         self._idle.entered = True
         self._check_open()
         device.open_session(self)
-        if self._logical.ranks.world_size > 1:
+        if self._virtual_mesh.ranks.world_size > 1:
             self._hook = register_optimizer_step_post_hook(self._submitter.after_step)
         return self
 
@@ -324,7 +325,7 @@ class Session:
         history = self._history
         state = "closed" if self.recorder.closed else "open"
         costs = "sums travel unreduced, nothing is compiled"
-        same = f" for {self._logical.ranks} ({costs})" if self.config.invariant else ""
+        same = f" for {self._virtual_mesh.ranks} ({costs})" if self.config.invariant else ""
         return (
             f"<lazygt.session {state}: {self._link.world_size} {self.device_type} worker(s){same}, "
             f"{self.config.launcher}; {self.recorder.ops} ops recorded, "

@@ -42,7 +42,7 @@ class Submitter:
     """Submits one trace after another: the sink of a session's recorder.
 
     Args:
-        logical: the ranks that plans are made for, on the workers there are.
+        virtual_mesh: the ranks that plans are made for, on the workers there are.
         history: gets the flushes.
 
     Attributes:
@@ -53,22 +53,22 @@ class Submitter:
     def __init__(
         self,
         config: Config,
-        logical: VirtualMesh,
+        virtual_mesh: VirtualMesh,
         recorder: Recorder,
         client: Client,
         planner: Planner,
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.mesh, self.names_lines = logical.workers, True
-        self._logical, self._recorder, self._client = logical, recorder, client
+        self.mesh, self.names_lines = virtual_mesh.workers, True
+        self._virtual_mesh, self._recorder, self._client = virtual_mesh, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
         #: one worker stands for all
         self._dry = config.launcher == "dry"
         #: a value may have several blocks on a worker
         self._in_blocks = bool(config.invariant)
         self._flushes_on_backward = config.flush_on_backward
-        self._may_shard = logical.ranks.world_size > 1
+        self._may_shard = virtual_mesh.ranks.world_size > 1
         recorder.sink = self
 
     # -- what the recorder asks for --------------------------------------------------------
@@ -195,7 +195,7 @@ class Submitter:
             sharding = kept.sharding[position]
         if sharding is None or self._dry:
             return keys[:1], None
-        return keys, sent(self._logical, sharding.placements, fetch.meta.shape)
+        return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
     def _rebind(
         self,

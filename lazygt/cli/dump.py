@@ -34,7 +34,7 @@ GRAPHS = (
     *(stage.name for stage in AFTER_SHARDING),
     "plan",
 )
-#: What can be printed: ``placements`` is the program before ``shard``, with all labels.
+#: What can be printed: ``placements`` is the program before ``shard``, with those of all values.
 STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
 
 

@@ -123,7 +123,7 @@ class Unspecified:
 
 
 #: Values are held by one rank on the axis of pipeline stages alone, where no rule is asked.
-#: Anyhow stands in annotations alone.
+#: ``Unspecified`` stands in annotations alone.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
 #: The placements that cut a dim.
 Cut = Shard | StridedShard

@@ -5,7 +5,7 @@ does not. So a recorded graph is read with a symbol in the place of every size: 
 read the same get the same decisions from every pass, and what the passes made of the first
 becomes, with other sizes put in, what they would make of the next.
 
-That holds because passes ask of sizes only what such a reading says (see ``passes.sizes``), but
+That holds because passes ask of sizes only what such a reading says (see ``skeleton``), but
 for one thing, which is decided anew: whether fusing a group is worth it.
 """
 

@@ -4,7 +4,7 @@ torch's device guard for a Python device calls Python in a noexcept destructor. 
 exception passes that, the process ends: one raised by a backward op, a hook, or the hook that
 unpacks a saved tensor. So what is raised there goes aside, what is left of the pass is skipped,
 and ``run_backward`` raises it when the engine has returned. Ctrl-C is not raised there at all: see
-``runtime.interrupts``.
+``runtime.launch.interrupts``.
 """
 
 from __future__ import annotations

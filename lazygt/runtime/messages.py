@@ -244,7 +244,7 @@ def encode_plan(
     """A plan and its graph; see ``Ship``.
 
     Args:
-        code: where the code of its foreign ops is (``runtime.foreign_schema``), if it has any.
+        code: where the code of its foreign ops is (``runtime.foreign.schema``), if it has any.
     """
     frames: list[Buffer] = [encode_graph(graph), *([code] if code else [])]
     return encode(Ship(digest, fresh, tuple(forget), salt), frames)

@@ -140,7 +140,7 @@ class TensorLocation(NamedTuple):
     """
 
     key: int
-    placement: Placements
+    placements: Placements
     held: object
 
 

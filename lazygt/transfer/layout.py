@@ -46,7 +46,7 @@ class ParamLayout(NamedTuple):
     param: int
     shape: tuple[int, ...]
     itemsize: int
-    placement: Placements
+    placements: Placements
 
 
 class Route(NamedTuple):
@@ -213,12 +213,12 @@ def interleave(lists: Iterable[Sequence[Request]]) -> list[Request]:
 
 def _copies(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
     """The blocks that there are of a parameter -> the ranks that have them."""
-    if any(isinstance(label, Partial) for label in param.placement):
+    if any(isinstance(placement, Partial) for placement in param.placements):
         raise ValueError(f"parameter {param.param} is a partial sum on the mesh {mesh}")
     copies: dict[Bounds, list[int]] = {}
     for rank in range(mesh.world_size):
-        if has_any(mesh, param.placement, rank):
-            copies.setdefault(block(mesh, param.placement, param.shape, rank), []).append(rank)
+        if has_any(mesh, param.placements, rank):
+            copies.setdefault(block(mesh, param.placements, param.shape, rank), []).append(rank)
     return copies
 
 

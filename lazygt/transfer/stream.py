@@ -117,7 +117,7 @@ class TransferStream:
             located = source.locate(list(remote.tensors.values()))
             at = dict(zip(remote.tensors, located, strict=True))
             self._keys = {number: location.key for number, location in at.items()}
-            routes = self._plan(source, {n: location.placement for n, location in at.items()})
+            routes = self._plan(source, {n: location.placements for n, location in at.items()})
             travelling = yield from self._travelling(source, routes)
             for rank in range(source.mesh.world_size):
                 lanes = self._by_lane([piece for piece in travelling if piece.rank == rank])

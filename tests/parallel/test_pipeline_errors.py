@@ -65,10 +65,10 @@ def test_stages_beside_what_they_cannot_be_beside(
     between: str, labels: tuple[Placement, ...], workers: dict[str, int] | None, message: str
 ) -> None:
     mesh = Mesh.parse("data=2,pipe=2")
-    logical = None if workers is None else VirtualMesh.of(mesh, workers)
+    virtual_mesh = None if workers is None else VirtualMesh.of(mesh, workers)
     graph = parse_graph(ENTERED.replace("BETWEEN", between))
     with pytest.raises(ValueError, match=message):
-        programs(graph, mesh, [Sharding(labels)], workers=logical)
+        programs(graph, mesh, [Sharding(labels)], workers=virtual_mesh)
 
 
 def test_held_values_say_so() -> None:

@@ -1,14 +1,14 @@
-"""unmerge: horizontal ops taken apart."""
+"""split_foreach: horizontal ops taken apart."""
 
 from __future__ import annotations
 
-from lazygt.passes.sharding.rules.foreach import Unmerge
+from lazygt.passes.sharding.rules.foreach import SplitForeach
 from tests.passes.tools import check_numbers, graph_of, keeps
 
 
 def test_an_op_in_place() -> None:
     check_numbers(
-        Unmerge(),
+        SplitForeach(),
         """
         %0: f32[2] = input
         %1: f32[3] = input
@@ -29,7 +29,7 @@ def test_an_op_in_place() -> None:
 
 def test_norms() -> None:
     check_numbers(
-        Unmerge(),
+        SplitForeach(),
         """
         %0: f32[2] = input
         %1: f32[3] = input
@@ -57,7 +57,7 @@ def test_a_fused_step() -> None:
     op = "aten._fused_sgd_.default"
     results = "%4: f32[2], %5: f32[3], %6: f32[2], %7: f32[3]"
     check_numbers(
-        Unmerge(),
+        SplitForeach(),
         f"""
         %0: f32[2] = input
         %1: f32[3] = input
@@ -79,16 +79,16 @@ def test_a_fused_step() -> None:
 
 
 def test_what_stays() -> None:
-    keeps(Unmerge(), "%0: f32[2] = input\n%1: f32[2] = aten.mul.Tensor(%0, 2.0)\nreturn %1")
+    keeps(SplitForeach(), "%0: f32[2] = input\n%1: f32[2] = aten.mul.Tensor(%0, 2.0)\nreturn %1")
     graph = graph_of("%0: f32[2] = input\n%1: f32[2] = aten.neg.default(%0)\nreturn %1")
-    assert Unmerge().run(graph) is graph
+    assert SplitForeach().run(graph) is graph
 
 
 def test_tensors_that_meet_stay_together() -> None:
     """The second sum takes what the first one wrote."""
     op = "aten._foreach_add_.List"
     keeps(
-        Unmerge(),
+        SplitForeach(),
         f"""
         %0: f32[2] = input
         %1: f32[2] = input

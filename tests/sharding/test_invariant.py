@@ -62,7 +62,7 @@ def test_a_worker_stands_for_neighbours_on_every_axis() -> None:
         ("data=2", 0, "can't share 0 virtual ranks"),
     ],
 )  # fmt: skip
-def test_logical_ranks_that_can_not_be_are_refused(workers: str, invariant: Any, says: str) -> None:
+def test_virtual_ranks_that_can_not_be_are_refused(workers: str, invariant: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         VirtualMesh.of(Mesh.parse(workers), invariant)
 
@@ -111,7 +111,7 @@ SUM = """graph {
 
 
 @pytest.mark.parametrize("workers", LINES)
-def test_sums_are_added_pairwise_in_the_order_of_the_logical_ranks(workers: str) -> None:
+def test_sums_are_added_pairwise_in_the_order_of_the_virtual_ranks(workers: str) -> None:
     graph, _, _ = graph_of(SUM)
     a, b, c, d = values = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])
     (made,) = run_merged(graph, [Sharding((S0,))], [values], [], workers, 4)
@@ -308,7 +308,7 @@ def gpt(cut: str, steps: int) -> State:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def test_one_worker_runs_all_logical_ranks() -> None:
+def test_one_worker_runs_all_virtual_ranks() -> None:
     whole = torch.randn(5, 3)
     with lazygt.session(launcher="inline", mesh={"data": 1}, invariant=True) as s:
         x = lazygt.distribute(whole.to("lazygt"), [TorchShard(0)])

@@ -157,7 +157,7 @@ def test_only_sums_are_exchanged(name: str, samples: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["encoder, length first", "attention", "tagger"])
-def test_logical_ranks_give_the_same_bits(name: str) -> None:
+def test_virtual_ranks_give_the_same_bits(name: str) -> None:
     program = recorded(name, 6)
     graph, inputs, params = program
     stored = in_samples(name, program)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Collectives of the ranks' programs: which travel together, and what is computed meanwhile."""

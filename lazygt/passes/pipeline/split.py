@@ -29,7 +29,7 @@ def split(
     A stage has a tensor of no elements for each input and output that only another one has.
 
     Args:
-        order: the nodes that have a stage, as ``onefoneb.ordered`` gives them.
+        order: the nodes that have a stage, as ``schedule.ordered`` gives them.
     """
     whole = Whole(graph, assigned, order, stages)
     parts = [Part(whole, stage) for stage in range(stages)]

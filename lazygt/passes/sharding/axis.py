@@ -20,7 +20,7 @@ from lazygt.passes.sharding.marks import PLACE, without_places
 from lazygt.passes.sharding.partition import Choice, LocalProgram, partition
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.rules.base import Strategy, shardable_dims
-from lazygt.passes.sharding.rules.foreach import Unmerge
+from lazygt.passes.sharding.rules.foreach import SplitForeach
 from lazygt.passes.sharding.solver import Solution, solve
 
 R = Replicate()
@@ -55,7 +55,7 @@ def shard(
     Args:
         decided: gets how each axis was decided, outermost first.
     """
-    graph = Unmerge().run(graph)
+    graph = SplitForeach().run(graph)
     kept = stored_shardings(graph, mesh, inputs)
     homes = [kept.get(value) for value in graph.outputs]
     graphs = [graph]

@@ -287,7 +287,7 @@ class Builder:
         copy: Ref = self.op("aten.copy_.default", memory, value)
         return copy
 
-    # collectives; see graph.label
+    # collectives; see graph.placement
 
     def all_reduce(self, value: Ref, op: str = "sum") -> Ref:
         """The values of all ranks, reduced."""

@@ -46,10 +46,10 @@ def programs(
         check: verify after every pass.
         stages: gets (name of the pass, rank 0's graph after it) for each.
         decided: gets how each axis was decided, outermost first.
-        workers: who stands for the ranks of ``mesh``, which are logical ones then; the graphs are
+        workers: who stands for the ranks of ``mesh``, which are virtual ones then; the graphs are
             the workers', with reductions in the order of the ranks. None: each rank is a worker.
         bucket_bytes: so much travels in one collective; a wrap unit has a limit of its own.
-        backward: which recorded ops, by number, are of a backward pass; see ``regather``.
+        backward: which recorded ops, by number, are of a backward pass; see ``fsdp``.
 
     Raises:
         GraphError: a graph breaks its own rules; with ``check``, naming the pass.

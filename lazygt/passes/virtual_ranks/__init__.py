@@ -1,1 +1,1 @@
-"""TODO."""
+"""Programs of virtual ranks, which become those of the workers that stand for them."""

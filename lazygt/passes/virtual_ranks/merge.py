@@ -2,7 +2,7 @@
 
 They run one after another from collective to collective. Equal work on equal values, as on values
 that all ranks have, is done once, and so is every draw of random numbers. What the ranks of one
-worker exchange does not leave it (see ``trees``).
+worker exchange does not leave it (see ``reduction_tree``).
 
 Workers meet in the same order: what lies on a later axis of the mesh comes first, then the line
 that has met least often, then the first line.

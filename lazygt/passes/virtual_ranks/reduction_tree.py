@@ -184,8 +184,8 @@ def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
 
 
 def _cut(build: Builder, line: AxisGroup, value: Ref, dim: int, size: int) -> list[Ref]:
-    """The worker's logical blocks of a dim of global ``size``; ``value`` has those of the worker,
-    or of all."""
+    """The blocks of the worker's virtual ranks, of a dim of global ``size``; ``value`` has those of
+    the worker, or of all."""
     have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)
     if line.per_worker == 1 and have == line.block(size, 0):
         return [build.contiguous(value)]

@@ -1,6 +1,6 @@
 """Collectives as nodes of a plan: started without waiting for other ranks, waited for later.
 
-Several values of one kind travel in one flat buffer (see ``graph.packed``). Shards are as
+Several values of one kind travel in one flat buffer (see ``graph.collectives``). Shards are as
 torch.chunk makes them: the first ranks of the axis hold ceil(n / ranks) rows, later ones what is
 left, which may be nothing. Where torch.distributed wants equal blocks, the last ones are padded on
 their way.

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Code that torch alone does not have, as a worker gets and runs it."""

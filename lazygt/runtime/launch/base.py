@@ -25,7 +25,7 @@ class GroupSpec:
     """How the ranks find each other.
 
     Attributes:
-        backend: what they talk through, see ``runtime.backends``.
+        backend: what they talk through, see ``runtime.collectives.group``.
         directory: where they meet; only their user can enter it.
         timeout: seconds that one waits for others.
         mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.

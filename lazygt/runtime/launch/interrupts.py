@@ -58,10 +58,8 @@ def in_torch() -> bool:
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
 #: What of this package changes no state of a session by itself, or has waits of its own.
 _ELSEWHERE = tuple(
-    PACKAGE + part
-    for part in ("cli", "commands/", "doctor.py", "explain.py", "notebook.py", "scripts.py",
-                 "observe/", "graph/", "passes/", "transfer/")
-)  # fmt: skip
+    PACKAGE + part for part in ("cli/", "observe/", "graph/", "passes/", "transfer/")
+)
 
 
 def _in_users_code(frame: FrameType | None) -> bool:

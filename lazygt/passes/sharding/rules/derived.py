@@ -1,4 +1,4 @@
-"""Rows of composite ops: those of the ops that torch takes them apart into, one after the other.
+"""Strategies of composite ops: those of the ops that torch takes them apart into, in turn.
 
 A cut is followed through the decomposition. What is partial is reduced where an inner op needs it
 whole. A cut that an inner op would have to gather is no strategy.

@@ -4,7 +4,7 @@
 
 A text names the dims of the tensor arguments in the order of the op's schema, then those of its
 results. Dims of one name are one *factor*: split together they are one way to run the op on the
-ranks of an axis, so one row. Operands and results that a text does not reach stay whole.
+ranks of an axis, so one strategy. Operands and results that a text does not reach stay whole.
 
 Dims, separated by spaces:
 
@@ -86,7 +86,7 @@ def rule(
 
 
 def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Strategy]:
-    """The rows of one call by a text that depends on it."""
+    """The strategies of one call by a text that depends on it."""
     return _Match(call, parse(text, call.node.op)).strategies(no_empty)
 
 

@@ -2,7 +2,7 @@
 apart.
 
 A strategy gives the tensors of a list the same placement, those that can have it; the others are R.
-To have each tensor choose for itself, unmerge the node first.
+To have each tensor choose for itself, split the node first.
 """
 
 from __future__ import annotations
@@ -173,31 +173,31 @@ def _placement_of(call: Call, placements: dict[str, list[Placement]], value: int
     return R
 
 
-class Unmerge:
+class SplitForeach:
     """One op a tensor, for the ops of ``FORMS`` and the fused steps of optimizers."""
 
-    name = "unmerge"
+    name = "split_foreach"
 
     def run(self, graph: Graph) -> Graph:
-        strategies = [part for strategy in placed(graph) for part in _parts(strategy)]
-        return graph if len(strategies) == len(graph.nodes) else rebuild(graph, strategies)
+        rows = [part for row in placed(graph) for part in _parts(row)]
+        return graph if len(rows) == len(graph.nodes) else rebuild(graph, rows)
 
 
-def _parts(strategy: Placed) -> Sequence[Placed]:
-    node = strategy.node
+def _parts(row: Placed) -> Sequence[Placed]:
+    node = row.node
     if node.op in FORMS:
         if not are_apart(node):
-            return [strategy]
-        pairs = zip(singles(node), strategy.results, strict=True)
-        return [Placed(single, (result,), strategy.source) for single, result in pairs]
+            return [row]
+        pairs = zip(singles(node), row.results, strict=True)
+        return [Placed(single, (result,), row.source) for single, result in pairs]
     if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
-        return [_step(strategy, which) for which in range(len(node.args[0]))]
-    return [strategy]
+        return [_step(row, which) for which in range(len(node.args[0]))]
+    return [row]
 
 
-def _step(strategy: Placed, which: int) -> Placed:
+def _step(row: Placed, which: int) -> Placed:
     """A fused step on one of its parameters."""
-    node = strategy.node
+    node = row.node
     args = tuple([_one_of(arg, which) for arg in node.args])
     taken = {item for arg in args if type(arg) is tuple for item in arg}
     places = [place for place, value in enumerate(node.writes) if Ref(value) in taken]
@@ -208,7 +208,7 @@ def _step(strategy: Placed, which: int) -> Placed:
         writes=tuple([node.writes[place] for place in places]),
         written=tuple([node.written[place] for place in places]),
     )
-    return Placed(single, [strategy.results[place] for place in places], strategy.source)
+    return Placed(single, [row.results[place] for place in places], row.source)
 
 
 def _one_of(arg: Arg, which: int) -> Arg:

@@ -120,18 +120,19 @@ def lockstep(
     ]
     sent: list[Tensor | None] = [None] * parts
     while True:
-        meetings: list[CollectiveInfo] = []
+        collectives: list[CollectiveInfo] = []
         done: list[list[Tensor]] = []
         for rank, value in zip(ranks, sent, strict=True):
             try:
-                meetings.append(rank.send(value))  # type: ignore[arg-type]
+                collectives.append(rank.send(value))  # type: ignore[arg-type]
             except StopIteration as end:
                 done.append(end.value)
         if done:
-            assert not meetings, f"{len(done)} ranks ended, others wait in {meetings[0][:2]}"
+            assert not collectives, f"{len(done)} ranks ended, others wait in {collectives[0][:2]}"
             return done
-        assert len({m[:2] for m in meetings}) == 1, f"ranks meet in {[m[:2] for m in meetings]}"
-        sent = list(exchange(meetings[0][0], meetings[0][1], [m[2] for m in meetings]))
+        kinds = [met[:2] for met in collectives]
+        assert len(set(kinds)) == 1, f"ranks meet in {kinds}"
+        sent = list(exchange(collectives[0][0], collectives[0][1], [m[2] for m in collectives]))
 
 
 def exchange(op: str, args: tuple[Any, ...], values: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of batches of matrices, of searches, and of ops that keep some dims as they are."""
+"""Strategies of batches of matrices, of searches, and of ops that keep some dims as they are."""
 
 from __future__ import annotations
 

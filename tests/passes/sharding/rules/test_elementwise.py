@@ -1,4 +1,4 @@
-"""Rows of pointwise ops, contractions, reductions and softmax."""
+"""Strategies of pointwise ops, contractions, reductions and softmax."""
 
 from __future__ import annotations
 

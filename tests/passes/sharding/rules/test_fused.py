@@ -1,4 +1,4 @@
-"""Rows of fused kernels: recurrent layers, bags of embeddings, and those of GPUs by stand-ins."""
+"""Strategies of fused kernels: recurrent layers, bags of embeddings, those of GPUs by stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of normalisations, losses, embeddings, attention, convolutions and pooling."""
+"""Strategies of normalisations, losses, embeddings, attention, convolutions and pooling."""
 
 from __future__ import annotations
 

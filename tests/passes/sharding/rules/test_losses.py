@@ -1,4 +1,4 @@
-"""Rows of losses of pairs of elements, and of activations beyond core aten."""
+"""Strategies of losses of pairs of elements, and of activations beyond core aten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of factories, and of horizontal ops: optimizers' steps."""
+"""Strategies of factories, and of horizontal ops: optimizers' steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of views, cutting and joining, indexing and sorting."""
+"""Strategies of views, cutting and joining, indexing and sorting."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lazygt.graph.node import Node, Param, Ref, map_arg
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.sharding.rules import has_rule
-from lazygt.passes.sharding.rules.foreach import Unmerge
+from lazygt.passes.sharding.rules.foreach import SplitForeach
 from tests.models import zoo
 from tests.passes.sharding.rules.harness import Case
 from tests.passes.sharding.rules.lockstep import run_node
@@ -26,13 +26,13 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 def recorded(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs that a run's traces have behind dce, and behind unmerge."""
+    """The graphs that a run's traces have behind dce, and behind split_foreach."""
     graphs: list[Graph] = []
     run = DeadCode.run
 
     def kept(self: DeadCode, graph: Graph) -> Graph:
         made = run(self, graph)
-        graphs.extend([made, Unmerge().run(made)])
+        graphs.extend([made, SplitForeach().run(made)])
         return made
 
     monkeypatch.setattr(DeadCode, "run", kept)
