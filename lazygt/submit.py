@@ -31,7 +31,7 @@ _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
                                 NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
 
 
-class Reply(NamedTuple):
+class DataDependentReply(NamedTuple):
     """What a data-dependent op returned and wrote."""
 
     returned: list[Any]
@@ -83,7 +83,7 @@ class Submitter:
         """Turn the trace into a run and begin a new one.
 
         Returns:
-            The fetched CPU tensor, the Reply to a data-dependent op, or None.
+            The fetched CPU tensor, the reply to a data-dependent op, or None.
         """
         with DEFER_INTERRUPT:
             if self._history.probe is None:
@@ -240,7 +240,7 @@ class Submitter:
             return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
         return value
 
-    def _asked(self, seq: int, provenance: Provenance) -> Reply:
+    def _asked(self, seq: int, provenance: Provenance) -> DataDependentReply:
         """The reply to a run whose last op is data-dependent.
 
         Raises:
@@ -262,7 +262,9 @@ class Submitter:
         self._client.raise_failure()
         call_site = provenance.call_sites[-1]
         returned = [self._received(item, call_site) for item in reply.returned]
-        return Reply(returned, [self._adopted(made, call_site) for made in reply.written])
+        return DataDependentReply(
+            returned, [self._adopted(made, call_site) for made in reply.written]
+        )
 
     def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
         match item:

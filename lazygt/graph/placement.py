@@ -44,7 +44,7 @@ LAUNCH = "lazygt.launch"
 LAUNCH_ = "lazygt.launch_"
 WAIT = "lazygt.wait"
 SHARD = "lazygt.shard"
-FIRST = "lazygt.first"
+REPLICATE_TO_PARTIAL = "lazygt.first"
 SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
@@ -53,7 +53,7 @@ COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, LAU
 #: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
 POINT_TO_POINT = frozenset({SEND, RECV})
 #: Ops whose result depends on which rank runs them.
-COLLECTIVE_OPS = COLLECTIVES | POINT_TO_POINT | {SHARD, FIRST, WAIT}
+COLLECTIVE_OPS = COLLECTIVES | POINT_TO_POINT | {SHARD, REPLICATE_TO_PARTIAL, WAIT}
 
 REDUCE_OPS = ("sum", "max", "min", "prod")
 

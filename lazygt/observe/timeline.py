@@ -32,7 +32,7 @@ _RECORDING, _MESSAGES, _COMPILES, _WORKERS = range(4)
 _TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"}
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """A timed run of one worker. ``lines`` gives the user's line of each step of its plan."""
 
     pid: int
@@ -54,7 +54,7 @@ class Timeline:
         self.begin = time.monotonic_ns()
         self.dropped = 0
         self._events: list[dict[str, Any]] = []
-        self._runs: list[Run] = []
+        self._runs: list[TimedRun] = []
         self._count = 0
         self._sessions = 0
 
@@ -100,7 +100,7 @@ class Timeline:
             self._events.append({**kind, "name": "run", "cat": "run", "id": number, "pid": pid,
                                  "tid": track, "ts": self._micro(at)})  # fmt: skip
 
-    def add(self, run: Run) -> None:
+    def add(self, run: TimedRun) -> None:
         """Add a timed run, with a box a step."""
         if self._room(1 + len(run.timings.steps)):
             self._runs.append(run)
@@ -152,7 +152,7 @@ class Timeline:
                 "ts": self._micro(begin), "dur": (end - begin) / 1e3,
                 "args": dict(args)}  # fmt: skip
 
-    def _drawn(self, run: Run) -> Iterable[dict[str, Any]]:
+    def _drawn(self, run: TimedRun) -> Iterable[dict[str, Any]]:
         """The boxes of a run: the whole, and in it the steps with op and line."""
         plan = run.plan
         name = f"plan {plan.digest.hex()[:12]}" if plan is not None else "no plan"
@@ -186,11 +186,11 @@ def profile(session: Session, into: Timeline | None = None) -> Iterator[Timeline
     if not isinstance(session, Session):
         raise TypeError(f"lazygt.profile: expected a session, not {type(session).__name__}")
     timeline = Timeline() if into is None else into
-    with session.observed(partial(Probe, timeline)):
+    with session.observed(partial(TimelineProbe, timeline)):
         yield timeline
 
 
-class Probe(Observer):
+class TimelineProbe(Observer):
     """Draws what one session does into a timeline, from ``attach`` to ``detach``."""
 
     def __init__(self, timeline: Timeline, client: Client) -> None:
@@ -276,7 +276,7 @@ class Probe(Observer):
             plan, lines = entry.plans[entry.of(rank)], partial(describe.lines, rank)
         pid, track = self._pids[rank], self._track(_WORKERS) + rank
         self.timeline.arrow(pid, track, self._arrow(run), timings.begin, True)
-        self.timeline.add(Run(pid, track, run, plan, lines, timings))
+        self.timeline.add(TimedRun(pid, track, run, plan, lines, timings))
         if self.timeline.full:
             self.wants_timings = False
 

@@ -199,7 +199,7 @@ def written_through(graph: Graph) -> set[int]:
 # -- what has to come before what ------------------------------------------------------------------
 
 
-class Order(NamedTuple):
+class Dependencies(NamedTuple):
     """What constrains the order of a graph's nodes.
 
     Attributes:
@@ -215,7 +215,7 @@ class Order(NamedTuple):
     memory: list[int]
 
 
-def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> Order:
+def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> Dependencies:
     """What constrains the order of the nodes; linear in their number.
 
     Args:
@@ -247,7 +247,7 @@ def dependencies(graph: Graph, in_turn: Callable[[Node], bool] = has_effect) -> 
         before.discard(-1)
         before.discard(number)
         constraints.append(before)
-    return Order(constraints, home)
+    return Dependencies(constraints, home)
 
 
 def _targets(node: Node) -> Sequence[int]:

@@ -19,7 +19,7 @@ from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import WAIT
-from lazygt.passes.base import Order, Placed, dependencies, placed, rebuild, scheduled
+from lazygt.passes.base import Dependencies, Placed, dependencies, placed, rebuild, scheduled
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 64
@@ -60,7 +60,7 @@ def candidates(graph: Graph) -> list[Candidate]:
     return _candidates(Surroundings(graph), dependencies(graph))
 
 
-def _candidates(around: Surroundings, order: Order) -> list[Candidate]:
+def _candidates(around: Surroundings, order: Dependencies) -> list[Candidate]:
     groups = _Groups(around.graph, around.metas, order).found()
     return [Candidate(g.members, worth(around, g.members), g.closed) for g in groups]
 
@@ -167,7 +167,7 @@ class _Group:
 class _Groups:
     """Finds the groups in one walk over the nodes."""
 
-    def __init__(self, graph: Graph, metas: Metas, order: Order) -> None:
+    def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
         #: node -> the open group that it is in
         self.open: dict[int, _Group] = {}

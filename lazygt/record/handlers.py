@@ -18,7 +18,7 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.record.annotate import is_placed
-from lazygt.record.foreign.definitions import Definitions
+from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
 from lazygt.record.host_values import fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
@@ -34,7 +34,7 @@ Kwargs = dict[str, Any]
 class OpRecorder(TraceOwner, Protocol):
     """What handlers need of the recorder that calls them."""
 
-    definitions: Definitions
+    definitions: ForeignOps
     generator: SessionGenerator
     worker_device: str
 

@@ -20,7 +20,7 @@ from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import annotate, host_values, views
-from lazygt.record.foreign.definitions import Definitions
+from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.handlers import Handler, data_dependent, handler_of
 from lazygt.record.infer import Inference
 from lazygt.record.miss import NUMBERS, on_miss
@@ -51,7 +51,7 @@ class Recorder:
     sink: TraceSink
 
     def __init__(self, trie: TraceTrie, worker_device: str, ship_code: bool = True) -> None:
-        self.definitions = Definitions(worker_device, ship_code)
+        self.definitions = ForeignOps(worker_device, ship_code)
         self.trie = trie
         #: what the workers compute on
         self.worker_device = worker_device

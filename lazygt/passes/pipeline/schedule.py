@@ -34,7 +34,7 @@ class Unit(NamedTuple):
         return f"the {way} pass of microbatch {self.microbatch} on stage {self.stage}"
 
 
-class Order(NamedTuple):
+class StageOrder(NamedTuple):
     """The nodes that have a stage, marks apart, by number.
 
     Attributes:
@@ -56,7 +56,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Unit]:
     ]
 
 
-def ordered(graph: Graph, assigned: Stages, stages: int) -> Order:
+def ordered(graph: Graph, assigned: Stages, stages: int) -> StageOrder:
     """An order that all ranks keep.
 
     It is one order of all nodes in which nothing stands before what it needs, and each rank runs
@@ -73,10 +73,12 @@ def ordered(graph: Graph, assigned: Stages, stages: int) -> Order:
     middle = [number for number in numbers if phases[number] != (True, microbatches - 1)]
     shared = next((number for number in middle if assigned.nodes[number] == EVERY), None)
     if microbatches == 1:
-        return Order(numbers)
+        return StageOrder(numbers)
     if shared is not None:
         op, line = graph.nodes[shared].op, graph.line(shared)
-        return Order(numbers, f"every rank runs {op} ({line}): do that after the last microbatch")
+        return StageOrder(
+            numbers, f"every rank runs {op} ({line}): do that after the last microbatch"
+        )
     parts: dict[Unit, list[int]] = {}
     for number in middle:
         stage = assigned.nodes[number]
@@ -86,9 +88,9 @@ def ordered(graph: Graph, assigned: Stages, stages: int) -> Order:
     try:
         units = _sorted(needs, stages, microbatches)
     except CycleError as error:
-        return Order(numbers, _need(needs, error.args[1]))
+        return StageOrder(numbers, _need(needs, error.args[1]))
     moved = [number for unit in units for number in parts.get(unit, ())]
-    return Order([*moved, *numbers[len(moved) :]])
+    return StageOrder([*moved, *numbers[len(moved) :]])
 
 
 def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:

@@ -32,7 +32,7 @@ def split(
         order: the nodes that have a stage, as ``schedule.ordered`` gives them.
     """
     whole = Whole(graph, assigned, order, stages)
-    parts = [Part(whole, stage) for stage in range(stages)]
+    parts = [StageProgram(whole, stage) for stage in range(stages)]
     homes = [assigned.values[value] for value in graph.outputs]
     placements: list[Placement] = [
         Replicate() if home is None else SingleRank(home) for home in homes
@@ -77,7 +77,7 @@ class Whole:
         return result is not None and base is not None and result.numel >= base.numel
 
 
-class Part:
+class StageProgram:
     """What one stage runs: nodes by number, and ``~value`` for a value that it receives."""
 
     def __init__(self, whole: Whole, stage: int) -> None:
@@ -135,7 +135,7 @@ class Part:
 class _Writer:
     """Writes one stage's graph."""
 
-    def __init__(self, whole: Whole, parts: Sequence[Part], stage: int, axis: str) -> None:
+    def __init__(self, whole: Whole, parts: Sequence[StageProgram], stage: int, axis: str) -> None:
         self._whole, self._parts, self._stage, self._axis = whole, parts, stage, axis
         self._rows: list[Placed] = []
         #: value -> the stages that it is sent to
@@ -218,7 +218,7 @@ class _Writer:
                 return
 
 
-def _sent(sender: Part, whole: Whole, receiver: Part) -> list[int]:
+def _sent(sender: StageProgram, whole: Whole, receiver: StageProgram) -> list[int]:
     """What one stage receives of another, in the order in which it is sent."""
     wanted = {v for v in receiver.received() if whole.assigned.values[v] == sender.stage}
     inputs = [value for value in sorted(wanted) if whole.assigned.makers[value] < 0]

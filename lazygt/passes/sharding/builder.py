@@ -19,8 +19,8 @@ from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    FIRST,
     REDUCE_SCATTER,
+    REPLICATE_TO_PARTIAL,
     SHARD,
     Cut,
     Partial,
@@ -315,7 +315,7 @@ class Builder:
 
     def first(self, value: Ref) -> Ref:
         """``value`` on rank 0 of the axis, zeros elsewhere."""
-        return self._collective(FIRST, (value,), self._resized(value, {}))
+        return self._collective(REPLICATE_TO_PARTIAL, (value,), self._resized(value, {}))
 
     def convert(self, value: Ref, shape: Sequence[int], have: Placement, want: Placement) -> Ref:
         """``value`` of global ``shape`` with another placement.

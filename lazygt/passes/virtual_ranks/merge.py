@@ -26,15 +26,15 @@ from lazygt.graph.placement import (
     ALL_TO_ALL,
     COLLECTIVE_OPS,
     COLLECTIVES,
-    FIRST,
     REDUCE_SCATTER,
+    REPLICATE_TO_PARTIAL,
     SHARD,
     shard_bounds,
 )
 from lazygt.passes.base import is_uninitialized, renumbered
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.virtual_ranks import reduction_tree
-from lazygt.passes.virtual_ranks.reduction_tree import AxisGroup
+from lazygt.passes.virtual_ranks.reduction_tree import VirtualGroup
 
 
 class VirtualRank:
@@ -192,7 +192,7 @@ class _Merge:
     def _take(self, rank: VirtualRank, node: Node) -> None:
         """Do what a node does, unless another rank has done the same already."""
         work = rank.work(node)
-        if node.op in (SHARD, FIRST):
+        if node.op in (SHARD, REPLICATE_TO_PARTIAL):
             work = work, self.mesh.ranks.index(rank.rank, node.args[-1])
         rank.seen[work] += 1
         key = work, rank.seen[work]
@@ -215,10 +215,10 @@ class _Merge:
         if node.op not in COLLECTIVE_OPS:
             results = self.build.add(renumbered(node, numbers))
             return [None if one is None else one.index for one in results]
-        assert node.op in (SHARD, FIRST), node.op
+        assert node.op in (SHARD, REPLICATE_TO_PARTIAL), node.op
         axis, whole = node.args[-1], ref(numbers[node.args[0].index])
         index, parts = self.mesh.ranks.index(rank.rank, axis), self.mesh.ranks.size(axis)
-        if node.op == FIRST:
+        if node.op == REPLICATE_TO_PARTIAL:
             return [reduction_tree.first(self.build, whole, index == 0).index]
         start, stop = shard_bounds(self.build.shape(whole)[node.args[1]], parts, index)
         return [reduction_tree.shard(self.build, whole, node.args[1], start, stop).index]
@@ -283,7 +283,7 @@ class _Merge:
             place = self.mesh.workers.index(self.worker, axis)
             workers, per_worker = self.mesh.workers.size(axis), self.mesh.per_worker(axis)
             met = _exchange(
-                self.build, AxisGroup(axis, workers, place, per_worker), node.op, values, args
+                self.build, VirtualGroup(axis, workers, place, per_worker), node.op, values, args
             )
             self.made[key] = numbers, [one.index for one in met]
             self._from(first)
@@ -317,7 +317,7 @@ class _Merge:
 
 
 def _exchange(
-    build: Builder, line: AxisGroup, op: str, values: Sequence[Ref], args: Sequence[Any]
+    build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], args: Sequence[Any]
 ) -> list[Ref]:
     """What each of the worker's ranks gets from a collective."""
     if op == ALL_REDUCE:

@@ -27,7 +27,7 @@ _ADD = {
 
 
 @dataclass(frozen=True, slots=True)
-class AxisGroup:
+class VirtualGroup:
     """One worker's part of a line of virtual ranks along one axis.
 
     Attributes:
@@ -56,7 +56,7 @@ class AxisGroup:
         return build
 
 
-def all_reduce(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> Ref:
+def all_reduce(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> Ref:
     """The values of all virtual ranks, reduced."""
     subtrees = _subtrees(build, line, values, op)
     if line.workers == 1:
@@ -75,7 +75,7 @@ def all_reduce(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) 
 
 
 def reduce_scatter(
-    build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, op: str
+    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, op: str
 ) -> list[Ref]:
     """Each of the worker's virtual ranks' block along ``dim`` of the reduced values."""
     blocks = _subtrees(build, line, values, op)
@@ -88,7 +88,9 @@ def reduce_scatter(
     return _cut(build, line, _tree(build, blocks, op), dim, size)
 
 
-def all_gather(build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int, size: int) -> Ref:
+def all_gather(
+    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, size: int
+) -> Ref:
     """The blocks of all virtual ranks side by side."""
     block = _side_by_side(build, values, dim)
     if line.workers == 1:
@@ -99,7 +101,7 @@ def all_gather(build: Builder, line: AxisGroup, values: Sequence[Ref], dim: int,
 
 
 def all_to_all(
-    build: Builder, line: AxisGroup, values: Sequence[Ref], split: int, concat: int, size: int
+    build: Builder, line: VirtualGroup, values: Sequence[Ref], split: int, concat: int, size: int
 ) -> list[Ref]:
     """Blocks along ``concat``, of ``size`` together, become blocks along ``split``."""
     whole = _side_by_side(build, values, concat)
@@ -127,7 +129,7 @@ def first(build: Builder, value: Ref, here: bool) -> Ref:
     return build.contiguous(zeros)
 
 
-def _subtrees(build: Builder, line: AxisGroup, values: Sequence[Ref], op: str) -> list[Ref]:
+def _subtrees(build: Builder, line: VirtualGroup, values: Sequence[Ref], op: str) -> list[Ref]:
     """The worker's values, added as far as the tree over all ranks stays within them."""
     # the largest power of two in it: such subtrees are whole
     size = line.per_worker & -line.per_worker
@@ -163,7 +165,7 @@ def _side_by_side(build: Builder, values: Sequence[Ref], dim: int) -> Ref:
     return build.contiguous(joined)
 
 
-def _even(line: AxisGroup, size: int) -> int:
+def _even(line: VirtualGroup, size: int) -> int:
     """``size`` with the blocks of all virtual ranks filled up to the size of the first."""
     return line.ranks * block_size(size, line.ranks, 0)
 
@@ -183,7 +185,7 @@ def _narrow(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
     return shard(build, value, dim, start, start + size)
 
 
-def _cut(build: Builder, line: AxisGroup, value: Ref, dim: int, size: int) -> list[Ref]:
+def _cut(build: Builder, line: VirtualGroup, value: Ref, dim: int, size: int) -> list[Ref]:
     """The blocks of the worker's virtual ranks, of a dim of global ``size``; ``value`` has those of
     the worker, or of all."""
     have, step = build.shape(value)[dim], block_size(size, line.ranks, 0)

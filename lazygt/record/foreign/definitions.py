@@ -56,7 +56,7 @@ class _Known:
         return self.witness is not None and self.witness.holds()
 
 
-class Definitions:
+class ForeignOps:
     """The foreign ops of a session.
 
     Args:

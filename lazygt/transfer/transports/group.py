@@ -26,7 +26,7 @@ T = TypeVar("T")
 _GRACE_SECONDS = 1.0  # torch's own timeout comes after ours, which knows names
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """One rank's end of a group; rank 0 sends."""
 
     def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
@@ -38,7 +38,7 @@ class Group(Protocol):
 
 def join(
     device: torch.device, directory: str, name: str, rank: int, size: int, seconds: float
-) -> Group:
+) -> BroadcastGroup:
     """Join a group.
 
     Args:
@@ -117,7 +117,7 @@ def _thread(run: Callable[[], object]) -> None:
     threading.Thread(target=run, name="lazygt-group", daemon=False).start()
 
 
-def let_go(group: Future[Group] | None) -> None:
+def let_go(group: Future[BroadcastGroup] | None) -> None:
     """Drop a group, if there is one, without waiting for its threads."""
     if group is None:
         return

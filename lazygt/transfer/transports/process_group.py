@@ -38,7 +38,7 @@ from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transports.base import ReceiverEnd, SenderEnd, View, Wait
 from lazygt.transfer.transports.group import (
     HOST,
-    Group,
+    BroadcastGroup,
     backend_for,
     conclude,
     finished,
@@ -101,7 +101,7 @@ class SourceEnd:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._groups: dict[str, dict[tuple[int, str], Future[Group]]] = {}
+        self._groups: dict[str, dict[tuple[int, str], Future[BroadcastGroup]]] = {}
         self._buffers: dict[str, Tensor] = {}
         self._changed = threading.Event()
 
@@ -159,7 +159,7 @@ class SourceEnd:
         for sender in list(self._groups):
             self.let_go(sender, ())
 
-    def _joined(self, sender: str, place: Place, deadline: Deadline) -> Group:
+    def _joined(self, sender: str, place: Place, deadline: Deadline) -> BroadcastGroup:
         known = self._groups.setdefault(sender, {})
         key = place.number, place.name
         if key not in known:
@@ -364,7 +364,7 @@ class Arrivals(ReceiverEnd):
         self._memory = ReceiveBuffers(device)
         self._number = 0
         self._invitation: Message = {}
-        self._groups: dict[int, Future[Group]] = {}
+        self._groups: dict[int, Future[BroadcastGroup]] = {}
         self._coming: dict[int, Arrival] = {}
 
     def stage(self, begin: Message, extent: int) -> Tensor | None:
@@ -411,7 +411,7 @@ class Arrivals(ReceiverEnd):
         self.dropped()
         self._memory.close()
 
-    def _joining(self, rank: int, deadline: Deadline) -> Future[Group]:
+    def _joining(self, rank: int, deadline: Deadline) -> Future[BroadcastGroup]:
         if rank not in self._groups:
             names, ours, size = (self._invitation[key] for key in ("names", "rank", "size"))
             directory, seconds = os.path.dirname(self._address), deadline.remaining

@@ -206,7 +206,9 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
     )
 
 
-def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> list[Strategy]:
+def partial_by_padding(
+    call: Call, dims: Mapping[str, int], kept: int | None = None
+) -> list[Strategy]:
     """The strategy of an op that only moves elements, for operands that are split where it moves
     them.
 
@@ -232,7 +234,7 @@ def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> l
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         wide = [
-            among_zeros(build, value, given.dim, meta.shape[given.dim])
+            pad_to_global(build, value, given.dim, meta.shape[given.dim])
             if isinstance(given, Shard)
             else value
             for value, given, meta in zip(operands, strategy.inputs, metas, strict=True)
@@ -245,7 +247,7 @@ def scattered(call: Call, dims: Mapping[str, int], kept: int | None = None) -> l
     return [strategy.by(lower, comm)]
 
 
-def among_zeros(build: Builder, value: Ref, dim: int, size: int) -> Ref:
+def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     """This rank's block along ``dim``, where it is among zeros for those of the others."""
     start, stop = build.bounds(size)
     after = [0, 0] * (len(build.shape(value)) - 1 - dim)
@@ -253,7 +255,7 @@ def among_zeros(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     return padded
 
 
-def own_part(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
+def local_range(build: Builder, size: int, first: int, last: int) -> tuple[int, int]:
     """The part of ``first`` to ``last`` that lies in this rank's block of a dim of ``size``.
 
     It starts and stops at the same place, in ``first`` to ``last``, where there is none.

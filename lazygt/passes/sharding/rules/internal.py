@@ -15,8 +15,8 @@ from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    FIRST,
     REDUCE_SCATTER,
+    REPLICATE_TO_PARTIAL,
     SHARD,
     Partial,
     Placement,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
 
-_KEEP_DIMS = (ALL_REDUCE, FIRST)
+_KEEP_DIMS = (ALL_REDUCE, REPLICATE_TO_PARTIAL)
 
 
 def _moved_dims(node: Node) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def _moved_dims(node: Node) -> tuple[int, ...]:
 
 def _partials(node: Node) -> Sequence[Partial]:
     """Parts of parts: the two reductions must be the same one."""
-    if node.op == FIRST:
+    if node.op == REPLICATE_TO_PARTIAL:
         return (Partial("sum"),)
     if node.op in (ALL_REDUCE, REDUCE_SCATTER):
         op = node.args[2 if node.op == REDUCE_SCATTER else 1]
@@ -111,7 +111,8 @@ def _marked(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, FIRST), _collective
+        (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, REPLICATE_TO_PARTIAL),
+        _collective,
     ),
     ENTER: _enter,
     LEAVE: _leave,

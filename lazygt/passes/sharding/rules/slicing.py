@@ -23,8 +23,8 @@ from lazygt.passes.sharding.rules.base import (
     S,
     Strategy,
     Values,
-    own_part,
-    scattered,
+    local_range,
+    partial_by_padding,
     shardable_dims,
     table,
 )
@@ -43,7 +43,7 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     split = [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
     strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
-        strategies += scattered(call, {"tensors": dim}, kept=dim)
+        strategies += partial_by_padding(call, {"tensors": dim}, kept=dim)
     return strategies + [
         call.strategy(placement, tensors=placement) for placement in partials(call)
     ]
@@ -79,7 +79,9 @@ def _cut(gone: bool) -> Rule:
         dim = call.dim("dim", len(call.shape("self")))
         strategies = _uncut(call, dim, gone)
         return (
-            strategies if len(node.results) > 1 else [*strategies, *scattered(call, {"self": dim})]
+            strategies
+            if len(node.results) > 1
+            else [*strategies, *partial_by_padding(call, {"self": dim})]
         )
 
     return strategies
@@ -104,7 +106,7 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         return [*strategies, call.strategy(S(dim), self=S(dim))]
     if last <= first:
         return strategies
-    (strategy,) = scattered(call, {"self": dim})
+    (strategy,) = partial_by_padding(call, {"self": dim})
     return [
         *strategies,
         strategy.by(_own_part(dim, shape[dim], first, last)) if step == 1 else strategy,
@@ -114,7 +116,7 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (value,) = operands
-        (a, b), start = own_part(build, size, first, last), build.rank_offset(size)
+        (a, b), start = local_range(build, size, first, last), build.rank_offset(size)
         part = build.op("aten.slice.Tensor", value, dim, max(a - start, 0), max(b - start, 0))
         after = [0, 0] * (len(build.shape(value)) - 1 - dim)
         padding = (*after, a - first, last - b)
@@ -128,7 +130,7 @@ def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=True)
     lower = _owned(dim, shape[dim], call["index"] % shape[dim])
-    return strategies + [strategy.by(lower) for strategy in scattered(call, {"self": dim})]
+    return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
 def _owned(dim: int, size: int, at: int) -> Lowering:
@@ -189,7 +191,9 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
         if not linear:
             return strategies
         split = [d for d in shardable_dims(call.shape("self")) if d in mixed]
-        strategies += [strategy for d in split for strategy in scattered(call, {"self": d}, kept=d)]
+        strategies += [
+            strategy for d in split for strategy in partial_by_padding(call, {"self": d}, kept=d)
+        ]
         return [*strategies, call.strategy(P, self=P)]
 
     return strategies
@@ -238,7 +242,9 @@ def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
     split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
     strategies = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
-    strategies += [strategy for d in sorted(gone) for strategy in scattered(call, {"self": d})]
+    strategies += [
+        strategy for d in sorted(gone) for strategy in partial_by_padding(call, {"self": d})
+    ]
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 

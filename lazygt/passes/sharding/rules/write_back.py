@@ -26,7 +26,7 @@ from lazygt.passes.sharding.rules.base import (
     S,
     Strategy,
     Values,
-    own_part,
+    local_range,
     shardable_dims,
     table,
 )
@@ -180,7 +180,7 @@ def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -
 def _part_written(chain: Sequence[ViewStepKey], cut: _Cut) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         base, value = operands
-        a, b = own_part(build, cut.size, cut.first, cut.last)
+        a, b = local_range(build, cut.size, cut.first, cut.last)
         start = build.rank_offset(cut.size)
         if cut.gone and a < b:
             step = view_step("aten.select.int", 0, (None, cut.dim, a - start), (), 0)
@@ -276,7 +276,7 @@ def _part_put(call: Call, dim: int, gone: bool) -> Lowering:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         value, source = operands
-        (a, b), start = own_part(build, size, *ends), build.rank_offset(size)
+        (a, b), start = local_range(build, size, *ends), build.rank_offset(size)
         if a == b:
             return (build.op("aten.clone.default", value),)
         if gone:

@@ -19,8 +19,8 @@ from lazygt.graph.placement import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
-    FIRST,
     REDUCE_SCATTER,
+    REPLICATE_TO_PARTIAL,
     SHARD,
     Shard,
     shard_bounds,
@@ -81,7 +81,7 @@ def rank_run(
             made = yield node.op, node.args[1:], values[node.args[0].index]
             _fits(made, node)
             values.append(made)
-        elif node.op in (SHARD, FIRST):
+        elif node.op in (SHARD, REPLICATE_TO_PARTIAL):
             value = values[node.args[0].index]
             values.append(alone(node.op, node.args[1:], value, rank, parts))
             _fits(values[-1], node)
@@ -97,7 +97,7 @@ def alone(op: str, args: tuple[Any, ...], value: Tensor, rank: int, parts: int) 
         return value.narrow(args[0], start, stop - start).clone(
             memory_format=torch.contiguous_format
         )
-    assert op == FIRST, op
+    assert op == REPLICATE_TO_PARTIAL, op
     made = value if rank == 0 else torch.zeros_like(value)
     return made.clone(memory_format=torch.contiguous_format)
 

@@ -14,8 +14,8 @@ from lazygt.graph.placement import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
-    FIRST,
     REDUCE_SCATTER,
+    REPLICATE_TO_PARTIAL,
     SHARD,
     Shard,
 )
@@ -35,7 +35,7 @@ CALLS = {
     "reduce_scatter": (REDUCE_SCATTER, (0, "sum", AXIS), None),
     "all_to_all": (ALL_TO_ALL, (0, 2, 3, AXIS), 2),
     "shard": (SHARD, (1, AXIS), None),
-    "first": (FIRST, (AXIS,), None),
+    "first": (REPLICATE_TO_PARTIAL, (AXIS,), None),
 }
 
 
