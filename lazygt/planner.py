@@ -39,7 +39,7 @@ class CachedPlan(NamedTuple):
         positions: number of a value of the trace -> which output it is.
         origins: for each plan of the entry, step -> recorded op (empty: the same numbers).
         makers: output -> recorded op.
-        stored: how each output lies on the mesh; None: whole on every rank.
+        shardings: how each output lies on the mesh; None: whole on every rank.
         slots: of each output the places of its blocks among those of the plans.
         stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
     """
@@ -48,7 +48,7 @@ class CachedPlan(NamedTuple):
     positions: dict[int, int]
     origins: tuple[tuple[int, ...], ...]
     makers: tuple[int, ...]
-    sharding: tuple[Sharding | None, ...]
+    shardings: tuple[Sharding | None, ...]
     slots: tuple[range, ...]
     stages: Stages
     decided: tuple[AxisStep, ...]
@@ -107,7 +107,7 @@ class Planner:
         keep = self._config.keep_stages
         stages = [("recorded", recorded)] if keep else None
         decided: list[AxisStep] = []
-        plans, sharding = self._plans(recorded, steps, stages, decided)
+        plans, shardings = self._plans(recorded, steps, stages, decided)
         entry = self._client.entries.of(plans)
         miss = self._why_missed(trace, recorded, outputs, reason)
         self._history.missed(miss, plans[0], begin)
@@ -120,8 +120,8 @@ class Planner:
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
             makers=tuple([makers_of[index] for index in outputs]),
-            sharding=sharding,
-            slots=self._mesh.slots(sharding),
+            shardings=shardings,
+            slots=self._mesh.slots(shardings),
             stages=tuple(stages or ()),
             decided=tuple(decided) if keep else (),
         )
@@ -195,8 +195,8 @@ class Planner:
         graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
         plans = tuple([graphs[id(graph)] for graph in made.graphs])
         whole = Sharding((Replicate(),) * len(workers.names))
-        sharding = tuple([None if each == whole else each for each in made.outputs])
-        return plans[:1] if len(graphs) == 1 else plans, sharding
+        shardings = tuple([None if each == whole else each for each in made.outputs])
+        return plans[:1] if len(graphs) == 1 else plans, shardings
 
     def _gathered(self, fallbacks: Sequence[ReplicateFallback]) -> None:
         """Say once for each op that it had to run on whole values."""

@@ -192,7 +192,7 @@ class Submitter:
             assert kept is not None
             position = kept.positions[fetch.index]
             keys = tuple([self._client.next_output(slot) for slot in kept.slots[position]])
-            sharding = kept.sharding[position]
+            sharding = kept.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
@@ -211,7 +211,7 @@ class Submitter:
         for storage, index in zip(storages, outputs, strict=True):
             position = kept.positions[index]
             value = values[position]
-            value.sharding = kept.sharding[position]
+            value.sharding = kept.shardings[position]
             value.call_site = call_sites[kept.makers[position]] or self._recorder.backward_call_site
             storage.set_remote(value)
 

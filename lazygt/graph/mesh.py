@@ -205,13 +205,16 @@ class VirtualMesh:
         """Those of a worker's virtual ranks whose blocks it keeps, in order."""
         return tuple(r for r in self.of_worker(worker) if self.holder(r, placements) == r)
 
-    def slots(self, sharding: Sequence[Sharding | None]) -> tuple[range, ...]:
+    def slots(self, shardings: Sequence[Sharding | None]) -> tuple[range, ...]:
         """For each of some values the places of a worker's blocks, one value after another.
 
         Args:
-            stored: how each lies on the virtual ranks; None: whole.
+            shardings: how each lies on the virtual ranks; None: whole.
         """
-        counts = [1 if each is None else len(self.holders(0, each.placements)) for each in sharding]
+        counts = [
+            1 if sharding is None else len(self.holders(0, sharding.placements))
+            for sharding in shardings
+        ]
         stops = list(itertools.accumulate(counts))
         return tuple([range(stop - n, stop) for stop, n in zip(stops, counts, strict=True)])
 

@@ -103,7 +103,7 @@ class _Template:
     Args:
         sizes: those that it was seen in first.
         unfused: its graph before the pass ``fuse``.
-        made: what the passes made of it.
+        plan: what the passes made of it.
     """
 
     def __init__(self, sizes: tuple[int, ...], unfused: Graph, plan: Graph) -> None:

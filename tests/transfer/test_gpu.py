@@ -39,7 +39,7 @@ def on_gpu(version: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def sender() -> Iterator[CudaIpcTransferSender]:
+def sender() -> Iterator[Sender]:
     with CudaIpcTransferSender(threshold_gb=8 * 1024 / GIB) as made:
         yield made
 
@@ -63,7 +63,7 @@ def test_packed_buffers_reach_other_processes(sender: Sender, place: str, verify
                 assert there.ask("checksums") == (version, checksums(weights(version)))
 
 
-def test_a_killed_receiver_is_named_and_others_go_on(sender: CudaIpcTransferSender) -> None:
+def test_a_killed_receiver_is_named_and_others_go_on(sender: Sender) -> None:
     with reader(sender, "gpu") as dies, reader(sender, "gpu", 1) as lives:
         lazygt.transfer_weights(on_gpu(1), sender, timeout=60.0)
         with pytest.raises(ReceiverDied, match="'reader 0'"):
@@ -91,7 +91,7 @@ def test_a_flipped_byte_on_the_gpu(sender: Sender, monkeypatch: pytest.MonkeyPat
         assert there.ask("checksums") == (1, checksums(weights(1)))
 
 
-def test_memory_is_flat_over_many_transfers(sender: CudaIpcTransferSender) -> None:
+def test_memory_is_flat_over_many_transfers(sender: Sender) -> None:
     with reader(sender, "gpu"):
         model = on_gpu(1)
         lazygt.transfer_weights(model, sender, timeout=60.0)

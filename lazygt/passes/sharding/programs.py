@@ -58,25 +58,25 @@ def programs(
     whole = Sharding((R,) * len(mesh.names))
     tidy = run_passes(graph, BEFORE_SHARDING, check, stages)
     machine = GPU if device == "cuda" else CPU
-    sharding = [given or whole for given in inputs]
-    tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, sharding), backward)
-    axis = pipeline_axis(tidy, mesh, sharding, workers)
+    shardings = [given or whole for given in inputs]
+    tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, shardings), backward)
+    axis = pipeline_axis(tidy, mesh, shardings, workers)
     if axis is None:
-        program = shard(tidy, mesh, sharding, machine, decided)
+        program = shard(tidy, mesh, shardings, machine, decided)
     else:
-        program = shard_stages(tidy, mesh, axis, sharding, machine, decided)
+        program = shard_stages(tidy, mesh, axis, shardings, machine, decided)
     if stages is not None:
         stages.append(("shard", program.graphs[0]))
     if workers is not None:
-        given = [given.placements for given in sharding]
+        given = [sharding.placements for sharding in shardings]
         kept = [output.placements for output in program.outputs]
         program = replace(program, graphs=merged(program.graphs, given, kept, workers))
         if stages is not None:
             stages.append(("merge", program.graphs[0]))
-    places = (workers or VirtualMesh(mesh, mesh)).slots(sharding)
+    places = (workers or VirtualMesh(mesh, mesh)).slots(shardings)
     units = {
         number: stored.unit
-        for stored, numbers in zip(sharding, places, strict=True)
+        for stored, numbers in zip(shardings, places, strict=True)
         if stored.unit is not None
         for number in numbers
     }
