@@ -97,7 +97,7 @@ def _agreed(
     programs: list[list[LocalProgram]] = []
     for graph, choice in zip(graphs, choices, strict=True):
         known = programs[0] if programs and same(graph, graphs[0]) else None
-        programs.append(known or axis.localised(graph, choice, chosen))
+        programs.append(known or axis.partitioned(graph, choice, chosen))
     if decided is not None:
         decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, programs[0][0]))
     return programs
@@ -201,7 +201,7 @@ class _Axis:
             question.strategies(solution), question.placements(solution), given, gradients
         )
 
-    def localised(
+    def partitioned(
         self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None]
     ) -> list[LocalProgram]:
         """The program of each rank; one object where all have the same."""

@@ -59,8 +59,7 @@ def _text(placements: Decisions) -> str:
     return f"{{{', '.join(shown)}}}" if shown else ""
 
 
-# -- ops that have no strategy for blocks
-# ---------------------------------------------------------------
+# -- ops that have no strategy for blocks ----------------------------------------------------------
 
 R = Replicate()
 

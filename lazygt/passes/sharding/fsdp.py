@@ -25,19 +25,19 @@ def reshard_after_forward(
         kept: how values are stored.
         backward: which recorded ops, by number, are of a backward pass.
     """
-    sharding = {
-        value: each for value, each in kept.items()
-        if each.unit is not None and each.unit.reshard_after_forward
+    stored = {
+        value: sharding for value, sharding in kept.items()
+        if sharding.unit is not None and sharding.unit.reshard_after_forward
     }  # fmt: skip
-    return _Regather(graph, sharding, backward).run() if sharding and backward else graph
+    return _Regather(graph, stored, backward).run() if stored and backward else graph
 
 
 class _Regather:
     def __init__(
-        self, graph: Graph, sharding: Mapping[int, Sharding], backward: Collection[int]
+        self, graph: Graph, stored: Mapping[int, Sharding], backward: Collection[int]
     ) -> None:
         self._graph, self._metas, self._backward = graph, graph.values, backward
-        self._stored = dict(sharding)
+        self._stored = dict(stored)
         #: views of stored values that the forward made -> their nodes
         self._views: dict[int, Placed] = {}
         self._copies: dict[int, int] = {}

@@ -25,8 +25,7 @@ class Choice:
     Attributes:
         strategies: of each node.
         kept: value -> the placements that its users find, in the order to make them; a value that
-        is
-            not here is used as it was made.
+            is not here is used as it was made.
         inputs: the placement that each input comes with.
         gradients: shape -> the placement of an output of that shape that would be partial, as the
             gradient of a parameter that is stored in blocks is; others are reduced whole.

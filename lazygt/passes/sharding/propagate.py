@@ -72,8 +72,7 @@ class Bits:
         return tuple([placement for placement, bit in self._met.items() if bit & mask])
 
 
-# -- which strategies may be chosen
-# ----------------------------------------------------------------------
+# -- which strategies may be chosen ----------------------------------------------------------------
 
 #: How autograd adds one microbatch's gradient to another's.
 _ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})

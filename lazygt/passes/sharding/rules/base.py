@@ -218,8 +218,7 @@ def partial_by_padding(
     Args:
         dims: the dim that is split, of each tensor argument that is.
         kept: the dim that the result is reduced into blocks of, inside the strategy; None: it is
-        left
-            partial, for a result that is smaller than its operand.
+            left partial, for a result that is smaller than its operand.
     """
     metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
     result = call.result()
