@@ -230,6 +230,6 @@ def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
 
 
 def _stored(step: TrieNode) -> Sharding | None:
-    """How the input that enters at a step lies on the mesh; see ``Recorder._enter``."""
+    """How the input that enters at a step lies on the mesh; see ``Trace.enter``."""
     sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
     return sharding

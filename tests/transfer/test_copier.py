@@ -1,4 +1,4 @@
-"""What writes a part: its orders, its memory; and whole transfers between random layouts."""
+"""What a copier does with requests and memory; and whole transfers between random layouts."""
 
 from __future__ import annotations
 

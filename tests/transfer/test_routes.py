@@ -1,4 +1,4 @@
-"""Routes against plain indexing: every byte of every holding comes once, from who has it."""
+"""Routes against plain indexing: every byte of every layout comes once, from who has it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
     source, target = data.draw(meshes()), data.draw(meshes())
     placement = labels(data.draw, source, len(shape), held=True)
     wanted = labels(data.draw, target, len(shape))
-    holdings = [block(target, wanted, shape, rank) for rank in range(target.world_size)]
+    targets = [block(target, wanted, shape, rank) for rank in range(target.world_size)]
     values = torch.arange(math.prod(shape)).reshape(shape)
-    arrived = [torch.full(shape_of(bounds), -1) for bounds in holdings]
-    counts = [torch.zeros(shape_of(bounds), dtype=torch.int64) for bounds in holdings]
+    arrived = [torch.full(shape_of(bounds), -1) for bounds in targets]
+    counts = [torch.zeros(shape_of(bounds), dtype=torch.int64) for bounds in targets]
     most = data.draw(st.integers(1, 100))
     planned = route(
-        source, (ParamLayout(0, shape, 8, placement),), tuple((bounds,) for bounds in holdings)
+        source, (ParamLayout(0, shape, 8, placement),), tuple((bounds,) for bounds in targets)
     )
     for move in (small for each in planned for small in cut(each, most)):
         assert move.nbytes <= max(most, 8)
@@ -72,7 +72,7 @@ def test_every_element_comes_once_from_a_rank_that_has_it(data: st.DataObject) -
         assert taken.nbytes == move.nbytes
         arrived[move.layout][slices(move.target)] = taken
         counts[move.layout][slices(move.target)] += 1
-    for bounds, found, count in zip(holdings, arrived, counts, strict=True):
+    for bounds, found, count in zip(targets, arrived, counts, strict=True):
         assert torch.equal(found, values[slices(bounds)])
         assert bool((count == 1).all())
 
@@ -146,7 +146,7 @@ def test_lists_take_turns() -> None:
     ]
 
 
-# -- holdings --------------------------------------------------------------------------------
+# -- layouts of receivers ----------------------------------------------------------------------
 
 MANIFEST = Manifest(
     (
@@ -157,11 +157,11 @@ MANIFEST = Manifest(
 )
 
 
-def test_a_holding_travels_and_cuts() -> None:
+def test_a_layout_travels_and_cuts() -> None:
     placements = {"*.weight": {"model": TorchShard(-1)}}
-    holding = ReceiverLayout.of({"data": 2, "model": 2}, 1, placements)
-    assert ReceiverLayout.unpack(holding.packed) == holding
-    blocks = holding.blocks(MANIFEST)
+    layout = ReceiverLayout.of({"data": 2, "model": 2}, 1, placements)
+    assert ReceiverLayout.unpack(layout.packed) == layout
+    blocks = layout.blocks(MANIFEST)
     assert blocks == (((0, 6), (2, 4)), ((2, 4),), ((0, 6), (2, 4)))
     assert [spec.shape for spec in localized(MANIFEST, blocks).params] == [(6, 2), (2,), (6, 2)]
     first = ReceiverLayout.of("model=2", 0, {"norm.*": [TorchReplicate()], "*": [TorchShard(0)]})
@@ -176,7 +176,7 @@ def test_a_holding_travels_and_cuts() -> None:
         ({"embed.weight": [TorchShard(1)]}, "head.weight is tied to embed.weight"),
     ],
 )
-def test_a_holding_that_the_model_lacks(placements: dict[str, list[TorchShard]], why: str) -> None:
+def test_a_layout_that_the_model_lacks(placements: dict[str, list[TorchShard]], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         ReceiverLayout.of("model=2", 0, placements).blocks(MANIFEST)
 
@@ -190,7 +190,7 @@ def test_a_holding_that_the_model_lacks(placements: dict[str, list[TorchShard]],
         ("model=2", 0, {"*": [0]}, "not as 0"),
     ],
 )
-def test_a_holding_that_cannot_be(
+def test_a_layout_that_cannot_be(
     mesh: str, rank: int, placements: dict[str, object], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
@@ -198,6 +198,6 @@ def test_a_holding_that_cannot_be(
 
 
 @pytest.mark.parametrize("given", [7, ["model=2", 5, []], ["model=2", 0, [["*", [0, 0]]]]])
-def test_what_is_no_holding_is_refused(given: object) -> None:
+def test_what_is_no_layout_is_refused(given: object) -> None:
     with pytest.raises(ProtocolError, match="no layout"):
         ReceiverLayout.unpack(given)

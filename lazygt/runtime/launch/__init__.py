@@ -1,1 +1,1 @@
-"""Ways to start worker processes: one file each, all with the interface of `base`."""
+"""Worker processes: started, connected, watched, ended. A way to start them is one file."""
