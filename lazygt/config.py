@@ -144,12 +144,6 @@ class Config:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"lazygt.session(threads={self.threads!r}): expected at least 1")
-        if self.launcher not in {"process", "inline", "dry"}:
-            raise ValueError(
-                f"lazygt.session(launcher={self.launcher!r}): expected 'process', 'inline' or 'dry'"
-            )
-        if self.launcher == "inline" and self.workers != 1:
-            raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"

@@ -1,6 +1,6 @@
 """The command line.
 
-A new command is a function in one of these files, and a name here: in ``PLAIN``, or in
+A new command is a function in a file here, and a name in this one: in ``PLAIN``, or in
 ``WITH_SCRIPT`` where it runs a script (see ``script.run``).
 """
 

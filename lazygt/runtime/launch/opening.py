@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,31 +29,52 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
         copier: ``module:attribute`` of what makes a `worker.Copier`, loaded when one is needed.
 
     Raises:
+        ValueError: there is no such launcher, or it can't start so many.
         WorkerDied, WorkerFrozen: one did not come up.
     """
+    open_workers = LAUNCHERS.get(config.launcher)
+    if open_workers is None:
+        *names, last = map(repr, LAUNCHERS)
+        raise ValueError(
+            f"lazygt.session(launcher={config.launcher!r}): expected {', '.join(names)} or {last}"
+        )
     if start_directory() is not None:
         _load_meanwhile()  # where meta kernels would load it later, it can't be
-    if config.launcher == "inline":
-        # why: only here does the client run plans itself, and the other loads the sockets
-        from lazygt.runtime.launch.base import load_named
-        from lazygt.runtime.worker import Worker
+    return open_workers(config, mesh, copier)
 
-        worker = Worker(
-            device_type(config),
-            max_plans=config.max_plans,
-            max_plan_bytes=config.max_plan_bytes,
-            inline=True,
-            cache_dir=config.cache_dir,
-            copier=(lambda device: load_named(copier)(device)) if copier else None,
-        )
-        return InlineLink(worker)
-    if config.launcher == "dry":
-        # why: few sessions are dry
-        from lazygt.runtime.executors.dry import DryWorker
 
-        dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
-        return InlineLink(dry)
+def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
+    """A worker in the client's own process."""
+    if config.workers != 1:
+        raise ValueError("lazygt.session(launcher='inline') has one worker: the client itself")
+    # why: only here does the client run plans itself, and the other loads the sockets
+    from lazygt.runtime.launch.base import load_named
+    from lazygt.runtime.worker import Worker
+
+    worker = Worker(
+        device_type(config),
+        max_plans=config.max_plans,
+        max_plan_bytes=config.max_plan_bytes,
+        inline=True,
+        cache_dir=config.cache_dir,
+        copier=(lambda device: load_named(copier)(device)) if copier else None,
+    )
+    return InlineLink(worker)
+
+
+def _dry(config: Config, mesh: Mesh, copier: str) -> Link:
+    """One worker that computes nothing, in the place of all."""
+    # why: few sessions are dry
+    from lazygt.runtime.executors.dry import DryWorker
+
+    dry = DryWorker(max_plans=config.max_plans, max_plan_bytes=config.max_plan_bytes)
+    return InlineLink(dry)
+
+
+def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
+    """Worker processes, started by the `Launcher` that ``module:attribute`` names."""
     # why: an inline session needs neither sockets nor processes
+    from lazygt.runtime.launch.base import load_named
     from lazygt.runtime.launch.process_link import ProcessLink
     from lazygt.runtime.launch.worker_pool import LinkSpec
 
@@ -73,9 +96,18 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )
-    link = ProcessLink(spec)
+    link = ProcessLink(spec, load_named(launcher)())
     _load_meanwhile()
     return link
+
+
+#: ``launcher=`` -> what opens the workers that a config asks for. One that starts worker processes
+#: is a `Launcher` in a file beside this one, and a line here that names it as "process" does.
+LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
+    "process": partial(_processes, "lazygt.runtime.launch.local:LocalLauncher"),
+    "inline": _inline,
+    "dry": _dry,
+}
 
 
 def _load_meanwhile() -> None:
