@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layouts:
+class ModuleLayouts:
     """What a style says of one module.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layouts:
     counted: bool = False
 
 
-def apply_style(module: nn.Module, mesh_dim: str, layouts: Layouts) -> None:
+def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> None:
     """Place what goes into a module, and what comes out, whenever it is called.
 
     What an earlier style along the axis did is forgotten; where a style says nothing of the

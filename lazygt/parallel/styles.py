@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard, as_placement
-from lazygt.parallel.style_hooks import Layout, Layouts
+from lazygt.parallel.style_hooks import Layout, ModuleLayouts
 
 _LAST = Shard(-1)
 
@@ -24,7 +24,7 @@ class ParallelStyle(ABC):
     """How a module lies on one axis of the mesh."""
 
     @abstractmethod
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         """What the style says of this module.
 
         Raises:
@@ -57,7 +57,7 @@ class ColwiseParallel(ParallelStyle):
     output_layouts: Any = None
     use_local_output: bool = True
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         if isinstance(module, nn.Linear):
             parameters: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
         elif isinstance(module, nn.Embedding):
@@ -65,7 +65,7 @@ class ColwiseParallel(ParallelStyle):
         else:
             raise self._not_for(module, "nn.Linear and nn.Embedding")
         inputs = _single(self.input_layouts or Replicate())
-        return Layouts(parameters, inputs, outputs=_unless_last(self.output_layouts))
+        return ModuleLayouts(parameters, inputs, outputs=_unless_last(self.output_layouts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +86,19 @@ class RowwiseParallel(ParallelStyle):
     output_layouts: Any = None
     use_local_output: bool = True
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise self._not_for(module, "nn.Linear and nn.Embedding")
         weight = Shard(1 if isinstance(module, nn.Linear) else 0)
         outputs = _single(self.output_layouts or Replicate())
-        return Layouts({"weight": weight}, _unless_last(self.input_layouts), outputs=outputs)
+        return ModuleLayouts({"weight": weight}, _unless_last(self.input_layouts), outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabParallel(RowwiseParallel):
     """``RowwiseParallel`` of an embedding, under the name that says what is cut: the words."""
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         if not isinstance(module, nn.Embedding):
             raise self._not_for(module, "nn.Embedding")
         return super().layouts(module)
@@ -116,9 +116,9 @@ class SequenceParallel(ParallelStyle):
     sequence_dim: int = 1
     use_local_output: bool = False
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         blocks = _single(Shard(self.sequence_dim))
-        return Layouts({}, blocks, outputs=blocks)
+        return ModuleLayouts({}, blocks, outputs=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class PrepareModuleInput(ParallelStyle):
     desired_input_kwarg_layouts: Mapping[str, Any] | None = None
     use_local_output: bool = False
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         given, desired = _several(self.input_layouts), _several(self.desired_input_layouts)
         if len(given) != len(desired):
             raise ValueError(
@@ -152,7 +152,7 @@ class PrepareModuleInput(ParallelStyle):
                 f"input_kwarg_layouts are of {', '.join(by_name) or 'nothing'}, but "
                 f"desired_input_kwarg_layouts of {', '.join(wanted) or 'nothing'}"
             )
-        return Layouts(
+        return ModuleLayouts(
             inputs=tuple(map(_layout, given, desired)),
             keywords={
                 name: layout
@@ -178,7 +178,7 @@ class PrepareModuleOutput(ParallelStyle):
     desired_output_layouts: Any
     use_local_output: bool = True
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         given, desired = _several(self.output_layouts), _several(self.desired_output_layouts)
         if len(given) != len(desired):
             raise ValueError(
@@ -189,7 +189,7 @@ class PrepareModuleOutput(ParallelStyle):
             None if placement is None else _layout(wanted, None)
             for placement, wanted in zip(given, desired, strict=True)
         )
-        return Layouts(outputs=outputs, counted=True)
+        return ModuleLayouts(outputs=outputs, counted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     desired_output_layouts: Any
     use_local_output: bool = True
 
-    def layouts(self, module: nn.Module) -> Layouts:
+    def layouts(self, module: nn.Module) -> ModuleLayouts:
         before = PrepareModuleInput(
             input_layouts=self.input_layouts,
             desired_input_layouts=self.desired_input_layouts,
@@ -218,7 +218,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         after = PrepareModuleOutput(
             output_layouts=self.output_layouts, desired_output_layouts=self.desired_output_layouts
         ).layouts(module)
-        return Layouts(None, before.inputs, before.keywords, after.outputs, counted=True)
+        return ModuleLayouts(None, before.inputs, before.keywords, after.outputs, counted=True)
 
 
 def _several(placements: Any) -> tuple[Any, ...]:

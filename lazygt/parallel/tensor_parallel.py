@@ -23,7 +23,7 @@ from torch import nn
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Unspecified
 from lazygt.parallel.distribute import UserPlacements, own_parameter, placements_for, unsaid
-from lazygt.parallel.style_hooks import Layouts, apply_style
+from lazygt.parallel.style_hooks import ModuleLayouts, apply_style
 from lazygt.parallel.styles import ParallelStyle, as_style
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.record.tensor import LazyTensor, Storage, meta_of
@@ -46,7 +46,7 @@ class _Styled(NamedTuple):
 
     pattern: str
     axis: str
-    layouts: Layouts
+    layouts: ModuleLayouts
 
     @property
     def parameters(self) -> Mapping[str, Placement]:
@@ -213,7 +213,7 @@ def _fits(name: str, pattern: str) -> bool:
     return all(map(fnmatchcase, parts, patterns))
 
 
-def _layouts(name: str, module: nn.Module, style: ParallelStyle) -> Layouts:
+def _layouts(name: str, module: nn.Module, style: ParallelStyle) -> ModuleLayouts:
     try:
         layouts = style.layouts(module)
     except (ValueError, NotImplementedError) as error:

@@ -109,7 +109,7 @@ def _attach(place: Place) -> Arena:
 # -- the sender ----------------------------------------------------------------------------
 
 
-class Slot:
+class VersionSlot:
     """Memory for one version, seen from the sender.
 
     Attributes:
@@ -147,9 +147,9 @@ class SharedMemory(SenderEnd):
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold
-        self.slots: list[Slot] = []
-        self.target: Slot | None = None
-        self._current: Slot | None = None
+        self.slots: list[VersionSlot] = []
+        self.target: VersionSlot | None = None
+        self._current: VersionSlot | None = None
         self._opened = 0
         self._transfer: Transfer | None = None
 
@@ -170,7 +170,7 @@ class SharedMemory(SenderEnd):
         self.target = next((slot for slot in self.slots if slot is not self._current), None)
         if self.target is None:
             self._opened += 1
-            self.target = Slot(self._opened, extent)
+            self.target = VersionSlot(self._opened, extent)
             self.slots.append(self.target)
         for slot in self.slots:
             slot.known_to &= set(transfer.receivers)
@@ -230,7 +230,7 @@ class SharedMemory(SenderEnd):
         """See `SenderEnd`."""
         self.forget()
 
-    def _filled(self) -> tuple[Slot, Transfer]:
+    def _filled(self) -> tuple[VersionSlot, Transfer]:
         assert self.target is not None
         assert self._transfer is not None
         return self.target, self._transfer
