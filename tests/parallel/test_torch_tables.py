@@ -177,6 +177,7 @@ def test_placements_are_torchs_own_and_ours_are_taken_as_well(session: lazygt.Se
     assert x.placements == (S1, R)
 
 
+@pytest.mark.anew
 def test_who_has_no_placements_of_torchs_does_not_load_them() -> None:
     program = (
         "import sys, lazygt\n"
