@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -69,11 +69,13 @@ class TensorMeta:
 
     def is_contiguous(self) -> bool:
         """Whether the strides are those of a fresh row-major tensor."""
+        return self.lies_as(contiguous_stride(self.shape))
+
+    def lies_as(self, stride: Sequence[int]) -> bool:
+        """Whether every element is where ``stride`` has it."""
         return self.numel == 0 or all(
             size == 1 or have == want
-            for size, have, want in zip(
-                self.shape, self.stride, contiguous_stride(self.shape), strict=True
-            )
+            for size, have, want in zip(self.shape, self.stride, stride, strict=True)
         )
 
     def empty(self, device: str | torch.device) -> torch.Tensor:

@@ -144,6 +144,20 @@ def test_a_write_keeps_the_placement() -> None:
         assert x.tolist() == [[1.0, 1.0], [3.0, 3.0], [3.0, 3.0], [1.0, 1.0], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize("placement", [S0, S1], ids=str)
+@pytest.mark.parametrize("columnwise", [lambda x: x.t() * 2, lambda x: x.t().sort(0).values])
+def test_what_is_not_row_major_can_be_viewed_in_a_later_plan(
+    columnwise: Callable[[Tensor], Tensor], placement: Shard
+) -> None:
+    whole = torch.arange(35.0).reshape(5, 7)
+    expected = columnwise(whole)
+    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+        value = columnwise(lazygt.distribute(whole.to("lazygt"), [placement]))
+        s.flush()
+        assert torch.equal(value.t().cpu(), expected.t())
+        assert torch.equal(value.t().reshape(-1).cpu(), expected.t().reshape(-1))
+
+
 def test_on_one_worker_a_placement_is_no_op() -> None:
     with lazygt.session(launcher="inline", mesh={"data": 1}) as s:
         x = lazygt.distribute(torch.ones(3), [S0])

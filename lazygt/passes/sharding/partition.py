@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lazygt.graph.meta import contiguous_stride
 from lazygt.graph.node import Graph, Node, Ref, map_arg, ref
-from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard, local_meta
+from lazygt.graph.placement import Cut, Partial, Placement, Replicate, StridedShard, local_meta
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.rules.base import Strategy, lower_strategy
 
@@ -162,8 +163,18 @@ class _Partitioner:
         """The placements of the graph's outputs, and the values that have them."""
         placements = tuple(self._final(value, wanted) for value in self.graph.outputs)
         return placements, [
-            self.get(v, la) for v, la in zip(self.graph.outputs, placements, strict=True)
+            self._stored(v, la) for v, la in zip(self.graph.outputs, placements, strict=True)
         ]
+
+    def _stored(self, value: int, placement: Placement) -> Ref:
+        """An output, laid out in memory as the programs that take it expect: see ``local_meta``."""
+        local = self.get(value, placement)
+        whole, have = self.values[value], self.build.meta(local)
+        assert whole is not None
+        stride = contiguous_stride(have.shape) if isinstance(placement, Cut) else whole.stride
+        if len(stride) != len(have.shape) or have.conj or have.neg or have.lies_as(stride):
+            return local
+        return self.build.restrided(local, stride)
 
     def _final(self, value: int, wanted: Mapping[int, Placement]) -> Placement:
         if value in wanted:
