@@ -27,6 +27,9 @@ from lazygt.passes.sharding.rules.formulas import FORMULAS
 #: Two samples of each run-time number: numbers that no decomposition writes down.
 _SAMPLES = (0.618033988749, 0.414213562373)
 _STEP = 0.00731
+#: Torch's decompositions that compute something else than the op: this one counts class 0 among the
+#: targets wherever a sample ends with -1 (torch 2.13).
+_WRONG = frozenset({"aten.multilabel_margin_loss_forward.default"})
 #: The same tensor again, for autograd.
 _ALIASES = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 #: Say where a tensor is, not what it is.
@@ -130,8 +133,10 @@ def decomposition(node: Node, operands: tuple[TensorMeta, ...]) -> Decomposition
 
 def _function(op: str) -> Callable[..., Any] | None:
     """What takes an op apart: a formula of ours, or torch's own."""
-    found: Callable[..., Any] | None = FORMULAS.get(op) or decomposition_table.get(overload(op))
-    return found
+    formula: Callable[..., Any] | None = FORMULAS.get(op)
+    if formula is None and op not in _WRONG:
+        formula = decomposition_table.get(overload(op))
+    return formula
 
 
 def _trace(node: Node, operands: Sequence[TensorMeta], sample: float) -> Decomposition:

@@ -101,7 +101,7 @@ CASES: Cases = {
     "int mm": int_mm, "weights of bags": weights_of_bags,
     "addmm and activation": lambda d: Case(
         "_addmm_activation.default", d.of(6), d.of(d.size(), 4), d.of(4, 6), use_gelu=True),
-    "multi_margin": margin(0), "multi_margin summed": margin(2),
+    "multi_margin": margin(0), "multi_margin summed": margin(2), "multi_margin mean": margin(1),
     "multilabel_margin": several_margins(0), "multilabel_margin summed": several_margins(2),
     "bucketize": lambda d: Case("bucketize.Tensor", d.tensor(2), bounds(d, d.size()), right=True),
     "searchsorted by a sorter": sorted_by_places, "searchsorted sequences": searched_sequences,
@@ -130,9 +130,9 @@ def test_strategies(name: str) -> None:
     check_strategies(CASES[name], examples=8)
 
 
-@pytest.mark.parametrize("make", [margin(1), several_margins(1)])
-def test_a_mean_over_samples_is_of_all(make: Make) -> None:
-    assert len(make(typical()).strategies(2)) == 1
+def test_a_mean_over_samples_of_several_classes_is_of_all() -> None:
+    """torch's decomposition of it is wrong, and leads to no strategy."""
+    assert len(several_margins(1)(typical()).strategies(2)) == 1
 
 
 def test_places_in_a_sorter_are_of_the_whole_sequence() -> None:
