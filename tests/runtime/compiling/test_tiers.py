@@ -144,6 +144,7 @@ def test_sizes_that_vary_become_open() -> None:
         assert [one.status for one in s.compiles()] == ["compiled", "compiled"]
 
 
+@pytest.mark.anew
 def test_a_failed_compile_is_said_once_and_costs_nothing(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_failed_compile_is_said_once_and_costs_nothing(
     assert "compile='off'" in str(warned.message)
 
 
+@pytest.mark.anew
 def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Path) -> None:
     with lazygt.session(compile="auto") as s:
         found = results("lazygt", [SIZE] * 2)
@@ -175,6 +177,7 @@ def test_a_killed_compile_process_is_said_once_and_costs_nothing(empty_cache: Pa
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
 
 
+@pytest.mark.anew
 @pytest.mark.parametrize("mode", ["auto", "now"])
 def test_a_stopped_compile_process_is_given_up(
     mode: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -201,6 +204,7 @@ def test_a_stopped_compile_process_is_given_up(
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
 
 
+@pytest.mark.anew
 def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> None:
     with lazygt.session(compile="auto", compile_timeout=0.3) as s:
         results("lazygt", [SIZE] * 2)
@@ -209,6 +213,7 @@ def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> 
         assert s.compiler_pid is None
 
 
+@pytest.mark.anew
 @pytest.mark.parametrize(
     ("number", "error"),
     [(signal.SIGKILL, lazygt.WorkerDied), (signal.SIGSTOP, lazygt.WorkerFrozen)],
@@ -285,6 +290,7 @@ def test_damaged_code_is_compiled_again(empty_cache: Path) -> None:
         assert [(made.status, made.tier) for made in s.compiles()] == [("compiled", "compiled")]
 
 
+@pytest.mark.anew
 def test_a_compile_process_that_cannot_start_is_said_once_and_costs_nothing(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
