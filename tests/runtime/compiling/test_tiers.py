@@ -223,6 +223,7 @@ def test_a_wait_for_compiled_code_watches_the_workers(
 ) -> None:
     with lazygt.session(compile="auto", workers=2, frozen_after=1.0) as s:
         results("lazygt", [SIZE] * 2)
+        s.synchronize()  # who has not come up yet has until start_timeout
         assert not s.compiled(timeout=0)
         pid = s.compiler_pid
         assert pid is not None
