@@ -22,7 +22,7 @@ from lazygt.record import device
 from lazygt.record.context import NAME, current_session, session_stack
 from lazygt.record.idle import Idle
 from lazygt.record.recorder import Recorder, recorder_of
-from lazygt.record.tensor import LazyTensor, viewer
+from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of, viewer
 from lazygt.record.trie import TraceTrie
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
@@ -162,14 +162,15 @@ class Session:
         with self.recorder.lock, torch.no_grad():
             handles: list[LazyTensor] = []
             for t in tensors:
-                assert isinstance(t, LazyTensor)
-                handle = t if t._view is None else t.clone()
-                assert isinstance(handle, LazyTensor)
-                if handle._storage.remote is None:
+                assert is_lazy(t)
+                handle = t if view_of(t) is None else t.clone()
+                assert is_lazy(handle)
+                if storage_of(handle).remote is None:
                     self.recorder.index_of(handle)
                 handles.append(handle)
             self.synchronize()
-            return [t._storage.remote for t in handles if t._storage.remote is not None]
+            remotes = [storage_of(t).remote for t in handles]
+            return [remote for remote in remotes if remote is not None]
 
     @property
     def weight_source(self) -> SessionSource | None:

@@ -16,7 +16,7 @@ from lazygt.graph.placement import Shard
 from lazygt.parallel.fsdp import dim_to_shard
 from lazygt.record.annotate import is_everywhere, restore_sharding, set_sharding, stored_now
 from lazygt.record.context import current_session
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of
 from lazygt.session import current
 
 
@@ -41,11 +41,11 @@ def shard_optimizer_state(
 
     def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, LazyTensor):
+            if not is_lazy(parameter):
                 continue
             for t in state.values():
-                if isinstance(t, LazyTensor) and t._view is None and t.shape == parameter.shape:
-                    placed = t._storage.placed
+                if is_lazy(t) and view_of(t) is None and t.shape == parameter.shape:
+                    placed = storage_of(t).placed
                     if placed is None or not isinstance(placed.placements[at], Shard):
                         cut(t, stored_now(parameter))
 
@@ -72,9 +72,9 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     pairs = [
         (value, parameter)
         for parameter, state in optimizer.state.items()
-        if isinstance(parameter, LazyTensor)
-        and parameter._storage.placed is not None
-        and parameter._storage.owner is session.recorder
+        if is_lazy(parameter)
+        and storage_of(parameter).placed is not None
+        and storage_of(parameter).owner is session.recorder
         for value in state.values()
         if _is_loaded(value, parameter)
     ]
@@ -84,4 +84,4 @@ def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
     """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
-    return isinstance(value, LazyTensor) and value.shape == parameter.shape and is_everywhere(value)
+    return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)

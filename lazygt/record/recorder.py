@@ -31,7 +31,10 @@ from lazygt.record.tensor import (
     LazyTensor,
     State,
     Storage,
+    is_lazy,
     make_wrapper,
+    storage_of,
+    view_of,
     wrapper,
 )
 from lazygt.record.trace import Trace, TracePoint, TraceSink, closed_error
@@ -222,7 +225,7 @@ class Recorder:
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):
-            lazy = a if isinstance(a, LazyTensor) else host_values.foreign(self, a, f)
+            lazy = a if is_lazy(a) else host_values.foreign(self, a, f)
             return self.trace.index_of(lazy)
         if kind is torch.device:
             return DEVICE
@@ -292,8 +295,8 @@ class Recorder:
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
         """Lay a handle's values as the user has laid another storage's of that shape, unless
         something else was said of them."""
-        storage = t._storage
-        alike = t._view is None and storage.meta.shape == before.meta.shape
+        storage = storage_of(t)
+        alike = view_of(t) is None and storage.meta.shape == before.meta.shape
         here = before.owner is self and not self.closed
         if before.placed is not None and storage.placed is None and alike and here:
             annotate.restore_sharding(t, before.placed)
@@ -308,11 +311,11 @@ class Recorder:
     def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
         """The values of a handle as a CPU tensor of its own: ship, run, wait."""
         with self.lock:
-            storage = t._storage
+            storage = storage_of(t)
             self.trace.check(storage)
-            if t._view is not None:
+            if view_of(t) is not None:
                 # the view's own elements travel, not the whole storage
-                storage = torch.ops.aten.clone.default(t)._storage
+                storage = storage_of(torch.ops.aten.clone.default(t))
             elif storage.host is not None:
                 return storage.host.clone()
             elif storage.state in (State.BLANK, State.LOST):
@@ -374,6 +377,6 @@ class Recorder:
 
 def recorder_of(t: LazyTensor) -> Recorder:
     """The recorder of the session that a tensor belongs to."""
-    owner = t._storage.owner
+    owner = storage_of(t).owner
     assert isinstance(owner, Recorder)
     return owner
