@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from lazygt import native
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
@@ -52,6 +53,7 @@ class Session:
     """
 
     def __init__(self, **settings: Any) -> None:
+        native.check_choice()
         self.config = config = Config.load(**_overseer.settings(settings))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
