@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from lazygt import native
@@ -81,10 +85,14 @@ class Session:
             self._history,
         )  # fmt: skip
         self._owner = os.getpid()
-        self._hook: RemovableHandle | None = None
         self._closing = threading.Lock()
         self._weight_source: SessionSource | None = None
-        self._idle = Idle(self, config.default_device)
+        self._idle = self._submitter.idle = Idle(self, config.default_device)
+        hooks = [register_optimizer_step_post_hook(self._submitter.after_step)]
+        if self._virtual_mesh.ranks.world_size > 1:
+            hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
+        #: takes the hooks away, at the latest when nobody has the session any more
+        self._unhook = weakref.finalize(self, _remove, hooks)
         _overseer.opened(self)
 
     # -- the context ---------------------------------------------------------------------
@@ -93,8 +101,6 @@ class Session:
         self._idle.entered = True
         self._check_open()
         device.open_session(self)
-        if self._virtual_mesh.ranks.world_size > 1:
-            self._hook = register_optimizer_step_post_hook(self._submitter.after_step)
         return self
 
     def __exit__(
@@ -126,8 +132,7 @@ class Session:
         self.recorder.generator.close()
         self._idle.close()
         device.close_session(self)
-        if self._hook is not None:
-            self._hook.remove()
+        self._unhook()
         if os.getpid() == self._owner:
             self._tiers.close()
             self._link.close()
@@ -335,6 +340,11 @@ class Session:
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Overseer(NamedTuple):

@@ -22,10 +22,10 @@ from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
 from lazygt.record.host_values import fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
-from lazygt.record.tensor import Storage, alias, is_lazy, rebind, storage_of, view_of, wrapper
+from lazygt.record.tensor import Storage, is_lazy, rebind, storage_of, view_of, wrapper
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
 from lazygt.record.untyped_storage import LazyStorage
-from lazygt.record.views import resize, write
+from lazygt.record.views import resize, same_shape_view, same_view, write
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -52,18 +52,20 @@ Handler = Callable[[OpRecorder, Any, Args, Kwargs], Any]
 aten = torch.ops.aten
 
 
-def handler_of(f: OpFacts) -> Handler | None:
-    """The handler of an op, or None for an ordinary one."""
+def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
+    """The handler of an op, or None for an ordinary one; and the keyword without which it has
+    nothing to do, if there is one.
+    """
     handler = _HANDLERS.get(f.func)
     if handler is not None:
-        return handler
+        return handler, "device" if handler is _to_copy else None
     if is_foreign(f.func):
-        return _foreign
+        return _foreign, None
     if f.inplace_view:
-        return _inplace_view
+        return _inplace_view, None
     if "device" in f.hoist_named:
-        return _to_other_device
-    return _either if f.name in UNDECLARED_WRITES else None
+        return _to_other_device, "device"
+    return (_either if f.name in UNDECLARED_WRITES else None), None
 
 
 def is_whole(t: Any) -> bool:
@@ -163,10 +165,6 @@ def _same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
-def _alias(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return alias(args[0])
-
-
 def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
     target = args[0]
@@ -257,14 +255,6 @@ def _uploaded(
         known[key] = to_lazy(recorder, whole)._storage
     storage: Storage = known[key]
     return storage
-
-
-def _same_shape_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``x.view(same shape)`` is an alias, and needs no step."""
-    t = args[0]
-    if tuple(t.shape) == tuple(args[1]):
-        return alias(t)
-    return NotImplemented
 
 
 # -- what depends on the kind of device ------------------------------------------------------
@@ -359,9 +349,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten.lift_fresh.default: _same,
     aten._pin_memory.default: _same,
     aten.detach_.default: _same,
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.view.default: _same_shape_view,
+    aten.detach.default: same_view,
+    aten.alias.default: same_view,
+    aten.view.default: same_shape_view,
     aten.histc.default: _histc,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,

@@ -95,12 +95,6 @@ class _NotHost(Exception):
     """An argument is not a number of the host."""
 
 
-def is_host_scalar(tensors: list[Any]) -> bool:
-    """Whether a list begins with a number of the host."""
-    first = tensors[0] if tensors else None
-    return is_lazy(first) and storage_of(first).host is not None
-
-
 def compute(
     owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -65,7 +65,7 @@ class Recorder:
         self.closed = False
         #: ops of the traces before this one
         self.shipped_ops = 0
-        self._known: dict[int, tuple[OpFacts, Handler | None]] = {}
+        self._known: dict[int, tuple[OpFacts, Handler | None, str | None]] = {}
         self._backward_call_site: CallSite | None = None
         self.backward_error: BaseException | None = None
         #: the op before which over-long traces end, once one has
@@ -85,10 +85,10 @@ class Recorder:
         try:
             try:
                 known = self._known.get(id(func))
-                f, handler = known if known is not None else self._learn(func)
+                f, handler, keyword = known if known is not None else self._learn(func)
                 if self.closed:
                     raise closed_error()
-                if handler is not None:
+                if handler is not None and (keyword is None or (kwargs and keyword in kwargs)):
                     result = handler(self, func, args, kwargs or {})
                     if result is not NotImplemented:
                         return result
@@ -144,7 +144,7 @@ class Recorder:
                 trace.params.append(a)
             elif kind in _PLAIN:
                 add(a)
-            elif kind is list and f.pointwise and host_values.is_host_scalar(a):
+            elif kind is list and f.pointwise and _begins_on_host(a):
                 result = host_values.compute(self, func, args, kwargs or {})
                 if result is not NotImplemented:
                     del trace.params[trace.step.params :]
@@ -205,9 +205,9 @@ class Recorder:
             self.overflow()
         return result
 
-    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None]:
+    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
         f = facts(func)
-        known = self._known[id(func)] = f, handler_of(f)
+        known = self._known[id(func)] = f, *handler_of(f)
         return known
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
@@ -373,6 +373,12 @@ class Recorder:
     def backward_call_site(self) -> CallSite | None:
         """Where the user called ``.backward()`` last."""
         return self._backward_call_site
+
+
+def _begins_on_host(items: list[Any]) -> bool:
+    """Whether a list begins with a single number that is kept in the client."""
+    first = items[0] if items else None
+    return is_lazy(first) and first._storage.host is not None
 
 
 def recorder_of(t: LazyTensor) -> Recorder:
