@@ -40,7 +40,7 @@ LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 #: Memory that the compiler takes for a file that includes torch's headers.
 COMPILER_BYTES = 3 << 29
 #: Builds, and objects, that are kept; those used last.
-KEPT_BUILDS, KEPT_OBJECTS = 4, 80
+KEPT_BUILDS, KEPT_OBJECTS = 24, 200
 
 
 class BuildError(Exception):
@@ -59,11 +59,13 @@ def build(say: Say) -> Build:
     """
     facts = facts_here()
     place = private_directory(builds_place())
-    with _alone(place, facts.key):
+    with _alone(place):
         try:
-            return check(place / facts.key)
+            there = check(place / facts.key)
         except Misfit:
             return _build(place, facts, say)
+        os.utime(there.path.parent)
+        return there
 
 
 def _build(place: Path, facts: Facts, say: Say) -> Build:
@@ -111,9 +113,9 @@ def require_compiler() -> str:
 
 
 @contextmanager
-def _alone(place: Path, key: str) -> Iterator[None]:
-    """Let nobody else build the same meanwhile."""
-    with open(place / f".lock-{key}", "w") as file:
+def _alone(place: Path) -> Iterator[None]:
+    """Let nobody else build meanwhile."""
+    with open(place / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
