@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lazygt.errors import ProtocolError
+from lazygt.runtime.memory_files import create_file
 
 ALIGNMENT = 256
 """Every slot starts at a multiple of this many bytes, as CUDA and SIMD kernels like it."""
@@ -41,8 +41,6 @@ _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"lazygt\x00\x01"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14); not named by Python's mmap module
 _POPULATE_STEP = 16 << 20
-# Not named by Python's fcntl module everywhere: forbid shrinking, which would be a SIGBUS elsewhere
-_ADD_SEALS, _SEAL_SHRINK = 1033, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +270,8 @@ class Arena:
 def create_memory(initial_bytes: int = 64 << 20) -> int:
     """A new memfd with an arena's header, for another process to `Arena.own`. Returns the fd."""
     first = max(_round_up(initial_bytes, _PAGE), _PAGE)
-    fd = os.memfd_create("lazygt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _PAGE)
+    fd = create_file("lazygt-arena", _PAGE)
     os.pwrite(fd, _HEADER.pack(_MAGIC, first), 0)
-    fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SHRINK)
     return fd
 
 

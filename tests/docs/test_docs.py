@@ -17,7 +17,6 @@ DOCUMENTS = [
         f"docs/{name}.md"
         for name in (
             "concepts",
-            "native",
             "custom_ops",
             "passes",
             "tuning",

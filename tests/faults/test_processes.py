@@ -128,8 +128,8 @@ def test_what_arrived_before_a_death_is_delivered_before_the_error():
         ask(link, "echo")
         link.send(0, [b"echo", b"first"])
         worker = link._pool.workers[0]
-        while not worker.data.take(worker.inbox):
-            select.select([worker.data.fd], [], [], 0.01)  # edge-triggered: look now and then
+        while not worker.boxes.filled():
+            select.select([worker.boxes.wakes], [], [], 0.01)
         worker.process.kill()
         assert worker.process.wait(WAIT)
         assert [bytes(frame) for frame in link.receive(WAIT)[1]] == [b"first"]

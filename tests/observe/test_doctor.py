@@ -18,7 +18,6 @@ def test_report_names_every_part_once() -> None:
         "cuda",
         "collectives",
         "compiler",
-        "recorder",
         "cores",
         "threads",
         "memory",

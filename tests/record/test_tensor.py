@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.record.tensor import State, is_lazy, storage_of
+from lazygt.record.tensor import LazyTensor, State
 
 
 def state(t: torch.Tensor) -> State:
-    assert is_lazy(t)
-    return storage_of(t).state
+    assert isinstance(t, LazyTensor)
+    return t._storage.state
 
 
 def test_a_storage_says_where_its_value_is() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.channel import Address, Keys
+from lazygt.runtime.launch.mailbox import MailboxFiles
 
 WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
@@ -54,6 +55,7 @@ class Boot:
         token: the session's secret, as hex.
         keys: CURVE keys of this worker, or None for a local channel.
         upload, fetch: descriptors of the arenas' memfds, or None.
+        mailboxes: what client and worker leave small messages in, or None.
         directory: the session's directory, removed when the client was killed.
         group: how to join the group of workers, or None.
         rendezvous: where the other ranks find this one, or None.
@@ -74,6 +76,7 @@ class Boot:
     max_message: int
     upload: int | None
     fetch: int | None
+    mailboxes: MailboxFiles | None
     directory: str
     group: GroupSpec | None
     rendezvous: Address | None
@@ -94,6 +97,8 @@ class Boot:
             given = json.loads(text)
             given["data"], given["control"] = Address(**given["data"]), Address(**given["control"])
             given["keys"] = Keys(**given["keys"]) if given["keys"] else None
+            boxes = given["mailboxes"]
+            given["mailboxes"] = MailboxFiles(**boxes) if boxes else None
             given["group"] = GroupSpec(**given["group"]) if given["group"] else None
             given["rendezvous"] = Address(**given["rendezvous"]) if given["rendezvous"] else None
             return cls(**given)
@@ -105,7 +110,8 @@ class Boot:
         """The file descriptors that the process must inherit."""
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
         others = tuple(fd for fd in (self.upload, self.fetch, rendezvous) if fd is not None)
-        return (self.data.fd, self.control.fd, *others)
+        boxes = () if self.mailboxes is None else self.mailboxes.all
+        return (self.data.fd, self.control.fd, *others, *boxes)
 
 
 def load_named(name: str) -> Any:

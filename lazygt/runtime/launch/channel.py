@@ -10,30 +10,35 @@ because one ZMQ call is atomic for Python: a Ctrl-C can fall before it or after 
 Every connection begins with HELLO: the protocol version and the session's secret token. The first
 peer with the right token owns the channel. Whoever says anything else gets one ERROR and is
 ignored from then on.
+
+Where client and worker have mailboxes, small messages of kind DATA go there once the channel has an
+owner. All arrive in the order in which they were sent: for that, either end counts the others.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
 
 from lazygt.errors import ProtocolError, SecurityError
+from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes, spin
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 30
 
 HELLO, WELCOME, DATA, ERROR, SHUTDOWN, PING, PONG = (bytes([code]) for code in b"HWDESPO")
-
-Frame = bytes | memoryview
 
 _RECONNECT_MS = 10
 _RECEIVE_QUEUE = 1000  # messages; beyond it the sender's own queue grows, not the worker's memory
@@ -144,6 +149,24 @@ def check_exposure(host: str, keys: Keys | None) -> None:
         )
 
 
+class Doorbell:
+    """Whether a look into a socket is worth it: one that finds nothing costs an exception.
+
+    ZMQ's descriptor tells once of what has come, and any use of the socket may swallow that.
+
+    Attributes:
+        settled: a look has found nothing, and the socket has not been used since.
+        rings: what has come since, or nothing.
+    """
+
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        self.fd = int(sock.getsockopt(zmq.FD))
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        self.rings = partial(poller.poll, 0)
+        self.settled = False
+
+
 # -- the worker's end --------------------------------------------------------------------------
 
 
@@ -156,6 +179,8 @@ class Server:
         token: the session's secret.
         keys: CURVE keys of this worker; required where the address is TCP.
         max_message: bytes; a peer that announces more is disconnected before it is stored.
+        boxes: the worker's end of the mailboxes, if there are any.
+        cores: tells whether to spin for what comes there.
     """
 
     def __init__(
@@ -165,6 +190,8 @@ class Server:
         token: bytes,
         keys: Keys | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
+        boxes: Mailboxes | None = None,
+        cores: Cores | None = None,
     ) -> None:
         if address.endpoint.startswith("tcp://"):
             check_exposure(address.endpoint[6:].rpartition(":")[0], keys)
@@ -180,13 +207,55 @@ class Server:
             self.socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
         self.socket.setsockopt(zmq.USE_FD, address.fd)
         self.socket.bind(address.endpoint)
+        self._boxes, self._cores = boxes, cores
+        #: what was taken from the socket and is not received yet
+        self._held: list[bytes] = []
+        self._doorbell = Doorbell(self.socket)
+        self._anywhere = select.poll()
+        self._anywhere.register(self._doorbell.fd, select.POLLIN)
+        if boxes is not None:
+            self._anywhere.register(boxes.wakes, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """Wait for a message and return its kind and frames if the owner sent it.
 
         None means that the message was dealt with here: a hello, or a stranger's.
         """
-        identity, *parts = self.socket.recv_multipart()
+        if self._boxes is None or self._owner is None:
+            held, self._held = self._held, []
+            return self._of_socket(held or self._taken(0))
+        while True:
+            try:
+                frames = self._of_mailbox(self._boxes)
+            except ProtocolError as error:
+                self._drop(self._owner, str(error))
+                return None
+            if frames is not None:
+                return DATA, frames
+            if self._held:
+                held, self._held = self._held, []
+                return self._of_socket(held)
+            if not self._doorbell.settled or self._doorbell.rings():
+                # What was left in the mailbox before it was sent is there by now, and comes first.
+                with suppress(zmq.Again):
+                    self._held = self._taken(zmq.NOBLOCK)
+                    continue
+                self._doorbell.settled = True
+            self._anywhere.poll()
+            self._boxes.awake()
+
+    def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:
+        """The next message in the mailbox, if there is one, or comes in a moment."""
+        if not self._held and not boxes.filled() and self._cores is not None and self._cores.enough:
+            spin((boxes,), self._doorbell.rings)
+        return boxes.take()
+
+    def _taken(self, flags: int) -> list[bytes]:
+        self._doorbell.settled = False
+        return self.socket.recv_multipart(flags)
+
+    def _of_socket(self, message: list[bytes]) -> tuple[bytes, list[memoryview]] | None:
+        identity, *parts = message
         if identity in self._strangers:
             return None
         try:
@@ -197,12 +266,20 @@ class Server:
         except ProtocolError as error:
             self._drop(identity, str(error))
             return None
+        if self._boxes is not None and kind == DATA:
+            self._boxes.received += 1
         return kind, frames
 
     def reply(self, kind: bytes, frames: Sequence[Frame] = ()) -> None:
         """Send to the owner; to nobody if there is none or it has gone."""
-        if self._owner is not None:
+        if self._owner is None:
+            return
+        boxes = self._boxes if kind == DATA else None
+        if boxes is None:
             self._send(self._owner, kind, frames)
+        elif not boxes.put(frames):
+            self._send(self._owner, kind, frames)
+            boxes.sent += 1
 
     def drop_owner(self, reason: str) -> None:
         """Tell the owner why, and ignore it from now on."""
@@ -230,6 +307,7 @@ class Server:
 
     def _send(self, identity: bytes, kind: bytes, frames: Sequence[Frame]) -> None:
         message = pack(kind, frames)
+        self._doorbell.settled = False
         try:
             self.socket.send(identity, zmq.SNDMORE)
             self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
@@ -260,7 +338,8 @@ def _single(parts: list[bytes]) -> tuple[bytes, list[memoryview]]:
 
 
 class Client:
-    """The client's end of a channel. `send` may be called from any thread, also in a finalizer.
+    """The client's end of a channel's socket. `send` may be called from any thread, also in a
+    finalizer.
 
     Nothing here waits: a send only queues, `take` only takes what has arrived. To wait, poll
     ``fd`` for reading, after a `take` that took nothing. A send can swallow that signal (ZMQ's
@@ -274,8 +353,9 @@ class Client:
         token: bytes,
         server_key: str | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
+        boxes: Mailboxes | None = None,
     ) -> None:
-        self._max_message = max_message
+        self._max_message, self._boxes = max_message, boxes
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, max_message)
@@ -288,7 +368,8 @@ class Client:
             self._socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_key)
         self._endpoint = endpoint
         self._socket.connect(endpoint)
-        self.fd = int(self._socket.getsockopt(zmq.FD))
+        self.doorbell = Doorbell(self._socket)
+        self.fd = self.doorbell.fd
         self.send(HELLO, (_version(), token))
 
     def send(self, kind: bytes, frames: Sequence[Frame] = ()) -> bool:
@@ -303,11 +384,15 @@ class Client:
             raise ValueError(
                 f"a message of {len(message)} bytes is over the limit of {self._max_message}"
             )
+        boxes = self._boxes if kind == DATA else None
         with self._lock:
+            self.doorbell.settled = False
             try:
                 self._socket.send(message, zmq.NOBLOCK, copy=len(message) < _COPY_BELOW)
             except zmq.Again:
                 return False  # disconnected: there is no one to send to
+            if boxes is not None:
+                boxes.sent += 1
             return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def take(self, inbox: deque[bytes]) -> bool:
@@ -316,8 +401,10 @@ class Client:
             try:
                 # `extend` over `map` runs receive-and-append in C, with no place between the two
                 # where a KeyboardInterrupt could lose the message.
+                self.doorbell.settled = False
                 inbox.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
             except zmq.Again:
+                self.doorbell.settled = True
                 return False
         return True
 

@@ -14,7 +14,7 @@ import threading
 from contextlib import ExitStack
 
 #: File descriptors of the client; more than it was seen to have open at any time.
-_DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 12
+_DESCRIPTORS, _DESCRIPTORS_A_WORKER = 32, 15
 #: Threads of the client, and of a worker besides those that compute; a process counts as one.
 _THREADS, _THREADS_A_WORKER = 2, 8
 

@@ -29,7 +29,8 @@ import zmq
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch import session_directory
 from lazygt.runtime.launch.base import Boot, load_named
-from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Frame, Server
+from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
+from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
 _LOG_LIMIT = 1 << 20
 _LOG_KEPT = 64 << 10
@@ -55,7 +56,11 @@ def main() -> None:
     boot = read_boot(liveness_pipe)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     token = bytes.fromhex(boot.token)
-    server = Server(context, boot.data, token, boot.keys, boot.max_message)
+    boxes = cores = None
+    if boot.mailboxes is not None:
+        boxes = Mailboxes(boot.mailboxes, of_worker=True)
+        cores = Cores((os.getpid(), boot.client_pid), boot.world_size + 1)
+    server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
     Control(context, boot, token, liveness_pipe).start()
     handler = build_handler(boot)
     gc.freeze()  # torch's modules live as long as the process: no collection need walk them

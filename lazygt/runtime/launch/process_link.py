@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel, supervise
 from lazygt.runtime.launch.base import Launcher
-from lazygt.runtime.launch.channel import Frame
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.local import LocalLauncher
+from lazygt.runtime.launch.mailbox import Frame, spin
 from lazygt.runtime.launch.worker_pool import LinkSpec, WorkerPool
 from lazygt.runtime.shared_memory import Arena
 
@@ -88,7 +88,10 @@ class ProcessLink:
             raise self._died(rank)
         if rank in self._refused:
             raise self._refusal(rank)
-        if self._pool.workers[rank].data.send(channel.DATA, frames):
+        worker = self._pool.workers[rank]
+        if worker.boxes is not None and worker.boxes.put(frames):
+            return
+        if worker.data.send(channel.DATA, frames):
             self._wake()
 
     def receive(
@@ -115,7 +118,7 @@ class ProcessLink:
         with self._receiving:
             while True:
                 self._check_open()
-                message = self._next()
+                message = self._next_small(timeout != 0 and beside is None) or self._next()
                 if message is not None:
                     return message
                 if not self._wait(until, beside):
@@ -146,14 +149,33 @@ class ProcessLink:
     def _died(self, rank: int) -> WorkerDied:
         return WorkerDied(rank, self.pids[rank], *self._deaths[rank])
 
+    def _next_small(self, waits: bool) -> tuple[int, list[memoryview]] | None:
+        """The next message of a mailbox, if one has come, or comes in a moment."""
+        pool = self._pool
+        if not pool.boxes:
+            return None
+        if waits and pool.cores.enough:
+            spin(pool.boxes, pool.anything_else)
+        for step in range(len(pool.boxes)):
+            rank = (self._turn + step) % len(pool.boxes)
+            frames = pool.boxes[rank].take()
+            if frames is not None:
+                self._hear(rank)
+                self._turn = rank + 1
+                return rank, frames
+        return None
+
     def _next(self) -> tuple[int, list[memoryview]] | None:
         """The next message that has arrived, taking turns between the ranks."""
         workers = self._pool.workers
         for step in range(len(workers)):
             rank = (self._turn + step) % len(workers)
             worker = workers[rank]
-            while worker.inbox or worker.data.take(worker.inbox):
-                frames = self._open(rank, worker.inbox.popleft())
+            while worker.inbox or _take(worker.data, worker.inbox):
+                # What was left in the mailbox before it was sent is there by now, and comes first.
+                frames = None if worker.boxes is None else worker.boxes.take()
+                if frames is None:
+                    frames = self._open(rank, worker.inbox.popleft())
                 if frames is not None:
                     self._turn = rank + 1
                     return rank, frames
@@ -164,6 +186,9 @@ class ProcessLink:
         kind, frames = channel.unpack(message)
         now = self._hear(rank)
         if kind == channel.DATA:
+            boxes = self._pool.workers[rank].boxes
+            if boxes is not None:
+                boxes.received += 1
             return frames
         if kind == channel.WELCOME:
             self._watch.handle(supervise.Welcomed(rank), now)
@@ -207,8 +232,11 @@ class ProcessLink:
         finally:
             if beside is not None:
                 poller.unregister(beside)
-        if alarm in ready:
-            os.eventfd_read(alarm)
+        for fd in ready:
+            if fd == alarm:
+                os.eventfd_read(alarm)
+            elif fd in self._pool.boxes_of:
+                self._pool.boxes_of[fd].awake()
         return ready
 
     def _wake(self) -> None:
@@ -252,7 +280,7 @@ class ProcessLink:
 
     def _take_pongs(self) -> None:
         for rank, worker in enumerate(self._pool.workers):
-            while worker.control.take(worker.pongs):
+            while _take(worker.control, worker.pongs):
                 worker.pongs.clear()
                 self._hear(rank)
 
@@ -271,6 +299,12 @@ class ProcessLink:
                     self._errors.append(self._died(rank))
                 case supervise.ReportFrozen(rank, deadline):
                     self._errors.append(WorkerFrozen(rank, self.pids[rank], deadline))
+
+
+def _take(client: channel.Client, inbox: deque[bytes]) -> bool:
+    """Move one message of a socket to ``inbox``; False if there is none."""
+    doorbell = client.doorbell
+    return bool(not doorbell.settled or doorbell.rings()) and client.take(inbox)
 
 
 def _abandon(pool: WorkerPool, owner: int) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec, Launcher
 from lazygt.runtime.launch.channel import Address, Client, Keys, new_token
 from lazygt.runtime.launch.limits import check_limits
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
+from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.procfs import OOMKills
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.runtime.shared_memory import Arena, create_memory
@@ -78,7 +80,14 @@ class StartPlan:
     directory: Path
     token: bytes
 
-    def boot(self, rank: int, upload: Arena | None, fetch: Arena | None, ours: ExitStack) -> Boot:
+    def boot(
+        self,
+        rank: int,
+        upload: Arena | None,
+        fetch: Arena | None,
+        mailboxes: MailboxFiles | None,
+        ours: ExitStack,
+    ) -> Boot:
         """A worker's boot configuration; ``ours`` closes our copies of its listening sockets."""
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
@@ -105,6 +114,7 @@ class StartPlan:
             max_message=spec.max_message,
             upload=upload.fd if upload else None,
             fetch=fetch.fd if fetch else None,
+            mailboxes=mailboxes,
             directory=str(self.directory),
             group=self._group(),
             rendezvous=rendezvous,
@@ -154,6 +164,7 @@ class WorkerProcess:
     data: Client
     control: Client
     fetch: Arena | None
+    boxes: Mailboxes | None
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
 
@@ -163,6 +174,9 @@ class WorkerPool:
 
     Attributes:
         poller: of all that may happen to the workers, and of ``alarm``.
+        anything_else: what has happened by now and is not in a mailbox.
+        boxes: our ends of the workers' mailboxes; boxes_of: what tells of one -> it.
+        cores: tells whether to spin.
         rank_of: descriptor of a process, which can be read when it has ended -> rank.
         alarm: an eventfd, or -1 once all is given back.
     """
@@ -170,7 +184,11 @@ class WorkerPool:
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []
         self.upload: Arena | None = None
-        self.poller = select.poll()
+        self.poller, self._elsewhere = select.poll(), select.poll()
+        self.anything_else = partial(self._elsewhere.poll, 0)
+        self.boxes: list[Mailboxes] = []
+        self.boxes_of: dict[int, Mailboxes] = {}
+        self.cores = Cores((), 0)
         self.rank_of: dict[int, int] = {}
         self.alarm = -1
         self._stack = ExitStack()
@@ -189,13 +207,15 @@ class WorkerPool:
         self._stack.callback(context.destroy, 0)
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stack.callback(self._close_alarm)
-        self.poller.register(self.alarm, select.POLLIN)
+        self._watch(self.alarm)
         if spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
             self._stack.callback(self.upload.close)
         plan = StartPlan(spec, directory.path, new_token())
         for rank in range(spec.world_size):
             self._start_worker(plan, rank, context, launcher)
+        pids = (os.getpid(), *(worker.process.pid for worker in self.workers))
+        self.cores = Cores(pids, len(pids))
 
     def _start_worker(
         self,
@@ -208,31 +228,55 @@ class WorkerPool:
         if plan.spec.arena_bytes:
             fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
             self._stack.callback(fetch.close)
+        boxes = self._mailboxes(plan.spec.transport)
         with ExitStack() as ours:
-            boot = plan.boot(rank, self.upload, fetch, ours)
+            files = None if boxes is None else boxes.files
+            boot = plan.boot(rank, self.upload, fetch, files, ours)
             process = launcher.start(boot, plan.environment(rank))
             self._stack.callback(process.close)
             # From here on `end` knows the process, whatever happens below.
-            data = self._connect(context, boot, boot.data)
+            data = self._connect(context, boot, boot.data, boxes)
             control = self._connect(context, boot, boot.control)
-            self.workers.append(WorkerProcess(process, data, control, fetch))
+            self.workers.append(WorkerProcess(process, data, control, fetch, boxes))
         self.rank_of[process.pidfd] = rank
-        self.poller.register(process.pidfd, select.POLLIN)
+        self._watch(process.pidfd)
+
+    def _mailboxes(self, transport: str) -> Mailboxes | None:
+        """Our end of a worker's mailboxes, where it has some."""
+        files = MailboxFiles.create() if transport == "ipc" else None
+        if files is None:
+            return None
+        boxes = Mailboxes(files, of_worker=False)
+        self._stack.callback(boxes.close)
+        self.boxes.append(boxes)
+        self.boxes_of[boxes.wakes] = boxes
+        self.poller.register(boxes.wakes, select.POLLIN)
+        return boxes
 
     def _connect(
-        self, context: zmq.Context[zmq.Socket[bytes]], boot: Boot, address: Address
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        boot: Boot,
+        address: Address,
+        boxes: Mailboxes | None = None,
     ) -> Client:
         key = boot.keys.public if boot.keys else None
         token = bytes.fromhex(boot.token)
-        client = Client(context, address.endpoint, token, key, boot.max_message)
+        client = Client(context, address.endpoint, token, key, boot.max_message, boxes)
         self._stack.callback(client.close)
-        self.poller.register(client.fd, select.POLLIN)
+        self._watch(client.fd)
         return client
+
+    def _watch(self, descriptor: int) -> None:
+        """Have both pollers tell of a descriptor."""
+        self.poller.register(descriptor, select.POLLIN)
+        self._elsewhere.register(descriptor, select.POLLIN)
 
     def reap(self, rank: int) -> tuple[str, str]:
         """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
         worker = self.workers[rank]
         self.poller.unregister(worker.process.pidfd)
+        self._elsewhere.unregister(worker.process.pidfd)
         # Its last messages may still be on their way through ZMQ's own thread.
         select.select([worker.data.fd], [], [], _LAST_WORDS_SECONDS)
         while worker.data.take(worker.inbox):

@@ -1,0 +1,243 @@
+"""Mailboxes: small messages between two processes, through memory that both have mapped.
+
+A ZMQ socket wakes a thread of its own on either side, for every message. Here the bytes are put
+where the other process reads them, and an eventfd wakes it, should it sleep. A channel has a
+mailbox for either direction beside its socket, which carries whatever does not fit.
+
+Layout of the memory, one direction after the other::
+
+    | written, read: a cache line each | slot 0 | slot 1 | ...
+
+A slot holds one message: how many messages of the socket come before it, the number of its frames,
+their lengths, and the frames. The writer counts `written` up when the slot is complete, the reader
+`read` when it has copied it. Nothing more is needed where stores are seen in the order in which
+they were made, as on x86; elsewhere there are no mailboxes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import platform
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.memory_files import create_file
+
+#: A page a message: a run of a known plan fits, and so does a number in an answer. There are more
+#: of them than runs that a client is ahead.
+_SLOT, _SLOTS = 4096, 64
+_FIRST = 4096
+_BOX = _FIRST + _SLOTS * _SLOT
+_WRITTEN, _READ = 0, 8  # as 64-bit words
+_HEAD = struct.Struct("<QH")
+#: Bytes of the longest message, with two for each of its frames.
+CAPACITY = _SLOT - _HEAD.size
+
+#: So long a look for the next message goes on: about what falling asleep and being woken takes.
+SPIN_SECONDS = 100e-6
+_LOOKS = 200  # between two looks elsewhere: some 10 us
+_JUDGED_EVERY = 0.1  # seconds
+
+
+Frame = bytes | memoryview
+
+
+@cache
+def _lengths(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}H")
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxFiles:
+    """The descriptors that both processes hold: the memory, and what wakes either of them."""
+
+    memory: int
+    to_worker: int
+    to_client: int
+
+    @staticmethod
+    def create() -> MailboxFiles | None:
+        """New ones, or None where there are no mailboxes."""
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return None
+        memory = create_file("lazygt-mailbox", 2 * _BOX)
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return MailboxFiles(memory, os.eventfd(0, flags), os.eventfd(0, flags))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All three."""
+        return self.memory, self.to_worker, self.to_client
+
+    def close(self) -> None:
+        """Close them here."""
+        for fd in self.all:
+            os.close(fd)
+
+
+class _Mailbox:
+    """One direction, of which a process is either the reader or the writer."""
+
+    def __init__(self, memory: mmap.mmap, begin: int) -> None:
+        self._memory, self._begin = memory, begin + _FIRST
+        self._words = memoryview(memory)[begin : begin + _FIRST].cast("Q")
+
+    def filled(self) -> bool:
+        """Whether something has not been read."""
+        words = self._words
+        return words[_WRITTEN] != words[_READ]
+
+    def put(self, frames: Sequence[Frame], before: int) -> bool:
+        """Leave a message that comes after so many of the socket's; False if there is no room."""
+        words = self._words
+        written = words[_WRITTEN]
+        sizes = [len(frame) for frame in frames]
+        if 2 * len(sizes) + sum(sizes) > CAPACITY or written - words[_READ] >= _SLOTS:
+            return False
+        slot = self._begin + written % _SLOTS * _SLOT
+        message = b"".join(
+            (_HEAD.pack(before, len(sizes)), _lengths(len(sizes)).pack(*sizes), *frames)
+        )
+        self._memory[slot : slot + len(message)] = message
+        words[_WRITTEN] = written + 1
+        return True
+
+    def take(self, received: int) -> list[memoryview] | None:
+        """The next message, unless one of the socket's comes first; so many have come."""
+        words = self._words
+        read, written = words[_READ], words[_WRITTEN]
+        if written == read:
+            return None
+        slot = self._begin + read % _SLOTS * _SLOT
+        before, count = _HEAD.unpack_from(self._memory, slot)
+        if before > received:
+            return None
+        begin = 2 * count
+        if not 0 < written - read <= _SLOTS or begin > CAPACITY:
+            raise ProtocolError("a mailbox contradicts itself")
+        slot += _HEAD.size
+        sizes = _lengths(count).unpack_from(self._memory, slot)
+        if begin + sum(sizes) > CAPACITY:
+            raise ProtocolError("a message in a mailbox contradicts its own lengths")
+        message = memoryview(self._memory[slot : slot + begin + sum(sizes)])
+        words[_READ] = read + 1
+        frames = []
+        for size in sizes:
+            frames.append(message[begin : begin + size])
+            begin += size
+        return frames
+
+    def close(self) -> None:
+        self._words.release()
+
+
+class Mailboxes:
+    """One process's end: what comes in and what goes out, in one order with the socket's messages.
+
+    Attributes:
+        wakes: a descriptor that can be read when something has come in.
+        files: the descriptors behind them.
+        sent, received: messages on the socket so far, which whoever holds it counts.
+    """
+
+    def __init__(self, files: MailboxFiles, *, of_worker: bool) -> None:
+        memory = mmap.mmap(files.memory, 2 * _BOX)
+        to_worker, to_client = _Mailbox(memory, 0), _Mailbox(memory, _BOX)
+        self._memory = memory
+        self._in, self._out = (to_worker, to_client) if of_worker else (to_client, to_worker)
+        ours, theirs = files.to_worker, files.to_client
+        self.wakes, self._wakes_other = (ours, theirs) if of_worker else (theirs, ours)
+        self.sent = self.received = 0
+        self._putting = threading.Lock()
+        self.filled = self._in.filled
+        self.files = files
+
+    def put(self, frames: Sequence[Frame]) -> bool:
+        """Leave a message for the other process; False if it has to go by the socket.
+
+        It has to, too, while another thread is here, or this one: in a finalizer.
+        """
+        if not self._putting.acquire(blocking=False):
+            return False
+        try:
+            if not self._out.put(frames, self.sent):
+                return False
+        finally:
+            self._putting.release()
+        os.eventfd_write(self._wakes_other, 1)
+        return True
+
+    def take(self) -> list[memoryview] | None:
+        """The next message, if it is its turn.
+
+        Raises:
+            ProtocolError: the other process has written what makes no sense.
+        """
+        return self._in.take(self.received)
+
+    def awake(self) -> None:
+        """Note that `wakes` has woken us."""
+        with suppress(BlockingIOError):  # somebody else has
+            os.eventfd_read(self.wakes)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        if not self._memory.closed:
+            self._in.close()
+            self._out.close()
+            self._memory.close()
+            self.files.close()
+
+
+def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
+    """Look for a moment whether something comes in, or happens elsewhere."""
+    until = time.perf_counter() + SPIN_SECONDS
+    looks = [box.filled for box in boxes]
+    while True:
+        for _ in range(_LOOKS):
+            for filled in looks:
+                if filled():
+                    return
+        if elsewhere() or time.perf_counter() >= until:
+            return
+
+
+class Cores:
+    """Whether some processes have a core each: only then may one of them spin.
+
+    On a single core whoever spins keeps the one that it waits for from working.
+
+    Args:
+        pids: processes whose cores count.
+        processes: how many want one.
+    """
+
+    def __init__(self, pids: Sequence[int], processes: int) -> None:
+        self._pids, self._processes = pids, processes
+        self._enough, self._judge_at = False, 0.0
+
+    @property
+    def enough(self) -> bool:
+        """Judged anew now and then, since a process may be moved to other cores."""
+        now = time.monotonic()
+        if now >= self._judge_at:
+            self._judge_at = now + _JUDGED_EVERY
+            self._enough = self._judge()
+        return self._enough
+
+    def _judge(self) -> bool:
+        try:
+            cores = set[int]().union(*map(os.sched_getaffinity, self._pids))
+        except OSError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            return False  # one of them has ended
+        return len(cores) >= self._processes
