@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -53,13 +53,15 @@ def that(accepts: Callable[[str], object]) -> list[str]:
     return [op for op in all_overloads() if accepts(op)]
 
 
-def graphs(op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Graph]:
+def graphs(op: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Graph]:
     """The op on tensors of all these dtypes and all shapes that it takes."""
-    for dtype in dtypes:
-        for first, other in SHAPES:
-            graph = graph_of_one(op, dtype, first, other)
-            if graph is not None:
-                yield graph
+    return [graph for dtype in dtypes for graph in _graphs_of(op, dtype)]
+
+
+@lru_cache(maxsize=len(DTYPES))  # what is asked of an op is asked at one go
+def _graphs_of(op: str, dtype: torch.dtype) -> tuple[Graph, ...]:
+    drawn = [graph_of_one(op, dtype, first, other) for first, other in SHAPES]
+    return tuple(graph for graph in drawn if graph is not None)
 
 
 def graph_of_one(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from textwrap import dedent
 from typing import Any
 
@@ -156,7 +157,7 @@ def as_bytes(t: Tensor) -> Tensor:
     plain = torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1))
     plain = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
     if plain.is_floating_point():
-        plain = torch.where(plain.isnan(), torch.tensor(float("nan"), dtype=plain.dtype), plain)
+        plain[plain.isnan()] = float("nan")
     return plain.view(torch.uint8)
 
 
@@ -173,20 +174,26 @@ def odd_inputs(graph: Graph) -> list[Tensor]:
 
 
 def odd_input(meta: TensorMeta, seed: int) -> Tensor:
-    state = torch.Generator().manual_seed(seed)
-    if meta.dtype == torch.uint8 and meta.numel == state.get_state().numel():
-        return state.get_state()
-    count = meta.extent * (2 if meta.dtype.is_complex else 1)
-    numbers = torch.randn(count, generator=state).double()
+    if meta.dtype == torch.uint8:
+        state = torch.Generator().manual_seed(seed).get_state()
+        if meta.numel == state.numel():
+            return state
+    flat = _odd_numbers(meta.extent, meta.dtype, seed).clone()
+    return flat.as_strided(meta.shape, meta.stride, meta.offset)
+
+
+@lru_cache(maxsize=256)
+def _odd_numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """So many of them in a row; not to be written."""
+    count *= 2 if dtype.is_complex else 1
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(seed)).double()
     for place in range(seed % 3, count, 3):
         numbers[place] = ODD[(place + seed) % len(ODD)]
-    if meta.dtype.is_complex:
-        flat = torch.view_as_complex(numbers.view(-1, 2)).to(meta.dtype)
-    elif meta.dtype.is_floating_point:
-        flat = numbers.to(meta.dtype)
-    else:
-        flat = (numbers.nan_to_num(posinf=3, neginf=-3) * 3).round().long().to(meta.dtype)
-    return flat.as_strided(meta.shape, meta.stride, meta.offset)
+    if dtype.is_complex:
+        return torch.view_as_complex(numbers.view(-1, 2)).to(dtype)
+    if dtype.is_floating_point:
+        return numbers.to(dtype)
+    return (numbers.nan_to_num(posinf=3, neginf=-3) * 3).round().long().to(dtype)
 
 
 def run_time_numbers(graph: Graph) -> tuple[Any, ...]:

@@ -80,8 +80,8 @@ def group_of(body: Graph) -> KernelGroup:
 # -- every member --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", DRAWN)
-def test_every_member_is_lowered_to_the_same_arithmetic(op: str) -> None:
+def is_lowered_to_the_same_arithmetic(op: str) -> None:
+    """Of every member; called by tests/passes/test_every_op.py."""
     tried = 0
     for graph in graphs(op):
         if is_fusible(graph.nodes[0], graph.values):
@@ -103,10 +103,8 @@ def with_numbers(graph: Graph) -> Iterator[Graph]:
             yield replace(graph, params=(kind,), nodes=(replace(node, args=args, kwargs=kwargs),))
 
 
-@pytest.mark.parametrize("number", [2, 0.5, -0.5, 0.0, -3.25, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("op", TAKES_NUMBERS)
-def test_a_number_as_a_tensor_is_the_number(op: str, dtype: torch.dtype, number: float) -> None:
+def a_number_as_a_tensor_is_the_number(op: str, dtype: torch.dtype, number: float) -> None:
+    """Of every member that takes one; called by tests/passes/test_every_op.py."""
     tried = 0
     for drawn in graphs(op, (dtype,)):
         for graph in with_numbers(drawn):

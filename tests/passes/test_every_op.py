@@ -1,21 +1,38 @@
-"""Every overload that lifetime may write over an operand: the same bits, whichever operand dies."""
+"""Every overload that a pass or the compiler treats by its name, with all that is asked of it.
+
+One walk: an op is drawn on every dtype and shape that it takes once, and each check looks at the
+same graphs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
+import torch
 
 from lazygt.graph import Graph, Ref
+from lazygt.graph.fusion import REDUCTIONS
 from lazygt.graph.node import Node, map_arg
 from lazygt.graph.verify import verify
 from lazygt.passes.lifetime import Lifetime, _overwriting, _rounds_in_place
+from tests.graph.test_fusion import POINTWISE, has_a_functional_form
 from tests.passes.overloads import graphs, inputs_for, that
 from tests.passes.tools import same_numbers
+from tests.runtime.compiling.test_lower import (
+    DRAWN,
+    TAKES_NUMBERS,
+    a_number_as_a_tensor_is_the_number,
+    is_lowered_to_the_same_arithmetic,
+)
 
 LIFETIME = Lifetime()
-OPS = that(_overwriting)
+#: What lifetime may write over an operand.
+OVERWRITING = frozenset(that(_overwriting))
+MEMBERS = frozenset([*POINTWISE, *REDUCTIONS])
+NUMBERS = (2, 0.5, -0.5, 0.0, -3.25, 1)
 
 
 def dying(graph: Graph) -> Iterator[Graph]:
@@ -30,8 +47,8 @@ def dying(graph: Graph) -> Iterator[Graph]:
         yield replace(graph, nodes=(copy, replace(node, args=args)), outputs=(count + 1,))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_written_form_computes_the_same_bits(op: str) -> None:
+def written_form_computes_the_same_bits(op: str) -> None:
+    """Whichever operand dies."""
     in_place, out, _ = _overwriting(op) or ("", "", "")
     tried = 0
     for graph in (one for drawn in graphs(op) for one in dying(drawn)):
@@ -51,5 +68,20 @@ def test_a_written_form_computes_the_same_bits(op: str) -> None:
     assert tried, "no dtype and shape was tried"
 
 
+@pytest.mark.parametrize("op", sorted(MEMBERS | OVERWRITING))
+def test_every_op(op: str) -> None:
+    if op in MEMBERS:
+        has_a_functional_form(op)
+    if op in DRAWN:
+        is_lowered_to_the_same_arithmetic(op)
+    if op in OVERWRITING:
+        written_form_computes_the_same_bits(op)
+    if op in TAKES_NUMBERS:
+        for dtype, number in product((torch.float32, torch.float64), NUMBERS):
+            a_number_as_a_tensor_is_the_number(op, dtype, number)
+
+
 def test_there_are_many() -> None:
-    assert len(OPS) >= 220
+    assert len(OVERWRITING) >= 220
+    assert len(DRAWN) > 500
+    assert len(TAKES_NUMBERS) >= 31
