@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The C++ extension, where there is a compiler or a wheel that fits; without it all works, too.
+NATIVE := $(VENV)/.native
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
@@ -16,7 +18,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
 
-setup: $(STAMP)
+setup: $(STAMP) $(NATIVE)
 
 # The stamp makes the second call quick: pip runs again only when the dependencies changed.
 $(STAMP): pyproject.toml constraints.txt
@@ -24,31 +26,35 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -e ".[dev,examples]" -c constraints.txt
 	@touch $@
 
-demo: $(STAMP)
+$(NATIVE): $(STAMP) $(wildcard lazygt/native/*.cpp lazygt/native/*.h lazygt/native/*.py)
+	$(BIN)/lazygt build-native --if-possible
+	@touch $@
+
+demo: $(STAMP) $(NATIVE)
 	$(BIN)/python examples/train_digits.py
 
 PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP)
+test: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not timed" $(PARALLEL)
 	$(PYTEST) -m timed
 
-test-fast: $(STAMP)
+test-fast: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not slow" $(PARALLEL)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "slow and not timed" $(PARALLEL)
 	$(PYTEST) -m timed
 
-test-deep: $(STAMP)
+test-deep: $(STAMP) $(NATIVE)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
 	LAZYGT_ALL_SAMPLES=1 $(BIN)/python -m pytest tests/conformance/test_op_db.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
 
 # Libraries that other people wrote; their programs have to give eager torch's bits.
-test-programs: $(STAMP)
+test-programs: $(STAMP) $(NATIVE)
 	$(BIN)/python -m pip install -e ".[dev,programs]" -c constraints.txt
 	$(BIN)/python -m pytest tests/conformance/programs tests/docs/test_frameworks.py
 
@@ -60,7 +66,7 @@ lint: $(STAMP)
 BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run \
 	workloads peak_memory compile_cost placement sharded collectives transfer transfer_sharded
 
-bench: $(STAMP)
+bench: $(STAMP) $(NATIVE)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done
 
 clean:

@@ -96,7 +96,6 @@ if TYPE_CHECKING:
 if os.environ.get("LAZYGT_WORKER") != "1":
     from lazygt.parallel.distribute import distribute, redistribute
     from lazygt.parallel.fsdp import fully_shard
-    from lazygt.parallel.optimizer_state import register as _follow
     from lazygt.parallel.optimizer_state import shard_optimizer_state
     from lazygt.parallel.pipeline import stage
     from lazygt.parallel.styles import (
@@ -124,7 +123,6 @@ if os.environ.get("LAZYGT_WORKER") != "1":
 
     _show_with(_notebook)
     _register()
-    _follow()
 
 __all__ = [
     "CodeError",

@@ -44,6 +44,33 @@ def _virtual_ranks(text: str) -> bool | int | dict[str, int]:
     return int(text) if text.strip().isdigit() and int(text) > 1 else _flag(text)
 
 
+#: What LAZYGT_RECORDER may be.
+RECORDERS = ("auto", "native", "python")
+
+
+def recorder_setting() -> str:
+    """LAZYGT_RECORDER: which recorder a process is to have. It holds for the whole process, since
+    torch's private backend can be registered only once.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    name = os.environ.get("LAZYGT_RECORDER") or "auto"
+    if name not in RECORDERS:
+        raise ValueError(f"LAZYGT_RECORDER={name!r}: expected {', '.join(RECORDERS)}")
+    return name
+
+
+def cache_setting() -> str | None:
+    """LAZYGT_CACHE_DIR, for what is compiled before any session is open."""
+    return os.environ.get("LAZYGT_CACHE_DIR") or None
+
+
+def wheels_setting() -> str | None:
+    """LAZYGT_NATIVE_WHEELS: a folder in which set-up looks for a wheel of the native extension."""
+    return os.environ.get("LAZYGT_NATIVE_WHEELS") or None
+
+
 #: Settings that are integers of at least 1.
 _COUNTS = (
     "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
+from lazygt import native
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
@@ -22,7 +27,7 @@ from lazygt.record import device
 from lazygt.record.context import NAME, current_session, session_stack
 from lazygt.record.idle import Idle
 from lazygt.record.recorder import Recorder, recorder_of
-from lazygt.record.tensor import LazyTensor, viewer
+from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of, viewer
 from lazygt.record.trie import TraceTrie
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache
@@ -52,6 +57,7 @@ class Session:
     """
 
     def __init__(self, **settings: Any) -> None:
+        native.check_choice()
         self.config = config = Config.load(**_overseer.settings(settings))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
@@ -79,10 +85,14 @@ class Session:
             self._history,
         )  # fmt: skip
         self._owner = os.getpid()
-        self._hook: RemovableHandle | None = None
         self._closing = threading.Lock()
         self._weight_source: SessionSource | None = None
-        self._idle = Idle(self, config.default_device)
+        self._idle = self._submitter.idle = Idle(self, config.default_device)
+        hooks = [register_optimizer_step_post_hook(self._submitter.after_step)]
+        if self._virtual_mesh.ranks.world_size > 1:
+            hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
+        #: takes the hooks away, at the latest when nobody has the session any more
+        self._unhook = weakref.finalize(self, _remove, hooks)
         _overseer.opened(self)
 
     # -- the context ---------------------------------------------------------------------
@@ -91,8 +101,6 @@ class Session:
         self._idle.entered = True
         self._check_open()
         device.open_session(self)
-        if self._virtual_mesh.ranks.world_size > 1:
-            self._hook = register_optimizer_step_post_hook(self._submitter.after_step)
         return self
 
     def __exit__(
@@ -124,8 +132,7 @@ class Session:
         self.recorder.generator.close()
         self._idle.close()
         device.close_session(self)
-        if self._hook is not None:
-            self._hook.remove()
+        self._unhook()
         if os.getpid() == self._owner:
             self._tiers.close()
             self._link.close()
@@ -162,14 +169,15 @@ class Session:
         with self.recorder.lock, torch.no_grad():
             handles: list[LazyTensor] = []
             for t in tensors:
-                assert isinstance(t, LazyTensor)
-                handle = t if t._view is None else t.clone()
-                assert isinstance(handle, LazyTensor)
-                if handle._storage.remote is None:
+                assert is_lazy(t)
+                handle = t if view_of(t) is None else t.clone()
+                assert is_lazy(handle)
+                if storage_of(handle).remote is None:
                     self.recorder.index_of(handle)
                 handles.append(handle)
             self.synchronize()
-            return [t._storage.remote for t in handles if t._storage.remote is not None]
+            remotes = [storage_of(t).remote for t in handles]
+            return [remote for remote in remotes if remote is not None]
 
     @property
     def weight_source(self) -> SessionSource | None:
@@ -332,6 +340,11 @@ class Session:
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Overseer(NamedTuple):

@@ -15,9 +15,11 @@ from lazygt.graph.regions import sent
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import Flush, History
 from lazygt.planner import CachedPlan, Planner
+from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
+from lazygt.record.idle import Idle
 from lazygt.record.infer import learn
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import Storage
+from lazygt.record.tensor import LazyTensor, Storage, is_lazy, storage_of
 from lazygt.record.trace import Trace
 from lazygt.record.trie import Provenance
 from lazygt.runtime.client import Client
@@ -69,6 +71,8 @@ class Submitter:
         self._in_blocks = bool(config.invariant)
         self._flushes_on_backward = config.flush_on_backward
         self._may_shard = virtual_mesh.ranks.world_size > 1
+        #: who looks at which optimizers step, until that is clear
+        self.idle: Idle | None = None
         recorder.sink = self
 
     # -- what the recorder asks for --------------------------------------------------------
@@ -99,9 +103,26 @@ class Submitter:
         """
         self._flush_after("backward", sharded=False)
 
-    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The sync point at the end of an optimizer's step, of sharded programs only."""
-        self._flush_after("optimizer step", sharded=True)
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step: what was loaded of its state lies as its parameters do."""
+        loaded = [
+            (value, parameter)
+            for parameter, state in optimizer.state.items()
+            if is_lazy(parameter)
+            and storage_of(parameter).placed is not None
+            and storage_of(parameter).owner is self._recorder
+            for value in state.values()
+            if _is_loaded(value, parameter)
+        ]
+        for value, parameter in loaded:
+            restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped: for sharded programs this is a sync point."""
+        if self.idle is not None and self.idle.stepped(optimizer):
+            self.idle = None
+        if self._may_shard:
+            self._flush_after("optimizer step", sharded=True)
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
         recorder = self._recorder
@@ -119,7 +140,7 @@ class Submitter:
         history, kept, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
         if trace.call_sites:
-            kept = self._recorder.trie.find(trace.step, outputs)
+            kept = trace.plan(outputs)
             hit = kept is not None
             if kept is None:
                 kept = self._planner.build(trace, outputs, reason)
@@ -173,7 +194,7 @@ class Submitter:
             trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
         )
         seq, values = self._client.run(
-            entry, inputs, tuple(trace.params), wanted, provenance, reason, regions or (0,)
+            entry, inputs, tuple(trace.params), wanted, provenance.__call__, reason, regions or (0,)
         )
         return seq, values, provenance, regions
 
@@ -279,6 +300,11 @@ class Submitter:
         value = self._client.adopt(tensor.id)
         value.call_site = call_site
         return tensor.meta, value
+
+
+def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
+    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
+    return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)
 
 
 def _let_go_of_inputs(trace: Trace) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import typer
 
+from lazygt.cli.build_native import build_native
 from lazygt.cli.dump import diff, dump
 from lazygt.cli.script import SETTINGS, ScriptCommand
 from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.viz import viz
 from lazygt.record.context import current_session
 
-PLAIN = (diff, doctor)
+PLAIN = (build_native, diff, doctor)
 WITH_SCRIPT = (dump, explain, profile, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

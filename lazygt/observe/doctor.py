@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+
+from lazygt import native
+from lazygt.native import build
 
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
@@ -45,6 +47,7 @@ def report(open_session: SessionFactory | None = None) -> list[Check]:
         cuda(),
         collectives(),
         compiler(),
+        recorder(),
         cores(),
         threads(),
         memory(),
@@ -103,11 +106,19 @@ def collectives() -> Check:
 
 
 def compiler() -> Check:
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if path := shutil.which(name):
-            return Check("compiler", "ok", path)
+    if path := build.compiler():
+        return Check("compiler", "ok", path)
     advice = "install g++ or clang++, or set CXX: without one no plan can be compiled for the CPU"
     return Check("compiler", "warn", "no C++ compiler", advice)
+
+
+def recorder() -> Check:
+    """Which recorder this process has, and whether it could have the native one."""
+    choice = native.choice()
+    detail = f"{choice.recorder}: {choice.reason}"
+    if choice.missing:
+        return Check("recorder", "fail", detail, native.ADVICE)
+    return Check("recorder", "ok", detail)
 
 
 def cores() -> Check:

@@ -11,7 +11,7 @@ from lazygt.graph.collectives import Communication
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, expand
 from lazygt.record.recorder import recorder_of
-from lazygt.record.tensor import LazyTensor, State
+from lazygt.record.tensor import LazyTensor, State, storage_of, view_of
 from lazygt.session import Session
 
 #: The counts of ``stats()`` that the table of a session shows.
@@ -35,7 +35,7 @@ def summary(t: LazyTensor) -> dict[str, str]:
 
 def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
     """Where a handle's value is, in words, and the line that made it, as far as known."""
-    storage, view = t._storage, t._view
+    storage, view = storage_of(t), view_of(t)
     state = storage.state
     if state is State.RECORDED:
         fresh = view is not None and view.serial == storage.serial and view.base == storage.index

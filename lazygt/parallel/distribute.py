@@ -21,7 +21,7 @@ from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Partial, Placement, Replicate, Unspecified, as_placement
 from lazygt.record.annotate import record_place
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import LazyTensor, is_lazy, meta_of, storage_of, view_of
 from lazygt.session import current
 
 #: One torch placement for each axis of the mesh.
@@ -43,7 +43,7 @@ def distribute(t: torch.Tensor, placements: UserPlacements, pinned: bool = False
         TypeError: ``t`` is no lazygt tensor, or ``placements`` neither a list nor a dict.
     """
     mesh = current().mesh
-    if not isinstance(t, LazyTensor):
+    if not is_lazy(t):
         device = getattr(t, "device", None)
         hint = "" if device is None else f" on {device}; move it with .to('lazygt')"
         raise TypeError(f"distribute() takes a lazygt tensor, not a {type(t).__name__}{hint}")
@@ -128,12 +128,12 @@ def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
     Raises:
         ValueError: it is not on the workers, or is a view of another tensor.
     """
-    if not isinstance(parameter, LazyTensor):
+    if not is_lazy(parameter):
         raise ValueError(
             f"parameter {name!r} is no lazygt tensor of its own, but on {parameter.device}; "
             f"make the module inside the session, or move it with .to('lazygt')"
         )
-    if parameter._view is not None:
+    if view_of(parameter) is not None:
         raise ValueError(
             f"parameter {name!r} is a view of another tensor, and can't be stored in another way "
             f"than that; give it memory of its own first: parameter.data = parameter.data.clone()"
@@ -156,10 +156,10 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool) -> LazyTensor:
         ctx.sharding, ctx.with_gradient = sharding, with_gradient
-        owner, meta = t._storage.owner, fresh_meta(meta_of(t))
+        owner, meta = storage_of(t).owner, fresh_meta(meta_of(t))
         with owner.lock:
             same = owner.show(record_place(t, meta, sharding), meta)
-        same._storage.placed = sharding
+        storage_of(same).placed = sharding
         return same
 
     @staticmethod

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import Shard
 from lazygt.parallel.fsdp import dim_to_shard
-from lazygt.record.annotate import is_everywhere, restore_sharding, set_sharding, stored_now
-from lazygt.record.context import current_session
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.annotate import set_sharding, stored_now
+from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of
 from lazygt.session import current
 
 
@@ -41,11 +39,11 @@ def shard_optimizer_state(
 
     def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, LazyTensor):
+            if not is_lazy(parameter):
                 continue
             for t in state.values():
-                if isinstance(t, LazyTensor) and t._view is None and t.shape == parameter.shape:
-                    placed = t._storage.placed
+                if is_lazy(t) and view_of(t) is None and t.shape == parameter.shape:
+                    placed = storage_of(t).placed
                     if placed is None or not isinstance(placed.placements[at], Shard):
                         cut(t, stored_now(parameter))
 
@@ -57,31 +55,3 @@ def shard_optimizer_state(
 
     optimizer.register_step_post_hook(place)
     return optimizer
-
-
-def register() -> None:
-    """Have ``follow`` called before every step of every optimizer."""
-    register_optimizer_step_pre_hook(follow)
-
-
-def follow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Store what was loaded of placed parameters as these are."""
-    session = current_session()
-    if session is None:
-        return
-    pairs = [
-        (value, parameter)
-        for parameter, state in optimizer.state.items()
-        if isinstance(parameter, LazyTensor)
-        and parameter._storage.placed is not None
-        and parameter._storage.owner is session.recorder
-        for value in state.values()
-        if _is_loaded(value, parameter)
-    ]
-    for value, parameter in pairs:
-        restore_sharding(value, stored_now(parameter)._replace(pinned=False, unit=None))
-
-
-def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
-    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
-    return isinstance(value, LazyTensor) and value.shape == parameter.shape and is_everywhere(value)

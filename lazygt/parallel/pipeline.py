@@ -26,7 +26,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.parallel.distribute import drop_hooks, fresh_meta, own_parameter
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.record.annotate import assign_stage, is_everywhere, mesh_of, record_mark
-from lazygt.record.tensor import LazyTensor, Owner, meta_of
+from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
 from lazygt.session import current
 
 
@@ -72,7 +72,7 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     session = current()
     _check_stage(session.mesh, index, mesh_dim)
     if isinstance(what, torch.Tensor):
-        if not isinstance(what, LazyTensor):
+        if not is_lazy(what):
             raise TypeError(
                 f"stage() takes modules and lazygt tensors, not a tensor on {what.device}; "
                 f"move it with .to('lazygt')"
@@ -125,7 +125,7 @@ def _check_module(module: nn.Module, given: _Given) -> None:
 def _own(module: nn.Module) -> list[LazyTensor]:
     """The parameters and buffers of a module."""
     return [
-        t for t in (*module.parameters(), *module.buffers()) if isinstance(t, LazyTensor)
+        t for t in (*module.parameters(), *module.buffers()) if is_lazy(t)
     ]  # fmt: skip
 
 
@@ -149,11 +149,11 @@ class _Entry:
         for t in _own(module):
             if is_everywhere(t) and self._has(t):
                 assign_stage(t, self.index, self.mesh_dim)
-        return tree_map_only(LazyTensor, self._enter, (args, kwargs))
+        return tree_map_only(is_lazy, self._enter, (args, kwargs))
 
     def _has(self, t: LazyTensor) -> bool:
         """Whether a tensor of the module belongs to this stage, not to one that shares it."""
-        given = _given.get(t._storage.owner)
+        given = _given.get(storage_of(t).owner)
         first = self.index if given is None else given.tensors.get(t, self.index)
         return self._is_known(t) and first == self.index
 
@@ -206,6 +206,6 @@ class _Leave(torch.autograd.Function):
 
 
 def _shown(op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...]) -> LazyTensor:
-    owner, meta = operands[0]._storage.owner, fresh_meta(meta_of(operands[0]))
+    owner, meta = storage_of(operands[0]).owner, fresh_meta(meta_of(operands[0]))
     with owner.lock:
         return owner.show(record_mark(op, operands, rest, meta), meta)

@@ -20,7 +20,7 @@ from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import Placement
 from lazygt.parallel.distribute import drop_hooks, placed, placements_for, unsaid
 from lazygt.record.annotate import mesh_of
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import LazyTensor, is_lazy, meta_of, storage_of, view_of
 
 
 class Layout(NamedTuple):
@@ -153,7 +153,7 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
             f"{what} has the layout {layout.placement!r}, but is a {type(value).__name__}; say "
             f"None for what is no tensor"
         )
-    if not isinstance(value, LazyTensor) or mesh_dim not in mesh_of(value).names:
+    if not is_lazy(value) or mesh_dim not in mesh_of(value).names:
         return value
     value = _pinned(what, value, mesh_dim, layout.placement, with_gradient=True)
     if layout.desired is not None:
@@ -164,11 +164,11 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
 def _pinned(
     what: str, value: LazyTensor, mesh_dim: str, placement: Placement, with_gradient: bool
 ) -> LazyTensor:
-    mesh, before = mesh_of(value), value._storage.placed
+    mesh, before = mesh_of(value), storage_of(value).placed
     at = mesh.names.index(mesh_dim)
     full = f"{what}, a tensor of {meta_of(value)},"
     placements = placements_for(full, value.dim(), {mesh_dim: placement}, mesh, unsaid(mesh))
     is_so = before is not None and before.pinned and before.placements[at] == placements[at]
-    if is_so and value._view is None:
+    if is_so and view_of(value) is None:
         return value
     return placed(value, Sharding(placements, pinned=True), with_gradient)

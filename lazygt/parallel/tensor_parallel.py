@@ -26,7 +26,7 @@ from lazygt.parallel.distribute import UserPlacements, own_parameter, placements
 from lazygt.parallel.style_hooks import ModuleLayouts, apply_style
 from lazygt.parallel.styles import ParallelStyle, as_style
 from lazygt.record.annotate import set_sharding, stored_now
-from lazygt.record.tensor import LazyTensor, Storage, meta_of
+from lazygt.record.tensor import LazyTensor, Storage, meta_of, storage_of
 from lazygt.session import current
 
 _Plan = dict[str, UserPlacements | ParallelStyle]
@@ -128,13 +128,13 @@ def parallelize_module(
     _check_counted(module, plan, styles)
     together: dict[Storage, _Said] = {}
     for said in _said(module, plan, styles, pinned, mesh):
-        first = together.setdefault(said.parameter._storage, said)
+        first = together.setdefault(storage_of(said.parameter), said)
         _check_agree(first, said, mesh)
         both = first.pinned or said.pinned
-        together[said.parameter._storage] = _filled(first, said)._replace(pinned=both)
+        together[storage_of(said.parameter)] = _filled(first, said)._replace(pinned=both)
     for said in _left_whole(module, styles, mesh):
-        first = together.setdefault(said.parameter._storage, said)
-        together[said.parameter._storage] = _filled(first, said)
+        first = together.setdefault(storage_of(said.parameter), said)
+        together[storage_of(said.parameter)] = _filled(first, said)
     _store(together.values(), mesh)
     for name, styled in styles.items():
         apply_style(module.get_submodule(name), styled.axis, styled.layouts)

@@ -10,17 +10,17 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Replicate, SingleRank
 from lazygt.passes.sharding.marks import ENTER, PLACE, place_node
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import LazyTensor, meta_of, storage_of, view_of
 
 
 def mesh_of(t: LazyTensor) -> Mesh:
     """The mesh of the session that a tensor belongs to."""
-    return t._storage.owner.mesh
+    return storage_of(t).owner.mesh
 
 
 def is_placed(t: LazyTensor) -> bool:
     """Whether a tensor is stored in another way than whole on every worker, or is to be."""
-    storage = t._storage
+    storage = storage_of(t)
     return storage.placed is not None or (
         storage.remote is not None and storage.remote.sharding is not None
     )
@@ -31,32 +31,32 @@ def is_everywhere(t: LazyTensor) -> bool:
 
     A view of a larger tensor lies as that does.
     """
-    return t._view is None and t._storage.remote is not None and not is_placed(t)
+    return view_of(t) is None and storage_of(t).remote is not None and not is_placed(t)
 
 
 def stored_now(t: LazyTensor) -> Sharding:
     """How a tensor is to be kept, as far as it has been said; else how it lies."""
-    storage = t._storage
+    storage = storage_of(t)
     lies = None if storage.remote is None else storage.remote.sharding
     return storage.placed or lies or Sharding((Replicate(),) * len(mesh_of(t).names))
 
 
 def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
     """Keep a tensor's values as ``sharding`` says from here on; it stays the object that it is."""
-    owner = t._storage.owner
+    owner = storage_of(t).owner
     with owner.lock:
-        owner.own(t._storage, record_place(t, meta_of(t), sharding))
-        t._storage.placed = sharding
+        owner.own(storage_of(t), record_place(t, meta_of(t), sharding))
+        storage_of(t).placed = sharding
 
 
 def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
     """From here on the stage has the tensor, and nobody else."""
-    owner, before = t._storage.owner, stored_now(t)
+    owner, before = storage_of(t).owner, stored_now(t)
     placements = list(before.placements)
     placements[mesh_of(t).names.index(axis)] = SingleRank(index)
     with owner.lock:
-        owner.own(t._storage, record_mark(ENTER, (t,), (index, axis), meta_of(t)))
-        t._storage.placed = before._replace(placements=tuple(placements))
+        owner.own(storage_of(t), record_mark(ENTER, (t,), (index, axis), meta_of(t)))
+        storage_of(t).placed = before._replace(placements=tuple(placements))
 
 
 def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
@@ -68,12 +68,12 @@ def restore_sharding(t: LazyTensor, sharding: Sharding) -> None:
         not isinstance(placement, SingleRank | Replicate) for placement in sharding.placements
     ):
         set_sharding(t, sharding)
-    t._storage.placed = sharding
+    storage_of(t).placed = sharding
 
 
 def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
     """Record where a tensor's value is; returns the number of the new value, of this meta."""
-    owner = t._storage.owner
+    owner = storage_of(t).owner
     index = owner.index_of(t)
     return owner.internal((PLACE, index, sharding), place_node(index, meta, sharding))
 
@@ -82,7 +82,7 @@ def record_mark(
     op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...], meta: TensorMeta
 ) -> int:
     """Record the mark of a stage on the first operand; returns the number of the new value."""
-    owner = operands[0]._storage.owner
+    owner = storage_of(operands[0]).owner
     numbers = [owner.index_of(t) for t in operands]
     node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))
     return owner.internal((op, *numbers, *rest), node)

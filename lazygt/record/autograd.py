@@ -22,7 +22,7 @@ from lazygt.record.context import recorder, session_stack
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import is_lazy
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _autograd: Any = torch.autograd
@@ -40,7 +40,7 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
     It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
     """
-    if not (session_stack and any(isinstance(t, LazyTensor) for t in outputs)):
+    if not (session_stack and any(is_lazy(t) for t in outputs)):
         return _engine_run_backward(outputs, *args, **kwargs)
     active = session_stack[-1].recorder
     nested = _autograd_node() is not None

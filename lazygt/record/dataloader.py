@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, dataloader
 from lazygt.record.context import session_stack
 from lazygt.record.patches import Patch
 from lazygt.record.swap import on_host
-from lazygt.record.tensor import DEVICE_0, LazyTensor
+from lazygt.record.tensor import DEVICE_0, LazyTensor, is_lazy
 
 _iterator: Any = dataloader._MultiProcessingDataLoaderIter
 _start: Any = _iterator.__init__
@@ -52,7 +52,7 @@ def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
             if id(held) in seen:
                 continue
             seen.add(id(held))
-            if isinstance(held, LazyTensor):
+            if is_lazy(held):
                 lazy.append(held)
             elif not isinstance(held, _ENDS):
                 waiting.append(held)

@@ -17,7 +17,7 @@ import torch
 import torch.utils._device
 
 from lazygt.record.context import session_stack
-from lazygt.record.tensor import DEVICE_0, LazyTensor
+from lazygt.record.tensor import DEVICE_0, is_lazy
 
 _builtins: Any = torch.jit._builtins
 _TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -167,7 +167,7 @@ class _Typed(type):
         return _placed(cls.own(*args, **kwargs), args, kwargs)
 
     def __instancecheck__(cls, value: Any) -> bool:
-        lazily = isinstance(value, LazyTensor) and value.dtype == cls.dtype
+        lazily = is_lazy(value) and value.dtype == cls.dtype
         return lazily or isinstance(value, cls.own)
 
     def __getattr__(cls, name: str) -> Any:

@@ -22,10 +22,10 @@ from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
 from lazygt.record.host_values import fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
-from lazygt.record.tensor import LazyTensor, Storage, alias, rebind, wrapper
+from lazygt.record.tensor import Storage, is_lazy, rebind, storage_of, view_of, wrapper
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
 from lazygt.record.untyped_storage import LazyStorage
-from lazygt.record.views import resize, write
+from lazygt.record.views import resize, same_shape_view, same_view, write
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -52,23 +52,25 @@ Handler = Callable[[OpRecorder, Any, Args, Kwargs], Any]
 aten = torch.ops.aten
 
 
-def handler_of(f: OpFacts) -> Handler | None:
-    """The handler of an op, or None for an ordinary one."""
+def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
+    """The handler of an op, or None for an ordinary one; and the keyword without which it has
+    nothing to do, if there is one.
+    """
     handler = _HANDLERS.get(f.func)
     if handler is not None:
-        return handler
+        return handler, "device" if handler is _to_copy else None
     if is_foreign(f.func):
-        return _foreign
+        return _foreign, None
     if f.inplace_view:
-        return _inplace_view
+        return _inplace_view, None
     if "device" in f.hoist_named:
-        return _to_other_device
-    return _either if f.name in UNDECLARED_WRITES else None
+        return _to_other_device, "device"
+    return (_either if f.name in UNDECLARED_WRITES else None), None
 
 
 def is_whole(t: Any) -> bool:
     """Whether a handle shows all of its storage, in the storage's own layout."""
-    return isinstance(t, LazyTensor) and t._view is None
+    return is_lazy(t) and view_of(t) is None
 
 
 def _either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -109,9 +111,9 @@ def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs
         return NotImplemented
     name = func._schema.name.split("::")[1]
     if name.endswith("_like") or name.startswith("new_"):  # only the shape matters
-        there = [TensorMeta.of(a).empty("meta") if isinstance(a, LazyTensor) else a for a in args]
+        there = [TensorMeta.of(a).empty("meta") if is_lazy(a) else a for a in args]
     else:
-        there = [recorder.fetch(a, "to cpu") if isinstance(a, LazyTensor) else a for a in args]
+        there = [recorder.fetch(a, "to cpu") if is_lazy(a) else a for a in args]
     if facts(func).random:
         recorder.generator.restore_host_state()
     return func(*there, **kwargs)
@@ -119,15 +121,15 @@ def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs
 
 def _copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
-    if not isinstance(target, LazyTensor):
+    if not is_lazy(target):
         target.copy_(recorder.fetch(source, "copy to CPU"))
         return target
-    if isinstance(source, LazyTensor):
+    if is_lazy(source):
         return NotImplemented
     if source.device.type == "meta":
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     torch.broadcast_shapes(source.size(), target.shape)
-    whole = is_whole(target) and tuple(target.shape) == target._storage.meta.shape
+    whole = is_whole(target) and tuple(target.shape) == storage_of(target).meta.shape
     if whole and not is_placed(target):
         fill(target, source.cpu())
         return target
@@ -141,7 +143,7 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
     The lengths are numbers of the client, as with CUDA; lazy ones are fetched.
     """
     source, lengths, batch_first = args
-    if isinstance(lengths, LazyTensor):
+    if is_lazy(lengths):
         lengths = recorder.fetch(lengths, "pack_padded_sequence")
     metas = TensorMeta.of(source).empty("cpu"), lengths, batch_first
     # torch's own kernel says what is wrong with the lengths, and how many samples a step has
@@ -163,15 +165,11 @@ def _same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
-def _alias(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return alias(args[0])
-
-
 def _inplace_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``t_``, ``squeeze_`` ...: the handle becomes a view of what it showed."""
     target = args[0]
     view = recorder.record(_out_of_place(func), args, kwargs)
-    rebind(target, TensorMeta.of(view), view._storage, view._view)
+    rebind(target, TensorMeta.of(view), storage_of(view), view_of(view))
     return target
 
 
@@ -190,12 +188,12 @@ def _as_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> 
     """Strides are over the storage, so the view is taken of all of it, not of a view of it."""
     t, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    if offset is not None and t._view is None:
+    if offset is not None and view_of(t) is None:
         return NotImplemented
     where = t.storage_offset() if offset is None else offset
     base = t
-    if t._view is not None and t._storage.meta.dtype == t.dtype:
-        base = wrapper(t._storage.meta, t._storage, None)
+    if view_of(t) is not None and storage_of(t).meta.dtype == t.dtype:
+        base = wrapper(storage_of(t).meta, storage_of(t), None)
     return recorder.record_plain(func, (base, size, stride, where), {})
 
 
@@ -212,9 +210,9 @@ def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_source(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
-    if not isinstance(source, LazyTensor):
+    if not is_lazy(source):
         source = to_lazy(recorder, source)
-    rebind(target, TensorMeta.of(source), source._storage, source._view)
+    rebind(target, TensorMeta.of(source), storage_of(source), view_of(source))
     return target
 
 
@@ -235,7 +233,7 @@ def _set_storage(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
     plain = offset == 0 and tuple(size) == meta.shape and tuple(stride) == meta.stride
     shown = whole if plain else recorder.record(
         aten.as_strided.default, (whole, list(size), list(stride), offset), {})  # fmt: skip
-    rebind(target, TensorMeta.of(shown), shown._storage, shown._view)
+    rebind(target, TensorMeta.of(shown), storage_of(shown), view_of(shown))
     return target
 
 
@@ -259,14 +257,6 @@ def _uploaded(
     return storage
 
 
-def _same_shape_view(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``x.view(same shape)`` is an alias, and needs no step."""
-    t = args[0]
-    if tuple(t.shape) == tuple(args[1]):
-        return alias(t)
-    return NotImplemented
-
-
 # -- what depends on the kind of device ------------------------------------------------------
 
 
@@ -288,14 +278,14 @@ def _group_norm(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> 
     results = recorder.record_plain(func, args, kwargs)
     form = suggest_memory_format(args[0])
     if recorder.worker_device == "cpu" and form != torch.contiguous_format:
-        _CHANNELS_LAST[results[1]._storage] = form
+        _CHANNELS_LAST[storage_of(results[1])] = form
     return results
 
 
 def _group_norm_backward(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """On a CPU torch's formula keeps the layout of what was normalised."""
     grad, source, mean, *rest = args
-    form = _CHANNELS_LAST.get(mean._storage)
+    form = _CHANNELS_LAST.get(storage_of(mean))
     if form is None:
         return NotImplemented
     laid = [
@@ -323,8 +313,8 @@ def data_dependent(
     for target, (meta, remote) in zip(targets, reply.written, strict=True):
         if meta.shape != tuple(target.shape):
             resize(target, meta)
-        if target._view is None:
-            target._storage.set_remote(remote)
+        if view_of(target) is None:
+            storage_of(target).set_remote(remote)
         else:
             value = remote_tensor(recorder, meta, remote)
             recorder.index_of(target)  # a new trace has begun: what it is a view of enters
@@ -359,9 +349,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten.lift_fresh.default: _same,
     aten._pin_memory.default: _same,
     aten.detach_.default: _same,
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.view.default: _same_shape_view,
+    aten.detach.default: same_view,
+    aten.alias.default: same_view,
+    aten.view.default: same_shape_view,
     aten.histc.default: _histc,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,

@@ -18,7 +18,7 @@ import torch.random
 from lazygt.graph.ops import Overload, facts, overload
 from lazygt.record import rng
 from lazygt.record.recorder import recorder_of
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import is_lazy
 
 #: Modules of torch that read the state in order to set it again: they are given a lazy one.
 _RESTORING = frozenset({"torch.random", "torch.utils.checkpoint"})
@@ -120,7 +120,7 @@ class _Client:
 
     def set_state(self, state: torch.Tensor) -> None:
         """Takes lazy tensors, too; no sync point."""
-        if isinstance(state, LazyTensor):
+        if is_lazy(state):
             recorder_of(state).generator.set_state(state)
         else:
             torch.default_generator.set_state(state)

@@ -16,7 +16,7 @@ import torch
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import expand, is_library, user_call_site
-from lazygt.record.tensor import LazyTensor, Owner, Storage, wrapper
+from lazygt.record.tensor import LazyTensor, Owner, Storage, is_lazy, storage_of, view_of, wrapper
 
 if TYPE_CHECKING:
     from lazygt.runtime.values import RemoteValue
@@ -77,7 +77,7 @@ def to_lazy(owner: Owner, source: torch.Tensor) -> LazyTensor:
 
 def fill(t: LazyTensor, source: torch.Tensor) -> None:
     """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
-    storage = t._storage
+    storage = storage_of(t)
     meta = storage.meta
     value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
     if tuple(value.shape) != meta.shape:
@@ -95,12 +95,6 @@ class _NotHost(Exception):
     """An argument is not a number of the host."""
 
 
-def is_host_scalar(tensors: list[Any]) -> bool:
-    """Whether a list begins with a number of the host."""
-    first = tensors[0] if tensors else None
-    return isinstance(first, LazyTensor) and first._storage.host is not None
-
-
 def compute(
     owner: Owner, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -108,9 +102,9 @@ def compute(
     known: dict[int, LazyTensor] = {}
 
     def leaf(a: Any) -> Any:
-        if isinstance(a, LazyTensor):
-            host = a._storage.host
-            if host is None or a._view is not None:
+        if is_lazy(a):
+            host = storage_of(a).host
+            if host is None or view_of(a) is not None:
                 raise _NotHost
             known[id(host)] = a
             return host

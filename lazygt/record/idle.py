@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lazygt.errors import IdleWarning
 from lazygt.graph.source import expand, user_call_site
 
-#: Steps on the CPU that are taken for a comparison, or for something small aside.
+#: Steps on the CPU that are taken for a comparison, or for something small aside; after as many on
+#: the workers, one after the other, nobody looks any more.
 _MOST_STEPS = 3
 
 
@@ -30,9 +29,9 @@ class Idle:
         self._made = expand(user_call_site(1))
         self._owner = os.getpid()
         self._session = weakref.ref(session)
-        self._hook = register_optimizer_step_post_hook(self._after_step)
-        #: of optimizers on the CPU, since one on the workers
+        #: of optimizers in one place, since one in the other
         self._steps = 0
+        self._here = True
         self._end = weakref.finalize(session, self.close)
 
     def used(self) -> None:
@@ -46,17 +45,19 @@ class Idle:
     def close(self) -> None:
         """The session ends, or is collected."""
         self.used()
-        self._hook.remove()
         self._end.detach()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer has stepped; whether there is nothing more to look for."""
         if self._session() is None or not self._default_device:
-            return
-        here = [p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1]]
-        self._steps = self._steps + 1 if all(here) else 0
+            return True
+        here = all(p.device.type == "cpu" for p in optimizer.param_groups[0]["params"][:1])
+        self._steps = self._steps + 1 if here == self._here else 1
+        self._here = here
         if not self.entered:
             self.used()
-        elif self._steps == _MOST_STEPS:
+            return False
+        if here and self._steps == _MOST_STEPS:
             self._say(
                 f"the optimizer that stepped at {expand(user_call_site(1))} trains parameters on "
                 f"the CPU of this process, not on the workers of the session made at {self._made}. "
@@ -64,6 +65,7 @@ class Idle:
                 f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
                 f"meant so, open the session with default_device=False."
             )
+        return self._steps >= _MOST_STEPS
 
     def _say(self, text: str) -> None:
         said, self._said = self._said, True

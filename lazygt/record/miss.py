@@ -12,7 +12,7 @@ from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
 from lazygt.record.host_values import foreign
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import is_lazy, meta_of
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
 
@@ -53,7 +53,7 @@ def _node(
 
     def template(a: Any, hoist: int) -> Arg:
         if isinstance(a, torch.Tensor):
-            lazy = a if isinstance(a, LazyTensor) else foreign(trace.owner, a, f)
+            lazy = a if is_lazy(a) else foreign(trace.owner, a, f)
             index = trace.index_of(lazy)
             metas[index] = meta_of(lazy)
             return Ref(index)

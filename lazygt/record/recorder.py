@@ -31,7 +31,10 @@ from lazygt.record.tensor import (
     LazyTensor,
     State,
     Storage,
+    is_lazy,
     make_wrapper,
+    storage_of,
+    view_of,
     wrapper,
 )
 from lazygt.record.trace import Trace, TracePoint, TraceSink, closed_error
@@ -62,7 +65,7 @@ class Recorder:
         self.closed = False
         #: ops of the traces before this one
         self.shipped_ops = 0
-        self._known: dict[int, tuple[OpFacts, Handler | None]] = {}
+        self._known: dict[int, tuple[OpFacts, Handler | None, str | None]] = {}
         self._backward_call_site: CallSite | None = None
         self.backward_error: BaseException | None = None
         #: the op before which over-long traces end, once one has
@@ -82,10 +85,10 @@ class Recorder:
         try:
             try:
                 known = self._known.get(id(func))
-                f, handler = known if known is not None else self._learn(func)
+                f, handler, keyword = known if known is not None else self._learn(func)
                 if self.closed:
                     raise closed_error()
-                if handler is not None:
+                if handler is not None and (keyword is None or (kwargs and keyword in kwargs)):
                     result = handler(self, func, args, kwargs or {})
                     if result is not NotImplemented:
                         return result
@@ -141,7 +144,7 @@ class Recorder:
                 trace.params.append(a)
             elif kind in _PLAIN:
                 add(a)
-            elif kind is list and f.pointwise and host_values.is_host_scalar(a):
+            elif kind is list and f.pointwise and _begins_on_host(a):
                 result = host_values.compute(self, func, args, kwargs or {})
                 if result is not NotImplemented:
                     del trace.params[trace.step.params :]
@@ -202,9 +205,9 @@ class Recorder:
             self.overflow()
         return result
 
-    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None]:
+    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
         f = facts(func)
-        known = self._known[id(func)] = f, handler_of(f)
+        known = self._known[id(func)] = f, *handler_of(f)
         return known
 
     def _key(self, a: Any, hoist: int, f: OpFacts) -> Any:
@@ -222,7 +225,7 @@ class Recorder:
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):
-            lazy = a if isinstance(a, LazyTensor) else host_values.foreign(self, a, f)
+            lazy = a if is_lazy(a) else host_values.foreign(self, a, f)
             return self.trace.index_of(lazy)
         if kind is torch.device:
             return DEVICE
@@ -292,8 +295,8 @@ class Recorder:
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
         """Lay a handle's values as the user has laid another storage's of that shape, unless
         something else was said of them."""
-        storage = t._storage
-        alike = t._view is None and storage.meta.shape == before.meta.shape
+        storage = storage_of(t)
+        alike = view_of(t) is None and storage.meta.shape == before.meta.shape
         here = before.owner is self and not self.closed
         if before.placed is not None and storage.placed is None and alike and here:
             annotate.restore_sharding(t, before.placed)
@@ -308,11 +311,11 @@ class Recorder:
     def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
         """The values of a handle as a CPU tensor of its own: ship, run, wait."""
         with self.lock:
-            storage = t._storage
+            storage = storage_of(t)
             self.trace.check(storage)
-            if t._view is not None:
+            if view_of(t) is not None:
                 # the view's own elements travel, not the whole storage
-                storage = torch.ops.aten.clone.default(t)._storage
+                storage = storage_of(torch.ops.aten.clone.default(t))
             elif storage.host is not None:
                 return storage.host.clone()
             elif storage.state in (State.BLANK, State.LOST):
@@ -372,8 +375,14 @@ class Recorder:
         return self._backward_call_site
 
 
+def _begins_on_host(items: list[Any]) -> bool:
+    """Whether a list begins with a single number that is kept in the client."""
+    first = items[0] if items else None
+    return is_lazy(first) and first._storage.host is not None
+
+
 def recorder_of(t: LazyTensor) -> Recorder:
     """The recorder of the session that a tensor belongs to."""
-    owner = t._storage.owner
+    owner = storage_of(t).owner
     assert isinstance(owner, Recorder)
     return owner

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from lazygt.record.patches import Patch
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import LazyTensor, is_lazy
 
 _tensor: Any = torch.Tensor
 _make_subclass = _tensor._make_subclass
@@ -104,7 +104,7 @@ def _set_attribute(self: torch.Tensor, name: str, value: Any) -> None:
 
 def as_subclass(self: torch.Tensor, cls: type) -> Any:
     """``Tensor.as_subclass``: the same values, of class ``cls``; autograd goes through it."""
-    if not isinstance(self, LazyTensor):
+    if not is_lazy(self):
         return _as_subclass(self, _host_class(cls))
     twin = torch.ops.aten.alias.default(self)
     become(twin, cls)
@@ -117,7 +117,7 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
     Without names for its arguments, because torch._dynamo compares them with its own.
     """
     cls, data = args[:2]
-    if not isinstance(data, LazyTensor):
+    if not is_lazy(data):
         return _make_subclass(_host_class(cls), *args[1:], **kwargs)
     needs_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
     twin = data.detach().requires_grad_(needs_grad)
@@ -127,7 +127,7 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
 
 def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
     """``nn.Parameter.__new__``: parameters of lazy values are of the user's class too."""
-    if isinstance(data, LazyTensor) and cls is not Parameter:
+    if is_lazy(data) and cls is not Parameter:
         return make_subclass(cls, data, requires_grad)
     parameter: Any = _new_parameter(_host_class(cls), data, requires_grad)
     return parameter

@@ -20,7 +20,15 @@ from lazygt.record.autograd import defer_hooks
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
-from lazygt.record.tensor import DEVICE_0, OF_LAZY, LazyTensor, host_class, host_copy
+from lazygt.record.tensor import (
+    DEVICE_0,
+    OF_LAZY,
+    LazyTensor,
+    host_class,
+    host_copy,
+    is_lazy,
+    storage_of,
+)
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _tensor: Any = torch.Tensor
@@ -44,14 +52,14 @@ def has_compatible_type(*args: Any) -> bool:
     arguments, because torch._dynamo compares them with its own.
     """
     t, value = args
-    if isinstance(t, LazyTensor) == isinstance(value, LazyTensor) or _moving.scripted:
+    if is_lazy(t) == is_lazy(value) or _moving.scripted:
         return bool(_compatible(t, value))
     return _is_movable(t) and _is_movable(value)
 
 
 def _is_movable(t: torch.Tensor) -> bool:
     """Whether CUDA's ``.data = ...`` would take such a tensor to another device."""
-    if isinstance(t, LazyTensor):
+    if is_lazy(t):
         return True
     dense = t.layout is torch.strided and t.device.type in ("cpu", "cuda")
     return dense and is_convertible(type(t))
@@ -68,7 +76,7 @@ def _apply_scripted(self: ScriptModule, fn: Any, recurse: bool = True) -> Any:
 
 def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
     """``t.data = value`` of a tensor that is not lazy."""
-    if isinstance(value, LazyTensor) and t.is_leaf and _is_movable(t):
+    if is_lazy(value) and t.is_leaf and _is_movable(t):
         _to_workers(t, value)
     else:
         _host_data.__set__(t, value)
@@ -97,7 +105,7 @@ def _check(t: torch.Tensor, value: torch.Tensor) -> None:
 def _to_workers(t: torch.Tensor, value: LazyTensor) -> None:
     _check(t, value)
     grad = None if t.grad is None else t.grad.to(DEVICE_0)
-    twin = blank(value._storage.owner, t.size(), None, t.dtype)
+    twin = blank(storage_of(value).owner, t.size(), None, t.dtype)
     is_parameter = isinstance(t, Parameter)
     with DEFER_INTERRUPT, torch._C.DisableTorchFunctionSubclass():
         _exchange(t, twin, lazy_class(type(t)), grad)

@@ -17,9 +17,11 @@ from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.placement import Replicate, placement_to_torch
 from lazygt.record.untyped_storage import DEVICE_0 as DEVICE_0
-from lazygt.record.untyped_storage import AddressRange, LazyStorage, new_range, storage_of
+from lazygt.record.untyped_storage import AddressRange, LazyStorage, new_range, untyped_storage_of
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from lazygt.runtime.values import RemoteValue
 
 
@@ -328,7 +330,7 @@ class LazyTensor(torch.Tensor):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        if not isinstance(new, LazyTensor):
+        if not is_lazy(new):
             if _above.move_to_host(self, new):
                 return
             raise RuntimeError(
@@ -337,7 +339,7 @@ class LazyTensor(torch.Tensor):
             )
         before = self._storage
         _set_data(self, new)
-        self._storage, self._view = new._storage, new._view
+        self._storage, self._view = storage_of(new), view_of(new)
         if before.placed is not None:
             self._storage.owner.keep_sharding(self, before)
 
@@ -378,7 +380,7 @@ class LazyTensor(torch.Tensor):
 
     def untyped_storage(self) -> LazyStorage:
         """An identity and a size: no memory that could be read here."""
-        return storage_of(self, self._storage.addresses)
+        return untyped_storage_of(self, self._storage.addresses)
 
     def data_ptr(self) -> int:
         """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
@@ -436,6 +438,21 @@ def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyT
     return t
 
 
+def is_lazy(t: object) -> TypeIs[LazyTensor]:
+    """Whether it is a handle."""
+    return isinstance(t, LazyTensor)
+
+
+def storage_of(t: LazyTensor) -> Storage:
+    """What a handle looks at."""
+    return t._storage
+
+
+def view_of(t: LazyTensor) -> ViewChain | None:
+    """How a handle looks at its storage; None: it shows all of it."""
+    return t._view
+
+
 def host_class(t: LazyTensor) -> type:
     """The class of the same tensor on the host."""
     if type(t) is LazyTensor and getattr(t, "_is_param", False):
@@ -450,8 +467,8 @@ def attributes(t: LazyTensor) -> dict[str, Any]:
 
 def meta_of(t: LazyTensor) -> TensorMeta:
     """What a handle shows: ``TensorMeta.of`` without asking torch."""
-    view = t._view
-    return t._storage.meta if view is None else view.ops[-1].meta
+    view = view_of(t)
+    return storage_of(t).meta if view is None else view.ops[-1].meta
 
 
 def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | None) -> None:
@@ -464,7 +481,7 @@ def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | 
 
 def alias(t: LazyTensor) -> LazyTensor:
     """Another handle for the same values, with a version counter of its own."""
-    return wrapper(meta_of(t), t._storage, t._view)
+    return wrapper(meta_of(t), storage_of(t), view_of(t))
 
 
 # -- copies --------------------------------------------------------------------------------
@@ -472,16 +489,16 @@ def alias(t: LazyTensor) -> LazyTensor:
 
 def _deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
     """A handle like ``t`` on a copied storage; handles that shared a storage share the copy."""
-    storage = t._storage
+    storage = storage_of(t)
     twin = memo.get(id(storage))
     if twin is None:
         base = wrapper(storage.meta, storage, None)
         with torch.no_grad():
             copied = cast(LazyTensor, base.clone())
         storage.owner.keep_sharding(copied, storage)
-        twin = copied._storage
+        twin = storage_of(copied)
         memo[id(storage)] = twin
-    view = t._view
+    view = view_of(t)
     shown = None if view is None else ViewChain(view.ops, 0, 0, 0)
     return wrapper(TensorMeta.of(t), twin, shown)
 
@@ -491,8 +508,8 @@ def host_copy(t: LazyTensor) -> torch.Tensor:
 
     Handles that share a storage get tensors that share one, so they are tied in the file too.
     """
-    storage, meta = t._storage, TensorMeta.of(t)
-    if t._view is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
+    storage, meta = storage_of(t), TensorMeta.of(t)
+    if view_of(t) is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
         return storage.owner.fetch(t, "save")
     saved = _saved(storage)
     if saved is None:

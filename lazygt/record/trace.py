@@ -218,6 +218,24 @@ class Trace:
                 indices.append(index)
         return storages, tuple(indices)
 
+    def plan(self, outputs: tuple[int, ...]) -> Any | None:
+        """The plan of a trace that ended here and needs ``outputs``, if there is one.
+
+        A plan with more outputs will do: what is not needed is freed with the next message. When
+        a value dies is up to Python's garbage collector, and must not cost a miss.
+        """
+        step = self.step
+        kept = step.plans.get(outputs)
+        if kept is None:
+            needed = set(outputs)
+            for have, plan in step.plans.items():
+                if needed.issubset(have):
+                    outputs, kept = have, plan
+                    break
+        if kept is not None:
+            self.trie.touch((id(step), outputs))
+        return kept
+
     def bytes_alive(self) -> int:
         """Bytes of what this trace made and handles still show; autograd's count, too."""
         entered = {id(storage()) for storage, _ in self.inputs}

@@ -9,7 +9,7 @@ the program up to there is the one that was seen before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
@@ -118,6 +118,8 @@ class TraceTrie:
         self._recent: Recent[tuple[int, tuple[int, ...]], TrieNode] = Recent(
             max_plans, max_plan_bytes
         )
+        #: says that the plan of (a step's id, outputs) was used
+        self.touch = self._recent.touch
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
         """Remember a step below its parent.
@@ -154,23 +156,6 @@ class TraceTrie:
     def kept(self) -> list[Any]:
         """All plans, least recently used first."""
         return [step.plans[outputs] for (_, outputs), step in self._recent.items()]
-
-    def find(self, step: TrieNode, outputs: tuple[int, ...]) -> Any | None:
-        """The plan of a trace that ended at ``step`` and needs ``outputs``.
-
-        A plan with more outputs will do: what is not needed is freed with the next message. When
-        a value dies is up to Python's garbage collector, and must not cost a miss.
-        """
-        kept = step.plans.get(outputs)
-        if kept is None:
-            needed = set(outputs)
-            for have, plan in step.plans.items():
-                if needed.issubset(have):
-                    outputs, kept = have, plan
-                    break
-        if kept is not None:
-            self._recent.touch((id(step), outputs))
-        return kept
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
@@ -257,19 +242,14 @@ def _numbers(arg: Arg) -> int:
 # -- who wrote a step ----------------------------------------------------------------------
 
 
-class Provenance:
+class Provenance(NamedTuple):
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
-    def __init__(
-        self,
-        step: TrieNode,
-        call_sites: list[CallSite | None],
-        backward: CallSite | None,
-        origins: tuple[tuple[int, ...], ...],
-    ) -> None:
-        self.step, self.call_sites, self.backward = step, call_sites, backward
-        #: for each plan, step -> recorded op; empty: the same numbers
-        self.origins = origins
+    step: TrieNode
+    call_sites: list[CallSite | None]
+    backward: CallSite | None
+    #: for each plan, step -> recorded op; empty: the same numbers
+    origins: tuple[tuple[int, ...], ...]
 
     def is_last(self, number: int) -> bool:
         """Whether a step of the plan is the op that was recorded last."""

@@ -88,7 +88,7 @@ def new_range(nbytes: int) -> AddressRange:
     return _ADDRESSES.take(nbytes)
 
 
-def storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:
+def untyped_storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:
     """The storage of a lazy tensor."""
     storage: Any = torch.Tensor.untyped_storage(t)
     storage.__class__ = LazyStorage

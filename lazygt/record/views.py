@@ -8,7 +8,16 @@ from lazygt.graph.alias import WRITE_BACK, view_step
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import OpFacts, viewed_argument
-from lazygt.record.tensor import LazyTensor, Storage, ViewChain, ViewOp, meta_of, rebind, wrapper
+from lazygt.record.tensor import (
+    LazyTensor,
+    Storage,
+    ViewChain,
+    ViewOp,
+    alias,
+    meta_of,
+    rebind,
+    wrapper,
+)
 from lazygt.record.trace import Trace, returned, written_tensors
 from lazygt.record.trie import TrieNode
 
@@ -85,6 +94,17 @@ def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> 
                 ViewChain((*before, op), serial, storage.index, first + op.which))
         for op in ops
     ]  # fmt: skip
+
+
+def same_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler of ``detach`` and ``alias``: another handle for the same, which needs no step."""
+    return alias(args[0])
+
+
+def same_shape_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler of ``view``: to the shape that it has, it is an alias."""
+    t = args[0]
+    return alias(t) if tuple(t.shape) == tuple(args[1]) else NotImplemented
 
 
 def _view_ops(step: TrieNode) -> tuple[ViewOp, ...]:

@@ -17,6 +17,7 @@ DOCUMENTS = [
         f"docs/{name}.md"
         for name in (
             "concepts",
+            "native",
             "custom_ops",
             "passes",
             "tuning",

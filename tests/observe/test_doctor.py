@@ -18,6 +18,7 @@ def test_report_names_every_part_once() -> None:
         "cuda",
         "collectives",
         "compiler",
+        "recorder",
         "cores",
         "threads",
         "memory",

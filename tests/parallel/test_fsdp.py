@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import lazygt
 from lazygt.graph.collectives import communications
 from lazygt.parallel.fsdp import fsdp_units
+from lazygt.record.tensor import storage_of
 from tests.sharding.counting import GPT, Block
 
 WORDS, DIM = 20, 32
@@ -91,9 +92,9 @@ def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -
     lazygt.fully_shard(model.blocks[0], bucket_cap_mb=1)
     lazygt.fully_shard(model, bucket_cap_mb=2)
     session.flush()
-    found = {p._storage.remote.sharding.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
+    found = {storage_of(p).remote.sharding.unit.cap_bytes >> 20 for p in model.blocks.parameters()}
     assert found == {1}
-    assert model.head.weight._storage.remote.sharding.unit.cap_bytes >> 20 == 2
+    assert storage_of(model.head.weight).remote.sharding.unit.cap_bytes >> 20 == 2
 
 
 @pytest.mark.slow

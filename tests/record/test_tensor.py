@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.record.tensor import LazyTensor, State
+from lazygt.record.tensor import State, is_lazy, storage_of
 
 
 def state(t: torch.Tensor) -> State:
-    assert isinstance(t, LazyTensor)
-    return t._storage.state
+    assert is_lazy(t)
+    return storage_of(t).state
 
 
 def test_a_storage_says_where_its_value_is() -> None:

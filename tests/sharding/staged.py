@@ -14,7 +14,7 @@ import lazygt
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Placement, Replicate, SingleRank
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import is_lazy, storage_of
 from tests.models.zoo import GPT
 
 WIDTH, BATCH = 8, 8
@@ -130,7 +130,7 @@ def recorded(
         parts = [[m for m in part if m not in left] for part in model.stages(ranks.size("pipe"))]
         put_on_stages(parts)
         homes = {
-            id(t._storage): index for index, part in reversed(list(enumerate(parts)))
+            id(storage_of(t)): index for index, part in reversed(list(enumerate(parts)))
             for module in part for t in (*module.parameters(), *module.buffers())
         }  # fmt: skip
         opt = optimizer(model.parameters(), lr=0.1)
@@ -138,9 +138,9 @@ def recorded(
         mark_for(s, alone)
         train_step(model, opt, x, y, microbatches, clip)
         for parameter, state in opt.state.items():
-            moments = [t for t in state.values() if isinstance(t, LazyTensor) and t.dim()]
+            moments = [t for t in state.values() if is_lazy(t) and t.dim()]
             for t in moments:
-                homes[id(t._storage)] = homes.get(id(parameter._storage), -1)
+                homes[id(storage_of(t))] = homes.get(id(storage_of(parameter)), -1)
         s.flush()
         mark_for(s, ranks)
         if "data" in ranks.names:

@@ -21,6 +21,7 @@ from lazygt.passes.sharding.marks import without_places
 from lazygt.passes.sharding.partition import Choice, partition
 from lazygt.passes.sharding.rules import Strategy, strategies_of
 from lazygt.passes.sharding.rules.strided import strided_strategies
+from lazygt.record.tensor import storage_of
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep
 from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted, results, start
@@ -55,7 +56,8 @@ def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str])
         assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
         inputs = [t.clone() for t in inputs]
         params, (cells, _) = list(trace.params), trace.alive()
-        places = {n: cells.index(t._storage) for n, t in enumerate(made) if t._storage in cells}  # type: ignore[attr-defined]
+        storages = [storage_of(t) for t in made]
+        places = {n: cells.index(held) for n, held in enumerate(storages) if held in cells}
         s.flush()
         assert s.last_plan is not None
         return Recorded(dict(s.stages(s.last_plan))["recorded"], inputs, params, places)

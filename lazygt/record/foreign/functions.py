@@ -20,7 +20,7 @@ from lazygt.record.foreign.pickling import bundle
 from lazygt.record.foreign.witness import Witness
 from lazygt.record.host_values import foreign
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import LazyTensor, meta_of
+from lazygt.record.tensor import is_lazy, meta_of
 from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction
 from lazygt.runtime.foreign.schema import Definition, code_name
 
@@ -109,18 +109,16 @@ class _Call:
         active = self.active
         with active.lock:
             op = self._op()
-            lazy = [
-                t if isinstance(t, LazyTensor) else foreign(active, t, op.facts) for t in tensors
-            ]
+            lazy = [t if is_lazy(t) else foreign(active, t, op.facts) for t in tensors]
             assert isinstance(op.infer, _Results)
             structure = op.infer.structure(tuple(map(meta_of, lazy)))
             results = active.record_foreign(op.facts, (lazy, structure is None))
         if structure is not None:
             return results, structure
         *leaves, text = results
-        shown = tuple(meta_of(x) if isinstance(x, LazyTensor) else x for x in leaves)
+        shown = tuple(meta_of(x) if is_lazy(x) else x for x in leaves)
         spec = pytree.treespec_loads(text)
-        return [x for x in leaves if isinstance(x, LazyTensor)], Structure(shown, spec)
+        return [x for x in leaves if is_lazy(x)], Structure(shown, spec)
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> _Call:
         """Its backward pass."""

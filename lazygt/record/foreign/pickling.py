@@ -25,7 +25,7 @@ from lazygt.record.foreign.registry import (
     is_imported,
     source_of,
 )
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import is_lazy
 from lazygt.runtime.foreign.loader import (
     OPTIONS,
     Bundle,
@@ -150,7 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if issubclass(kind, LazyTensor):
+        if is_lazy(obj):
             raise _Refused(
                 f"it refers to a lazygt tensor ({list(obj.shape)}, {obj.dtype}): give that to it "
                 f"as an argument"

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lazygt.record.context import computes_values
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import is_lazy
 
 aten: Any = torch.ops.aten
 _Kernel = Callable[..., torch.Tensor]
@@ -46,7 +46,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = all(isinstance(a, LazyTensor) for a in args if isinstance(a, torch.Tensor))
+        plain = all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
         wanted = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and plain and wanted and forward_ad._current_level < 0:
             result = formula(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from lazygt.record.context import NAME, workers_device
 from lazygt.record.patches import Patch
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import LazyTensor, is_lazy
 
 #: Optimizer (its module and its function have one name) -> whether foreach rounds differently.
 _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -47,7 +47,7 @@ def _choosing(
     def chosen(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         arguments = given.arguments
-        lazy = any(type(p) is LazyTensor for p in arguments["params"])
+        lazy = any(is_lazy(p) for p in arguments["params"])
         if lazy and arguments.get("foreach") is None and workers_device() == "cpu":
             arguments["foreach"] = False if differs(arguments) else None
         update(*given.args, **given.kwargs)

@@ -11,10 +11,11 @@ import json
 import math
 import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from lazygt.cache import cache_place, private_directory
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -49,29 +50,19 @@ class Cache:
     """The directory in which artifacts lie, as ``KEY.json`` and ``KEY-CHECKSUM.so``.
 
     Args:
-        place: its path; None: ``lazygt`` in the user's cache directory, or one of this user's own
-            among the temporary files, where the user has no home.
+        place: its path; None: the user's own, see ``cache_place``.
     """
 
     def __init__(self, place: str | None = None) -> None:
-        self.place = Path(place).absolute() if place else _usual_place()
+        self.place = cache_place(place)
 
     def directory(self) -> Path:
         """The directory, which is made if it is missing.
 
         Raises:
-            PermissionError: it belongs to somebody else, or others may write to it, or have put a
-                link there: code is loaded from there.
+            PermissionError: as ``private_directory``.
         """
-        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = self.place.stat()
-        user, linked_by = os.getuid(), self.place.lstat().st_uid  # its own, where it is no link
-        if info.st_uid != user or linked_by not in (user, 0) or info.st_mode & 0o022:
-            raise PermissionError(
-                f"{self.place}: compiled code is loaded from here, so only you may write to it, "
-                f"or link it; chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
-            )
-        return self.place
+        return private_directory(self.place)
 
     def code(self, key: str) -> Path:
         """The compiled code of an artifact, found to be whole.
@@ -122,16 +113,6 @@ class Cache:
         part.touch(mode=0o600)
         part.write_bytes(data)
         part.replace(self.directory() / name)
-
-
-def _usual_place() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base).absolute() / "lazygt"
-    try:
-        return Path.home() / ".cache" / "lazygt"
-    except RuntimeError:  # neither HOME nor an entry in the password file: a container
-        return Path(tempfile.gettempdir()) / f"compiled-by-lazygt-{os.getuid()}"
 
 
 def _code_name(key: str, checksum: str) -> str:

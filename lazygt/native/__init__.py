@@ -1,0 +1,101 @@
+"""The C++ extension: which recorder this process has, and why.
+
+The sources beside this file are built at set-up (``build``), never at an import or in a session.
+A build that fits is loaded once a process; where there is none, the recorder written in Python
+does the same work.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import NamedTuple
+
+from lazygt.config import recorder_setting
+from lazygt.errors import LazyGTError
+from lazygt.native.fit import NAME, Build, Misfit, find
+
+#: What LAZYGT_RECORDER=auto takes where a build fits.
+AUTO = "python"
+ADVICE = "run `lazygt build-native`, which needs a C++ compiler and Python's headers"
+
+
+class Loaded(NamedTuple):
+    """The extension, or why there is none."""
+
+    module: ModuleType | None
+    build: Build | None
+    reason: str
+
+
+class Choice(NamedTuple):
+    """The recorder of this process.
+
+    Attributes:
+        recorder: ``native`` or ``python``.
+        reason: why.
+        missing: LAZYGT_RECORDER asked for the native one, and it is not there.
+    """
+
+    recorder: str
+    reason: str
+    missing: bool = False
+
+
+@cache
+def load() -> Loaded:
+    """The extension of the build that fits; asked once a process."""
+    try:
+        build = find()
+    except Misfit as misfit:
+        return Loaded(None, None, str(misfit))
+    try:
+        return Loaded(_load(build), build, f"{build.path} fits")
+    except ImportError as error:
+        return Loaded(None, build, f"{build.path} can't be loaded: {error}")
+
+
+def _load(build: Build) -> ModuleType:
+    """Load it; that alone registers nothing with torch."""
+    loader = ExtensionFileLoader(NAME, str(build.path))
+    spec = spec_from_file_location(NAME, build.path, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[NAME] = module
+    return module
+
+
+@cache
+def choice() -> Choice:
+    """Which recorder this process has: decided once, since the device is registered once."""
+    wanted = recorder_setting()
+    if wanted == "python" or (wanted == "auto" and AUTO == "python"):
+        return Choice("python", f"LAZYGT_RECORDER={wanted}")
+    loaded = load()
+    if loaded.module is not None:
+        return Choice("native", f"LAZYGT_RECORDER={wanted}, and {loaded.reason}")
+    return Choice("python", loaded.reason, missing=wanted == "native")
+
+
+def extension() -> ModuleType:
+    """The extension, of whom there must be one.
+
+    Raises:
+        LazyGTError: there is none.
+    """
+    loaded = load()
+    if loaded.module is None:
+        raise LazyGTError(f"the native extension is not there: {loaded.reason}; {ADVICE}")
+    return loaded.module
+
+
+def check_choice() -> None:
+    """Raise LazyGTError if the native recorder was asked for, and is not there."""
+    if choice().missing:
+        raise LazyGTError(
+            f"LAZYGT_RECORDER=native, but {choice().reason}; {ADVICE}, or leave LAZYGT_RECORDER out"
+        )

@@ -1,0 +1,186 @@
+"""Builds the extension at set-up, as many source files at a time as there are cores.
+
+The result is put into its place whole or not at all. Two that build at once wait for each other,
+and the second finds what the first has made. Objects are kept, so that a changed file costs itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lazygt.cache import private_directory
+from lazygt.native.fit import (
+    FLAGS,
+    Build,
+    Facts,
+    Misfit,
+    builds_place,
+    check,
+    facts_here,
+    file_name,
+    headers,
+    units,
+    write_record,
+)
+
+Say = Callable[[str], None]
+LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+#: Memory that the compiler takes for a file that includes torch's headers.
+COMPILER_BYTES = 3 << 29
+#: Builds, and objects, that are kept; those used last.
+KEPT_BUILDS, KEPT_OBJECTS = 24, 200
+
+
+class BuildError(Exception):
+    """Why there is no build."""
+
+
+def build(say: Say) -> Build:
+    """The build for this torch, CPython and these sources, made if it is not there.
+
+    Args:
+        say: gets a line for whoever waits.
+
+    Raises:
+        BuildError: something is missing that a build needs, or the compiler refuses.
+        PermissionError: others may write to the cache.
+    """
+    facts = facts_here()
+    place = private_directory(builds_place())
+    with _alone(place):
+        try:
+            there = check(place / facts.key)
+        except Misfit:
+            return _build(place, facts, say)
+        os.utime(there.path.parent)
+        return there
+
+
+def _build(place: Path, facts: Facts, say: Say) -> Build:
+    compiler = require_compiler()
+    directory = Path(tempfile.mkdtemp(prefix=".building-", dir=place))
+    try:
+        objects = _compile_all(compiler, private_directory(place / "objects"), facts, say)
+        _link(compiler, objects, directory / file_name())
+        write_record(directory, facts)
+        final = place / facts.key
+        shutil.rmtree(final, ignore_errors=True)  # one that was damaged
+        directory.rename(final)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    _drop_oldest([p for p in place.glob("[0-9a-f]*") if p.is_dir()], KEPT_BUILDS)
+    _drop_oldest(list((place / "objects").glob("*.o")), KEPT_OBJECTS)
+    return check(final)
+
+
+# -- what a build needs ----------------------------------------------------------------------------
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler, if there is one."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            return path
+    return None
+
+
+def require_compiler() -> str:
+    """The path of a C++ compiler, where Python's headers are there, too.
+
+    Raises:
+        BuildError: one of them is missing.
+    """
+    path = compiler()
+    if path is None:
+        raise BuildError("no C++ compiler: install g++ or clang++, or set CXX")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise BuildError(f"no {header}: install Python's headers (python3-dev)")
+    return path
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Let nobody else build meanwhile."""
+    with open(place / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
+    """An object of each source file; those that are kept already are not made again."""
+    shared = b"\0".join([header.read_bytes() for header in headers()])
+    shared += repr((facts.torch, facts.python, FLAGS, path)).encode()
+    objects_of = {}
+    for unit in units():
+        key = hashlib.sha256(shared + b"\0" + unit.read_bytes()).hexdigest()[:32]
+        objects_of[unit] = objects / f"{unit.stem}-{key}.o"
+    missing = [unit for unit, there in objects_of.items() if not there.exists()]
+    if missing:
+        jobs = _jobs(len(missing))
+        say(f"building the native extension: {len(missing)} files, {jobs} at a time")
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda unit: _compile(path, unit, objects_of[unit]), missing))
+    for there in objects_of.values():
+        os.utime(there)
+    return list(objects_of.values())
+
+
+def _jobs(files: int) -> int:
+    """How many compilers at a time: what cores and memory allow."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(files, len(os.sched_getaffinity(0)), memory // COMPILER_BYTES))
+
+
+def _compile(path: str, unit: Path, target: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    python = sysconfig.get_path("include")
+    system = (include, include / "torch/csrc/api/include", python, f"{python}/internal")
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    part = target.with_suffix(f".{os.getpid()}.part")
+    try:
+        flags = (*FLAGS, abi, *(f"-isystem{directory}" for directory in system))
+        _run([path, *flags, "-c", str(unit), "-o", str(part)])
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _link(path: str, objects: list[Path], target: Path) -> None:
+    """Without a path to torch's libraries: they are loaded before the extension, always."""
+    lib = Path(torch.__file__).parent / "lib"
+    libraries = [f"-l{name}" for name in LIBRARIES]
+    _run([path, "-shared", "-s", *map(str, objects), f"-L{lib}", *libraries, "-o", str(target)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise BuildError(f"{command[0]} failed: {lines[0]}\n{' '.join(command)}")
+
+
+def _drop_oldest(paths: list[Path], kept: int) -> None:
+    """Remove what was used least recently."""
+    by_age = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in by_age[kept:]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,8 @@
+#include "module.h"
+
+// TORCH_EXTENSION_NAME is the name that the build gives the extension.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace lazygt;
+  if (bind_recorder) bind_recorder(m);
+  if (bind_executor) bind_executor(m);
+}
