@@ -77,6 +77,10 @@ _COUNTS = (
 )  # fmt: skip
 
 
+#: What settings were called once.
+_RENAMED = {"executor": "launcher"}
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
@@ -137,10 +141,14 @@ class Config:
         known = {f.name: f for f in fields(Config)}
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise TypeError(
-                f"lazygt.session got an unexpected keyword {unknown[0]!r}; "
-                f"it takes: {', '.join(known)}"
-            )
+            now = _RENAMED.get(unknown[0])
+            hint = f"write {now}=..." if now else f"it takes: {', '.join(known)}"
+            raise TypeError(f"lazygt.session got an unexpected keyword {unknown[0]!r}; {hint}")
+        for old, now in _RENAMED.items():
+            if os.environ.get(f"LAZYGT_{old.upper()}"):
+                raise ValueError(
+                    f"LAZYGT_{old.upper()} is set, which is LAZYGT_{now.upper()} now: rename it"
+                )
         values: dict[str, Any] = {}
         for name, f in known.items():
             text = os.environ.get(f"LAZYGT_{name.upper()}")

@@ -136,6 +136,7 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
     ("settings", "error", "text"),
     [
         ({"worker": 1}, TypeError, r"unexpected keyword 'worker'; it takes: workers"),
+        ({"executor": "dry"}, TypeError, r"unexpected keyword 'executor'; write launcher="),
         ({"workers": 0}, ValueError, r"workers=0\): expected an integer >= 1"),
         ({"mesh": (2, 2)}, TypeError, r"mesh=\(2, 2\)\): expected ranks by axis, such as \{'data'"),
         ({"mesh": {1: 2}}, ValueError, r"mesh=\{1: 2\}\): expected names such as 'data'"),
@@ -151,6 +152,12 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
 def test_wrong_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         lazygt.session(**settings)
+
+
+def test_an_old_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYGT_EXECUTOR", "inline")
+    with pytest.raises(ValueError, match="which is LAZYGT_LAUNCHER now: rename it"):
+        lazygt.session()
 
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ together as the placements say.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -85,8 +85,12 @@ class Case:
             return tuple(self._values(item) for item in arg)
         return arg
 
+    @cached_property
     def expected(self) -> list[Tensor | None]:
-        """What eager torch gives: the fresh results, then the new versions of what is written."""
+        """What eager torch gives: the fresh results, then the new versions of what is written.
+
+        Run once for all strategies.
+        """
         return run_node(self.node, self.tensors, self.params)
 
     def strategies(self, parts: int) -> tuple[Strategy, ...]:
@@ -120,7 +124,7 @@ class Case:
         for graph in graphs:
             assert met(graph) == sorted(map(str, strategy.comm)), f"{self.node.op}: {strategy.comm}"
         got = lockstep(graphs, blocks, self.params)
-        expected = self.expected()
+        expected = self.expected
         for number, (want, placement) in enumerate(zip(expected, strategy.outputs, strict=True)):
             if want is None:
                 continue
