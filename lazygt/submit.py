@@ -83,17 +83,22 @@ class Submitter:
         value.call_site = user_call_site(1)
         return value
 
-    def submit(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
+    def submit(
+        self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool = False
+    ) -> Any:
         """Turn the trace into a run and begin a new one.
+
+        Args:
+            as_number: of a single number no tensor need be made.
 
         Returns:
             The fetched CPU tensor, the reply to a data-dependent op, or None.
         """
         with DEFER_INTERRUPT:
             if self._history.probe is None:
-                return self._submit(trace, reason, fetch, ask)
+                return self._submit(trace, reason, fetch, ask, as_number)
             with self._history.probe.flush(self._history.recent):
-                return self._submit(trace, reason, fetch, ask)
+                return self._submit(trace, reason, fetch, ask, as_number)
 
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``.
@@ -133,7 +138,9 @@ class Submitter:
 
     # -- one run -------------------------------------------------------------------------
 
-    def _submit(self, trace: Trace, reason: str, fetch: Storage | None, ask: bool) -> Any:
+    def _submit(
+        self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool
+    ) -> Any:
         storages, outputs = trace.alive()
         if not trace.call_sites and fetch is None and self._client.idle:
             return None
@@ -165,7 +172,7 @@ class Submitter:
         del values
         answer: Any = None
         if fetch is not None:
-            answer = self._fetched(seq, fetch, regions)
+            answer = self._fetched(seq, fetch, regions, as_number)
         elif ask:
             answer = self._asked(seq, provenance)
         else:
@@ -254,9 +261,11 @@ class Submitter:
         probe.did("wait for the answer", begin, {"run": seq})
         return answers
 
-    def _fetched(self, seq: int, storage: Storage, regions: Regions | None) -> torch.Tensor:
-        value = self._client.fetched(self._wait(seq), storage.meta, regions)
+    def _fetched(self, seq: int, storage: Storage, regions: Regions | None, as_number: bool) -> Any:
+        value = self._client.fetched(self._wait(seq), storage.meta, regions, as_number)
         self._client.raise_failure()
+        if self._dry and not isinstance(value, torch.Tensor):
+            return value
         if self._dry and value.shape != storage.meta.shape:
             return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
         return value

@@ -87,8 +87,8 @@ def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 def _item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    value = recorder.fetch(args[0], "item")
-    return func(value)
+    value = recorder.fetch(args[0], "item", as_number=True)
+    return func(value) if isinstance(value, torch.Tensor) else value
 
 
 def _to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:

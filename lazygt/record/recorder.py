@@ -308,8 +308,12 @@ class Recorder:
         with self.lock:
             self.sink.submit(self.trace, reason, None, False)
 
-    def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
-        """The values of a handle as a CPU tensor of its own: ship, run, wait."""
+    def fetch(self, t: LazyTensor, reason: str, as_number: bool = False) -> Any:
+        """The values of a handle as a CPU tensor of its own: ship, run, wait.
+
+        Args:
+            as_number: a Python number will do, where it is a single one.
+        """
         with self.lock:
             storage = storage_of(t)
             self.trace.check(storage)
@@ -320,8 +324,7 @@ class Recorder:
                 return storage.host.clone()
             elif storage.state in (State.BLANK, State.LOST):
                 self.trace.enter(storage)
-            value: torch.Tensor = self.sink.submit(self.trace, reason, storage, False)
-            return value
+            return self.sink.submit(self.trace, reason, storage, False, as_number)
 
     def before_backward(self) -> None:
         """Remember the user's line: it is the one that torch's backward ops are recorded at."""

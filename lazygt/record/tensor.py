@@ -68,8 +68,8 @@ class Owner(Protocol):
     def flush(self, reason: str) -> None:
         """Ship what is recorded, without waiting for it."""
 
-    def fetch(self, t: LazyTensor, reason: str) -> torch.Tensor:
-        """The values of a handle as a CPU tensor of its own."""
+    def fetch(self, t: LazyTensor, reason: str, as_number: bool = False) -> Any:
+        """The values of a handle as a CPU tensor of its own, or as a Python number."""
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
         """Lay a handle's values as the user has laid another storage's."""
@@ -510,7 +510,7 @@ def host_copy(t: LazyTensor) -> torch.Tensor:
     """
     storage, meta = storage_of(t), TensorMeta.of(t)
     if view_of(t) is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
-        return storage.owner.fetch(t, "save")
+        return cast(torch.Tensor, storage.owner.fetch(t, "save"))
     saved = _saved(storage)
     if saved is None:
         whole = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")

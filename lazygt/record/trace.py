@@ -33,7 +33,9 @@ class TraceSink(Protocol):
 
     mesh: Mesh
 
-    def submit(self, trace: Trace, reason: str, fetch: Any, ask: bool) -> Any:
+    def submit(
+        self, trace: Trace, reason: str, fetch: Any, ask: bool, as_number: bool = False
+    ) -> Any:
         """Turn a trace into a run; returns the reply when something is fetched or asked."""
 
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:

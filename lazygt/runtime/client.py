@@ -509,13 +509,18 @@ class Client:
     # -- fetches -------------------------------------------------------------------------
 
     def fetched(
-        self, answers: Mapping[int, Answer], meta: TensorMeta, regions: Regions | None
-    ) -> torch.Tensor:
+        self,
+        answers: Mapping[int, Answer],
+        meta: TensorMeta,
+        regions: Regions | None,
+        as_number: bool = False,
+    ) -> Any:
         """A fetched value as a CPU tensor of its own.
 
         Args:
             answers: of rank 0, or of each rank in ``regions``.
             regions: what of the value each rank has sent; None: rank 0 has sent all of it.
+            as_number: a Python number will do, where it is a single one.
 
         Raises:
             ExecutionError: the value could not be computed.
@@ -527,7 +532,8 @@ class Client:
                     self._fetches.drop(sender, done)
                 self.raise_for(rank, block)
             self.counts.bytes_fetched += block.meta.nbytes
-        return self._fetches.value(answers, meta, regions)
+        number = self._fetches.number(answers[0]) if as_number and regions is None else None
+        return self._fetches.value(answers, meta, regions) if number is None else number
 
 
 def _number(told: Part) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -153,6 +154,14 @@ class Fetches:
             for which, region in enumerate(sent)
         ]
         return joined(meta, blocks)
+
+    def number(self, answer: Answer) -> Any:
+        """The only fetched value as a Python number; None where it is not of a plain dtype."""
+        (item,), buffers = answer[0].fetched, answer[1]
+        if not isinstance(item, Fetched) or item.meta.numel != 1 or item.offset is not None:
+            return None
+        number = wire.NUMBERS.get(item.meta.dtype)
+        return None if number is None else number.unpack(buffers[0])[0]
 
     def _block(self, rank: int, answer: Answer, which: int) -> torch.Tensor:
         fetched, buffers = answer[0].fetched, answer[1]

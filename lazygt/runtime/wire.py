@@ -8,6 +8,7 @@ schema raises ProtocolError, and its sender is dropped by the channel.
 from __future__ import annotations
 
 import marshal
+import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Annotated, Any, TypeVar
@@ -26,6 +27,15 @@ _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
 #: torch's own: a session has another in its place, which minds the default device
 _empty = torch.empty
 TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+
+#: dtype -> the bytes of a single element, out of what ``item()`` gives and back to it
+NUMBERS = {
+    dtype: struct.Struct(code)
+    for dtype, code in (
+        (torch.float32, "f"), (torch.float64, "d"), (torch.int64, "q"), (torch.int32, "i"),
+        (torch.int16, "h"), (torch.int8, "b"), (torch.uint8, "B"), (torch.bool, "?"),
+    )
+}  # fmt: skip
 
 Buffer = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -246,6 +256,9 @@ class DeltaCodec:
 
     def encode(self, ids: list[int], base: int) -> Any:
         """The update that makes the other side's list equal ``ids``; None when it is already."""
+        if not ids and not self.ids:
+            self.base = base
+            return None
         guess = self._guess(base)
         if len(guess) != len(ids):
             update: Any = (0, tuple(ids))
@@ -263,6 +276,9 @@ class DeltaCodec:
         Raises:
             ProtocolError: when the update does not fit the list.
         """
+        if update is None and not self.ids:
+            self.base = base
+            return []
         ids = self._guess(base)
         try:
             if update is not None:

@@ -421,6 +421,10 @@ class Worker:
     def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, Failed):
             return value.failure
+        meta = TensorMeta.of(value)
+        if meta.numel == 1 and meta.plain and meta.dtype in wire.NUMBERS:
+            buffers.append(wire.NUMBERS[meta.dtype].pack(value.item()))
+            return Fetched(meta)
         if value._is_zerotensor():
             value = torch.zeros_like(value)
         host = value.detach().cpu().resolve_conj().resolve_neg()

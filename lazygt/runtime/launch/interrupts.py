@@ -13,6 +13,7 @@ again, meets the user's code.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import ctypes
 import os
@@ -55,6 +56,8 @@ def in_torch() -> bool:
     return False
 
 
+#: Before each piece of work: the functions of ``signal`` make enums of what they take and give.
+_SIGINT = int(signal.SIGINT)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
 #: What of this package changes no state of a session by itself, or has waits of its own.
 _ELSEWHERE = tuple(
@@ -73,7 +76,17 @@ def _in_users_code(frame: FrameType | None) -> bool:
 
 
 def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return _thread.get_ident() == _main
+
+
+def _note_main_thread() -> None:
+    """Whoever forks goes on as the child's main thread."""
+    global _main
+    _main = threading.main_thread().ident
+
+
+_main = threading.main_thread().ident
+os.register_at_fork(after_in_child=_note_main_thread)
 
 
 class _Handler:
@@ -110,7 +123,7 @@ class DeferredInterrupt:
         """Have SIGINT come here first. Again before each piece of work: others set handlers too."""
         if not _on_main_thread():
             return
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(_SIGINT)
         # ignored, or it ends the process: neither falls between two bytecodes
         if callable(handler) and not isinstance(handler, _Handler):
             signal.signal(signal.SIGINT, _Handler(self, handler))
