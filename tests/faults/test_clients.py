@@ -31,7 +31,8 @@ BEGIN = """
 import os, signal, sys, time, torch, lazygt
 torch.set_num_threads(1)
 s = lazygt.session(workers=2, threads=1).__enter__()
-s.synchronize()
+up = torch.ones(1)
+s.synchronize()  # every worker has come up, and answered
 print("open", flush=True)
 
 def train():
