@@ -1,0 +1,170 @@
+"""What a session did with programs, as plain data that the accounts of another process can equal.
+
+Run as ``python -m tests.native.accounts FILE JSON``, with the recorder that LAZYGT_RECORDER names;
+``compare`` starts two such processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import lazygt
+from lazygt.graph.source import expand
+from lazygt.runtime.plan import Plan
+from tests.models import zoo
+from tests.native import mutations
+from tests.property.programs import ACTIONS, State, Step
+
+Account = dict[str, Any]
+#: Counts that tell how a program was recorded and what was sent for it.
+COUNTS = ("ops_recorded", "ops_inferred", "flushes", "plans_built", "plan_hits", "plan_misses",
+          "messages_sent", "bytes_uploaded", "bytes_fetched")  # fmt: skip
+
+
+def account(name: str, *programs: Callable[[], Any], **settings: Any) -> Account:
+    """What a session makes of programs that run in it one after the other."""
+    results, errors = [], []
+    with lazygt.session(launcher="inline", compile="off", keep_stages=True, **settings) as s:
+        for program in programs:
+            try:
+                results.append([shown(leaf) for leaf in tree_leaves(program())])
+            except Exception as error:  # noqa: BLE001 - what it is is compared
+                errors.append(f"{type(error).__name__}: {error}")
+        flushes = [
+            [flush.reason, expand(flush.call_site), flush.ops, flush.hit, hexed(flush.digest)]
+            for flush in s.history.recent
+        ]
+        stats = s.stats()
+        plans = [[*recorded(s, plan), *lines(plan)] for plan in s.plans()]
+        digests = [hexed(plan.digest) for plan in s.plans()]
+    return {
+        "name": name,
+        "values": results,
+        "errors": errors,
+        "plans": plans,
+        "digests": digests,
+        "flushes": flushes,
+        **{f"count of {count}": stats[count] for count in COUNTS},
+    }
+
+
+def hexed(digest: bytes | None) -> str | None:
+    return None if digest is None else digest.hex()
+
+
+def recorded(s: lazygt.Session, plan: Plan) -> list[str]:
+    """The graph before any pass."""
+    return [str(graph) for _, graph in s.stages(plan)[:1]]
+
+
+def lines(plan: Plan) -> list[str]:
+    """The user's line of each step."""
+    graph = plan.steps.graph
+    return [graph.line(number) for number in range(len(graph.nodes))]
+
+
+def shown(value: Any) -> str:
+    """A tensor by its layout and the bits of its values."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    text = f"{value.dtype} {list(value.shape)} {value.stride()} grad={value.requires_grad}"
+    if value.layout != torch.strided:
+        return f"{text} {value.layout}"
+    there = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    bits = there.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{text} {hashlib.sha256(bits).hexdigest()[:16]}"
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def drawn(first: int, count: int) -> Iterator[Account]:
+    """Programs of the property tests, drawn by numbered seeds."""
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        program = [
+            Step(draw.choice(sorted(ACTIONS)), draw.randrange(8), draw.randrange(8),
+                 draw.choice([0.5, 2.0, -1.0, 0.0, 3.0]))
+            for _ in range(draw.randint(1, 25))
+        ]  # fmt: skip
+        length = draw.choice([5_000, 5_000, 4])
+        at = draw.randrange(len(program))
+        changed = replace(program[at], b=draw.randrange(8), number=0.25)
+        other = [*program[:at], changed, *program[at + 1 :]]
+        runs = [partial(run, each) for each in (program, other, program, other)]
+        yield account(f"program {seed}", *runs, max_graph_nodes=length)
+
+
+def run(program: list[Step]) -> list[Any]:
+    """Run a program: its tensors, what it read, and its errors with their texts."""
+    torch.manual_seed(11)
+    state, errors = State("lazygt"), []
+    for step in program:
+        try:
+            step.run(state)
+        except (RuntimeError, IndexError, ValueError) as error:
+            errors.append(f"{step}: {type(error).__name__}: {error}")
+    return [state.tensors, state.read, errors]
+
+
+def operators(first: int, every: int, samples: int) -> Iterator[Account]:
+    """torch's operator database, forward and backward: each operator that comes ``every`` so many
+    from number ``first`` on."""
+    # why: the database takes seconds to load
+    from tests.conformance import harness
+
+    for op in harness.operators()[first::every]:
+        for grad in (False, True) if harness.with_gradient(op) else (False,):
+            direction = "backward" if grad else "forward"
+            try:
+                drawn_samples = list(harness.samples(op, grad, samples))
+            except Exception:  # noqa: BLE001 - torch can't make the samples here
+                continue
+            for number, sample in enumerate(drawn_samples):
+                once = partial(harness.outcome, op, sample, grad, harness.moved)
+                yield account(f"{harness.name_of(op)} {direction} {number}", once, once)
+
+
+def models(optimizers: list[str], steps: int) -> Iterator[Account]:
+    """The models of the zoo, trained."""
+    for name in zoo.MODELS:
+        data = zoo.batches(name, steps)
+        for optimizer in optimizers:
+            training = partial(zoo.train, name, optimizer, data, "lazygt")
+            yield account(f"{name} with {optimizer}", training)
+
+
+KINDS = {"drawn": drawn, "operators": operators, "models": models}
+
+
+def main() -> None:
+    """Write the accounts of a kind of programs into a file."""
+    path, text = sys.argv[1:]
+    task = json.loads(text)
+    torch.set_num_threads(1)
+    with mutations.applied(task["mutation"]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accounts = list(KINDS[task["kind"]](*task["arguments"]))
+    with open(path, "w") as file:
+        json.dump({"recorder": recorder(), "accounts": accounts}, file)
+
+
+def recorder() -> str:
+    """Which one there really is: the native one's handles have no class of their own."""
+    with lazygt.session(launcher="inline"):
+        return "native" if type(torch.ones(1)) is torch.Tensor else "python"
+
+
+if __name__ == "__main__":
+    main()
