@@ -201,7 +201,7 @@ class Submitter:
             trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
         )
         seq, values = self._client.run(
-            entry, inputs, tuple(trace.params), wanted, provenance.__call__, reason, regions or (0,)
+            entry, inputs, tuple(trace.params), wanted, provenance, reason, regions or (0,)
         )
         return seq, values, provenance, regions
 

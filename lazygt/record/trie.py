@@ -9,7 +9,8 @@ the program up to there is the one that was seen before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
@@ -242,7 +243,8 @@ def _numbers(arg: Arg) -> int:
 # -- who wrote a step ----------------------------------------------------------------------
 
 
-class Provenance(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Provenance:
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
     step: TrieNode
