@@ -47,10 +47,10 @@ def living_peak(kind: str, workload: Workload) -> int:
             step().tolist()
         with record_function(MEASURED):
             step().tolist()
-    return peak_of(seen)
+    return _peak(seen)
 
 
-def peak_of(seen: profile) -> int:
+def _peak(seen: profile) -> int:
     """The largest running sum of the memory events within the measured step."""
     assert seen.profiler is not None
     events = seen.profiler.kineto_results.events()

@@ -88,8 +88,15 @@ class Planner:
         """The plan of a trace that needs ``outputs``, from now on in the trie."""
         plan = self._build(trace, outputs, reason)
         dropped = self._recorder.trie.keep(trace.step, outputs, plan, plan.entry.nbytes)
-        self._client.entries.forget([old.entry for old in dropped])
+        self.forget(dropped)
         return plan
+
+    def forget(self, dropped: Sequence[CachedPlan]) -> None:
+        """Plans that the trie has let go of; what stands at another place of it is kept."""
+        if dropped:
+            used = {id(plan.entry) for plan in self.kept()}
+            entries = [plan.entry for plan in dropped if id(plan.entry) not in used]
+            self._client.entries.forget(entries)
 
     def kept(self) -> list[CachedPlan]:
         """The plans there are, least recently used first."""

@@ -247,7 +247,7 @@ class Submitter:
         """Take in the strides that kernels gave their results, where others were inferred."""
         reports, self._client.relaid = self._client.relaid, []
         dropped = learn(self._recorder.inference, self._recorder.trie, reports)
-        self._client.entries.forget([kept.entry for kept in dropped])
+        self._planner.forget(dropped)
 
     # -- what comes back -----------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import Overload, facts, overload
 
 Metas = Sequence[TensorMeta | None]
@@ -120,7 +120,7 @@ def numbers_of(node: Node) -> list[tuple[int | str, Param]]:
     numbers: list[tuple[int | str, Param]] = []
     places: list[tuple[int | str, Arg]] = [*enumerate(node.args), *node.kwargs]
     for place, arg in places:
-        numbers.extend((place, param) for param in _params(arg))
+        numbers.extend((place, Param(index)) for index in params_in(arg))
     return numbers
 
 
@@ -133,12 +133,6 @@ def _takes_numbers(node: Node, metas: Metas) -> bool:
     dtypes = {m.dtype for value in node.refs() if (m := metas[value]) is not None}
     return all(place in allowed for place, _ in numbers) and dtypes <= set(_EXACT) \
         and len(dtypes) == 1  # fmt: skip
-
-
-def _params(arg: Arg) -> list[Param]:
-    if type(arg) is Param:
-        return [arg]
-    return [param for item in arg for param in _params(item)] if type(arg) is tuple else []
 
 
 # -- fused nodes opened: the same graph with the members in the place of their node ----------------

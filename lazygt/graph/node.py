@@ -184,6 +184,15 @@ def _add_refs(args: tuple[Arg, ...], refs: list[int]) -> None:
             _add_refs(arg, refs)
 
 
+def params_in(arg: Arg) -> list[int]:
+    """The numbers of the Params inside an argument, in order, with repeats."""
+    if type(arg) is Param:
+        return [arg.index]
+    if type(arg) is tuple:
+        return [index for item in arg for index in params_in(item)]
+    return []
+
+
 def map_arg(arg: Arg, leaf: Any) -> Arg:
     """``arg`` with ``leaf`` applied to everything that is not a tuple."""
     if type(arg) is tuple:

@@ -105,6 +105,20 @@ SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 #: part of the program too.
 DECIDING_NUMBERS = frozenset({"dropout_p", "ord"})
 
+#: Of ops with a whole number that says where something is, and shapes no result: the position of
+#: that argument. Such a number may be given when a plan runs (``record.positions``).
+POSITIONS = {
+    "aten.narrow.default": 2,
+    "aten.roll.default": 1,
+    "aten.select.int": 2,
+    "aten.select_backward.default": 3,
+    "aten.select_scatter.default": 3,
+    "aten.slice.Tensor": 2,
+}
+
+#: Views that may be refused, or look otherwise, for where in memory their operand begins.
+BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
+
 #: Never draw, although torch tags them as random: they take no dropout.
 NEVER_DRAW = frozenset(
     {
@@ -188,6 +202,7 @@ class OpFacts:
 
     __slots__ = (
         "aliases",
+        "beginning_matters",
         "dynamic",
         "foreign",
         "func",
@@ -198,6 +213,7 @@ class OpFacts:
         "one_view",
         "outputs",
         "pointwise",
+        "position",
         "random",
         "views",
         "writes",
@@ -217,6 +233,8 @@ class OpFacts:
         #: position -> 1 when a number there is data, 2 when a list of numbers is
         self.hoist = tuple(0 if shaped else _hoist(a) for a in positional)
         self.hoist_named = {a.name: 0 if shaped else _hoist(a) for a in arguments if a.kwarg_only}
+        #: the argument that says only where something is
+        self.position = POSITIONS.get(self.name)
         self.writes = tuple(
             i for i, a in enumerate(positional) if _is_written(a) or i in extra_writes
         )
@@ -226,6 +244,7 @@ class OpFacts:
         kinds = (_return_kind(r) for r in schema.returns)
         self.outputs = tuple("p" if self.foreign and kind == "i" else kind for kind in kinds)
         self.views = any("v" in kind for kind in self.outputs)
+        self.beginning_matters = self.name in BEGINNING_MATTERS or (self.foreign and self.views)
         self.one_view = self.outputs == ("v",)
         self.inplace_view = torch.Tag.inplace_view in func.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags and self.name not in NEVER_DRAW

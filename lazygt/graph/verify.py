@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lazygt.errors import GraphError
-from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref
+from lazygt.graph.node import FUSED, Graph, Node, Param, Ref, params_in
 
 
 def verify(graph: Graph) -> None:
@@ -21,7 +21,7 @@ def verify(graph: Graph) -> None:
                 raise _broken(number, node, f"writes %{ref}, which is not defined before it")
         if not node.dynamic and len(node.writes) != len(node.written):
             raise _broken(number, node, "has a write without a new version, or the reverse")
-        for param in _params(node.args) + _params(tuple(arg for _, arg in node.kwargs)):
+        for param in params_in(node.args) + params_in(tuple(arg for _, arg in node.kwargs)):
             if not 0 <= param < len(graph.params):
                 raise _broken(number, node, f"uses ${param} of {len(graph.params)} parameters")
         if node.dynamic and number != len(graph.nodes) - 1:
@@ -38,23 +38,15 @@ def _verify_body(number: int, node: Node) -> None:
     if node.op != FUSED or node.body is None:
         raise _broken(number, node, "is fused without members, or has members without being fused")
     refs = list(node.refs())
-    if node.args != (*map(Ref, refs), *map(Param, _params(node.args))) or node.kwargs:
+    if node.args != (*map(Ref, refs), *map(Param, params_in(node.args))) or node.kwargs:
         raise _broken(number, node, "takes something that is neither value nor parameter")
-    if len(refs) != len(node.body.inputs) or len(_params(node.args)) != len(node.body.params):
+    if len(refs) != len(node.body.inputs) or len(params_in(node.args)) != len(node.body.params):
         raise _broken(number, node, "does not take what its members need")
     if len(node.body.outputs) != len(node.results):
         raise _broken(number, node, "does not give what its members make")
     if any(target not in refs for target in node.writes):
         raise _broken(number, node, "writes a value that it does not take")
     verify(node.body)
-
-
-def _params(arg: Arg) -> list[int]:
-    if type(arg) is Param:
-        return [arg.index]
-    if type(arg) is tuple:
-        return [index for item in arg for index in _params(item)]
-    return []
 
 
 def _broken(number: int, node: Node, rule: str) -> GraphError:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from lazygt.errors import GraphError
 from lazygt.graph.alias import WRITE_BACK, has_effect, op_facts
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, ref
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, params_in, ref
 from lazygt.graph.ops import viewed_argument
 from lazygt.graph.verify import verify
 
@@ -174,6 +174,27 @@ def view_source(node: Node) -> int | None:
         return None
     source = node.args[viewed_argument(f) if f.views else 0]
     return source.index if type(source) is Ref else None
+
+
+def moving_views(graph: Graph) -> dict[int, int]:
+    """Values that lie where a number says that is known only when the graph runs.
+
+    Returns:
+        Each with the view that begins there: two others may lie at the same place although they
+        have other metas, and not lie there although they have the same.
+    """
+    views: dict[int, int] = {}
+    for node, results in graph.numbered():
+        source = view_source(node)
+        if source is not None and (source in views or params_in(node.args)):
+            views.update((result, result) for result in results)
+        versions = results[len(node.fresh) :]
+        views.update(
+            (version, views[target])
+            for target, version in zip(node.writes, versions, strict=False)
+            if target in views
+        )
+    return views
 
 
 def written_through(graph: Graph) -> set[int]:

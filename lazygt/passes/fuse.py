@@ -19,7 +19,15 @@ from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import WAIT
-from lazygt.passes.base import Dependencies, Placed, dependencies, placed, rebuild, scheduled
+from lazygt.passes.base import (
+    Dependencies,
+    Placed,
+    dependencies,
+    moving_views,
+    placed,
+    rebuild,
+    scheduled,
+)
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 64
@@ -138,14 +146,14 @@ class _Group:
     #: elements that its widest member walks over
     space: int
     members: list[int] = field(default_factory=list)
-    #: memory -> the shapes in which members read or write it
-    shown: dict[int, set[TensorMeta | None]] = field(default_factory=dict)
+    #: memory -> the parts of it that members read or write, as far as they can be told apart
+    shown: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
     #: memory that members write
     written: set[int] = field(default_factory=set)
     closed: str = ""
 
     def clashes(self, other: _Group) -> bool:
-        """Whether one writes what the other sees in another shape.
+        """Whether one writes what the other sees in another shape, or perhaps elsewhere.
 
         A fused node writes its operands at its end, so of the memory it writes it may take no
         two different parts.
@@ -169,6 +177,7 @@ class _Groups:
 
     def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
+        self.moving = moving_views(graph)
         #: node -> the open group that it is in
         self.open: dict[int, _Group] = {}
         self.all: list[_Group] = []
@@ -201,7 +210,8 @@ class _Groups:
         tensors = [self.metas[value] for value in node.refs()] + list(node.results)
         group = _Group(max(meta.numel for meta in tensors if meta is not None), [number])
         for value in (*node.refs(), *node.writes):
-            group.shown.setdefault(memory[value], set()).add(self.metas[value])
+            part = self.metas[value], self.moving.get(value)
+            group.shown.setdefault(memory[value], set()).add(part)
         group.written.update(memory[target] for target in node.writes)
         return group
 

@@ -17,6 +17,7 @@ from torch._prims_common import suggest_memory_format
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
+from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
 from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
@@ -80,7 +81,10 @@ def _either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """An op of the user's or of a library: which one it is may change from call to call."""
-    return recorder.foreign_op(recorder.definitions.facts(func), args, kwargs)
+    f = recorder.definitions.facts(func)
+    if f.beginning_matters:
+        args = tuple([pieces.place_fixed(recorder, a) for a in args])
+    return recorder.foreign_op(f, args, kwargs)
 
 
 # -- values that come and go ---------------------------------------------------------------
@@ -117,6 +121,11 @@ def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs
     if facts(func).random:
         recorder.generator.restore_host_state()
     return func(*there, **kwargs)
+
+
+def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    elsewhere = _to_other_device(recorder, func, args, kwargs)
+    return pieces.arange(recorder, func, args, kwargs) if elsewhere is NotImplemented else elsewhere
 
 
 def _copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -356,6 +365,14 @@ _HANDLERS: dict[Any, Handler] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.as_strided.default: _as_strided,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.arange.start_out: pieces.arange,
+    aten.slice_backward.default: pieces.slice_backward,
+    aten.slice_scatter.default: pieces.slice_scatter,
+    aten.view.dtype: pieces.at_one_place,
+    aten.view_as_complex.default: pieces.at_one_place,
     aten.resize_.default: _resize,
     aten.set_.source_Tensor: _set_source,
     aten.set_.source_Storage: _set_storage,

@@ -12,7 +12,8 @@ from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
 from lazygt.record.host_values import foreign
-from lazygt.record.tensor import is_lazy, meta_of
+from lazygt.record.moving import known_step, moving, new_step
+from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
 
@@ -32,16 +33,48 @@ def on_miss(
     Raises:
         Exception: torch's own, when the op can't take such arguments.
     """
+    change = None
+    if f.position is not None and not kwargs and _all_lazy(args):
+        change = moving(trace, f, key, graph_meta(args[0]))
+    if change is not None:
+        known = known_step(trace, change)
+        if known is not None:
+            return known
+        step = new_step(trace, change, _metas(trace, args))
+    else:
+        step = _step(trace, key, f, args, kwargs)
+    step.forward = _link_backward(trace.forward_ops, step.ops - 1)
+    step.backward = torch._C._current_autograd_node() is not None
+    return trace.trie.add(step, trace.bytes_alive)
+
+
+def _all_lazy(args: tuple[Any, ...]) -> bool:
+    """Whether there is no tensor of another device among arguments."""
+    return all(is_lazy(a) for a in args if isinstance(a, torch.Tensor))
+
+
+def _metas(trace: Trace, args: tuple[Any, ...]) -> dict[int, TensorMeta]:
+    """The metas of the tensors among arguments."""
+    tensors = [a for a in args if is_lazy(a)]
+    return {trace.index_of(t): graph_meta(t) for t in tensors}
+
+
+def _step(
+    trace: Trace,
+    key: tuple[Any, ...],
+    f: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> TrieNode:
     node, numbers = _node(trace, f, args, kwargs)
     trace.note_miss(key, f, user_call_site(1))
     step = TrieNode(trace.step, key, node, facts=f)
     step.numbers = numbers
-    step.forward = _link_backward(trace.forward_ops, step.ops - 1)
-    step.backward = torch._C._current_autograd_node() is not None
-    step.itself = f.outputs == ("w",) and f.writes == (0,) and node.written == (meta_of(args[0]),)
+    target = f.outputs == ("w",) and f.writes == (0,)
+    step.itself = target and node.written == (graph_meta(args[0]),)
     if f.views:
         step.make = None
-    return trace.trie.add(step, trace.bytes_alive)
+    return step
 
 
 def _node(
@@ -55,7 +88,7 @@ def _node(
         if isinstance(a, torch.Tensor):
             lazy = a if is_lazy(a) else foreign(trace.owner, a, f)
             index = trace.index_of(lazy)
-            metas[index] = meta_of(lazy)
+            metas[index] = graph_meta(lazy)
             return Ref(index)
         if hoist == 1 and type(a) in NUMBERS:
             return Param(next(params))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 
 from lazygt.graph.mesh import Mesh, Sharding
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.placement import Replicate, placement_to_torch
@@ -139,9 +139,14 @@ class Storage:
 
 
 class ViewOp:
-    """One view op between a storage and a handle: everything but the tensor it is applied to."""
+    """One view op between a storage and a handle: everything but the tensor it is applied to.
 
-    __slots__ = ("args", "facts", "key", "kwargs", "meta", "position", "which")
+    Attributes:
+        meta: of its result number ``which``, in a graph.
+        pitch: where its position is given when it runs: bytes from one position to the next.
+    """
+
+    __slots__ = ("args", "facts", "key", "kwargs", "meta", "pitch", "position", "which")
 
     def __init__(
         self,
@@ -152,21 +157,52 @@ class ViewOp:
         kwargs: tuple[tuple[str, Arg], ...],
         which: int,
         meta: TensorMeta,
+        pitch: int | None = None,
     ) -> None:
         self.facts, self.key, self.position = facts, key, position
         self.args, self.kwargs, self.which = args, kwargs, which
-        #: of its result number ``which``
-        self.meta = meta
+        self.meta, self.pitch = meta, pitch
 
 
 class ViewChain:
-    """How a handle looks at its storage, and where its value stands in the current trace."""
+    """How a handle looks at its storage, and where its value stands in the current trace.
 
-    __slots__ = ("base", "index", "ops", "serial")
+    Attributes:
+        ops: what leads from the storage to the handle.
+        serial, base, index: of the trace, the storage's value, the view's value.
+        numbers: the positions of those ops that take one when they run.
+        params: the run-time numbers of the trace in which they are.
+        shift: bytes from where the metas of graphs say that it begins to where it does.
+    """
 
-    def __init__(self, ops: tuple[ViewOp, ...], serial: int, base: int, index: int) -> None:
+    __slots__ = ("base", "index", "numbers", "ops", "params", "serial", "shift")
+
+    def __init__(
+        self,
+        ops: tuple[ViewOp, ...],
+        serial: int,
+        base: int,
+        index: int,
+        numbers: tuple[int, ...] = (),
+        params: tuple[int, ...] = (),
+        shift: int = 0,
+    ) -> None:
         self.ops = ops
         self.serial, self.base, self.index = serial, base, index
+        self.numbers, self.params, self.shift = numbers, params, shift
+
+    @property
+    def meta(self) -> TensorMeta:
+        """What the handle shows."""
+        return moved_by(self.ops[-1].meta, self.shift)
+
+
+def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
+    """The meta of a view so many bytes further on."""
+    if not shift:
+        return meta
+    offset = meta.offset + shift // meta.dtype.itemsize
+    return intern(meta.shape, meta.stride, meta.dtype, offset, meta.conj, meta.neg)
 
 
 class Above(NamedTuple):
@@ -468,6 +504,12 @@ def attributes(t: LazyTensor) -> dict[str, Any]:
 def meta_of(t: LazyTensor) -> TensorMeta:
     """What a handle shows: ``TensorMeta.of`` without asking torch."""
     view = view_of(t)
+    return storage_of(t).meta if view is None else view.meta
+
+
+def graph_meta(t: LazyTensor) -> TensorMeta:
+    """What stands in graphs for it: of a view at some position, that at another."""
+    view = view_of(t)
     return storage_of(t).meta if view is None else view.ops[-1].meta
 
 
@@ -499,7 +541,9 @@ def _deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
         twin = storage_of(copied)
         memo[id(storage)] = twin
     view = view_of(t)
-    shown = None if view is None else ViewChain(view.ops, 0, 0, 0)
+    shown = None
+    if view is not None:
+        shown = ViewChain(view.ops, 0, 0, 0, view.numbers, (), view.shift)
     return wrapper(TensorMeta.of(t), twin, shown)
 
 

@@ -13,11 +13,12 @@ import torch
 from lazygt.errors import LazyGTError, NoSession
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Node, Param, Ref
+from lazygt.graph.node import DEVICE, Node, Param
 from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
+from lazygt.record import chains
 from lazygt.record.infer import Inference
-from lazygt.record.tensor import LazyTensor, Owner, Storage, ViewChain, wrapper
+from lazygt.record.tensor import LazyTensor, Owner, Storage, wrapper
 from lazygt.record.trie import TraceTrie, TrieNode, makers
 
 #: An op and the user's frame that it was recorded at.
@@ -64,10 +65,11 @@ class Trace:
         call_sites: the user's frame of each op, by op number.
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
+        split: how many ops more there are since some are written as several.
     """
 
     __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
-                 "params", "serial", "step", "storages", "trie")  # fmt: skip
+                 "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -79,6 +81,7 @@ class Trace:
         self.call_sites: list[CallSite | None] = []
         self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self.forward_ops: dict[int, int] = {}
+        self.split = 0
 
     # -- values --------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class Trace:
         if view is None:
             return storage.index
         if view.serial != self.serial or view.base != storage.index:
-            self._replay(view, storage)
+            chains.replay(self, view, storage)
         return view.index
 
     def enter(self, storage: Storage) -> None:
@@ -135,30 +138,6 @@ class Trace:
                     (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
         self.own(storage, self.internal(key, node, f))
 
-    def _replay(self, view: ViewChain, storage: Storage) -> None:
-        """The storage was written or a new trace began: take the view again."""
-        base = index = storage.index
-        meta: TensorMeta | None = storage.meta
-        for op in view.ops:
-            at = op.position + 1
-            key = (*op.key[:at], index, *op.key[at + 1 :])
-            step = self.step.children.get(key)
-            if step is None:
-                args = (*op.args[: at - 1], Ref(index), *op.args[at:])
-                assert meta is not None
-                results = self.inference.results(
-                    op.facts, args, op.kwargs, {index: meta}, self.params
-                )
-                assert results is not None, f"{op.facts.name} was inferred before"
-                fresh = results[0]
-                first = self.internal(key, Node(op.facts.name, args, op.kwargs, fresh), op.facts)
-            else:
-                assert step.node is not None
-                fresh = step.node.fresh
-                first = self.internal(key, step.node, op.facts)
-            index, meta = first + op.which, fresh[op.which]
-        view.index, view.base, view.serial = index, base, self.serial
-
     def own(self, storage: Storage, index: int) -> None:
         """The storage shows value ``index`` from here on."""
         self.storages[index] = weakref.ref(storage)
@@ -179,13 +158,17 @@ class Trace:
             if step is None:
                 self.note_miss(key, f, None)
                 step = self.trie.add(TrieNode(self.step, key, node, facts=f))
-            self.step = step
-            self.call_sites.append(user_call_site(1))
-            self.storages.extend([None] * (step.values - step.first))
+            self.reach(step)
         except BaseException:
             self.settle()
             raise
         return step.first
+
+    def reach(self, step: TrieNode) -> None:
+        """Go on to a step of an op that the user did not write."""
+        self.step = step
+        self.call_sites.append(user_call_site(2))
+        self.storages.extend([None] * (step.values - step.first))
 
     def hoist(self, number: Any) -> Param:
         """Make a number one that the run is given; the next step has to take it."""

@@ -14,12 +14,13 @@ from typing import Any
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Arg, Graph, Node, Param, Ref
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref, params_in
 from lazygt.graph.ops import OpFacts, title
 from lazygt.graph.recent import Recent
 from lazygt.graph.source import CallSite, expand
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.marks import MARKS
+from lazygt.record.positions import Places
 from lazygt.record.tensor import ViewOp
 
 
@@ -30,6 +31,7 @@ class TrieNode:
         make: the meta of the result, for the common op that returns one new tensor.
         itself: it writes its first argument, keeps its shape, and returns it.
         view_ops: for an op that returns views: what its handles keep of it, once some were made.
+        pitch: of a view whose position is given when it runs: bytes from one position to the next.
         full: the trace is so long here that it has to be flushed.
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
@@ -45,8 +47,8 @@ class TrieNode:
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
-        "itself", "key", "make", "nbytes", "node", "numbers", "ops", "params", "parent", "placed",
-        "plans", "values", "view_ops",
+        "itself", "key", "make", "nbytes", "node", "numbers", "ops", "params", "parent", "pitch",
+        "placed", "plans", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,7 @@ class TrieNode:
         self.full = False
         self.itself = False
         self.view_ops: tuple[ViewOp, ...] | None = None
+        self.pitch: int | None = None
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
@@ -77,7 +80,8 @@ class TrieNode:
         if node is not None:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
-            self.params += _numbers((node.args, node.kwargs))
+            # a write through a view takes numbers that the view has taken
+            self.params = max([self.params, *[n + 1 for n in params_in((node.args, node.kwargs))]])
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
@@ -115,6 +119,9 @@ class TraceTrie:
         self.root = TrieNode(None, None)
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
+        self.places = Places()
+        #: steps to forget when the trace that is recorded now has its plan
+        self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
         self._recent: Recent[tuple[int, tuple[int, ...]], TrieNode] = Recent(
             max_plans, max_plan_bytes
@@ -163,6 +170,7 @@ class TraceTrie:
         step.plans[outputs] = plan
         forgotten = self._recent.keep((id(step), outputs), step, nbytes)
         dropped = [self._drop(old, place, step) for (_, old), place in forgotten]
+        dropped += self._forget_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
             (_, old), place = self._recent.oldest()
             dropped.append(self._drop(old, place, step))
@@ -179,6 +187,18 @@ class TraceTrie:
                     dropped += self._forget(child)
                 else:
                     todo.append(child)
+        return dropped
+
+    def _forget_superseded(self, keep: TrieNode) -> list[Any]:
+        """Forget what other steps have taken the place of, but for the way to ``keep``."""
+        way = {id(keep), *map(id, keep.path())}
+        superseded, self.superseded = self.superseded, []
+        dropped = []
+        for step in superseded:
+            assert step.parent is not None
+            if step.parent.children.get(step.key) is step and id(step) not in way:
+                del step.parent.children[step.key]
+                dropped += self._forget(step)
         return dropped
 
     def _forget(self, top: TrieNode) -> list[Any]:
@@ -231,13 +251,6 @@ def makers(steps: list[TrieNode]) -> list[int]:
     """For each value that a trace's ops make, the number of the op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
-
-
-def _numbers(arg: Arg) -> int:
-    """How many run-time numbers there are in an argument."""
-    if type(arg) is tuple:
-        return sum(map(_numbers, arg))
-    return int(type(arg) is Param)
 
 
 # -- who wrote a step ----------------------------------------------------------------------

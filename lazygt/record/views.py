@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazygt.graph.alias import WRITE_BACK, view_step
+from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import OpFacts, viewed_argument
-from lazygt.record.tensor import (
-    LazyTensor,
-    Storage,
-    ViewChain,
-    ViewOp,
-    alias,
-    meta_of,
-    rebind,
-    wrapper,
-)
+from lazygt.record import chains
+from lazygt.record.tensor import LazyTensor, Storage, ViewChain, alias, meta_of, rebind, wrapper
 from lazygt.record.trace import Trace, returned, written_tensors
 from lazygt.record.trie import TrieNode
 
@@ -58,12 +50,9 @@ def write(trace: Trace, t: LazyTensor, index: int) -> None:
     if view is None:
         trace.own(storage, index)
         return
-    chain = tuple(
-        view_step(op.facts.name, op.position, op.args, op.kwargs, op.which) for op in view.ops
-    )
     base = storage.index
-    key = (WRITE_BACK, base, index, tuple((op.key, op.which) for op in view.ops))
-    node = Node(WRITE_BACK, (Ref(base), Ref(index), chain), (), (storage.meta,))
+    key = (WRITE_BACK, base, index, view.params, tuple((op.key, op.which) for op in view.ops))
+    node = Node(WRITE_BACK, (Ref(base), Ref(index), chains.steps(view)), (), (storage.meta,))
     trace.own(storage, trace.internal(key, node))
     view.index, view.base, view.serial = index, storage.index, trace.serial
 
@@ -72,23 +61,30 @@ def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
     """The handle that an op with one view as its result returns."""
     ops = step.view_ops
     if ops is None:
-        ops = _view_ops(step)
+        ops = chains.view_ops(step)
     trace.storages.append(None)
     op = ops[0]
     source: LazyTensor = args[op.position]
     storage, shown = source._storage, source._view
-    chain = ops if shown is None else shown.ops + ops
-    return wrapper(op.meta, storage, ViewChain(chain, trace.serial, storage.index, step.first))
+    if op.pitch is not None or (shown is not None and shown.numbers):
+        chain = chains.longer(trace, shown, storage, op, step.first)
+        return wrapper(chain.meta, storage, chain)
+    viewed = ops if shown is None else shown.ops + ops
+    return wrapper(op.meta, storage, ViewChain(viewed, trace.serial, storage.index, step.first))
 
 
 def handles(trace: Trace, f: OpFacts, step: TrieNode, args: tuple[Any, ...]) -> list[LazyTensor]:
     """The handles that an op with a list of views as its result returns."""
     ops = step.view_ops
     if ops is None:
-        ops = _view_ops(step)
+        ops = chains.view_ops(step)
     source: LazyTensor = args[viewed_argument(f)]
     storage, serial, first = source._storage, trace.serial, step.first
-    before = source._view.ops if source._view is not None else ()
+    shown = source._view
+    if shown is not None and shown.numbers:
+        viewed = [chains.longer(trace, shown, storage, op, first + op.which) for op in ops]
+        return [wrapper(chain.meta, storage, chain) for chain in viewed]
+    before = shown.ops if shown is not None else ()
     return [
         wrapper(op.meta, storage,
                 ViewChain((*before, op), serial, storage.index, first + op.which))
@@ -105,17 +101,3 @@ def same_shape_view(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dic
     """Handler of ``view``: to the shape that it has, it is an alias."""
     t = args[0]
     return alias(t) if tuple(t.shape) == tuple(args[1]) else NotImplemented
-
-
-def _view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
-    """What the handles of a view op's results keep of it; made once a step."""
-    node, f = step.node, step.facts
-    assert node is not None
-    assert f is not None
-    position = viewed_argument(f)
-    ops = []
-    for which, meta in enumerate(node.fresh):
-        assert meta is not None
-        ops.append(ViewOp(f, step.key, position, node.args, node.kwargs, which, meta))
-    step.view_ops = tuple(ops)
-    return step.view_ops

@@ -87,6 +87,13 @@ def _slice(
     return seen(source, shape, stride, offset)
 
 
+def _narrow(source: TensorMeta, dim: int, start: int, length: int) -> Metas | None:
+    at = position(dim, len(source.shape))
+    if at is None or not 0 <= start <= start + length <= source.shape[at]:
+        return None
+    return _slice(source, at, start, start + length)
+
+
 def _select(source: TensorMeta, dim: int, index: int) -> Metas | None:
     at = position(dim, len(source.shape))
     if at is None:
@@ -142,6 +149,7 @@ VIEWS: dict[str, Rule] = {
     "aten._unsafe_view.default": _unsafe_view,
     "aten.expand.default": _expand,
     "aten.slice.Tensor": _slice,
+    "aten.narrow.default": _narrow,
     "aten.select.int": _select,
     "aten.unbind.int": _unbind,
     "aten.unsqueeze.default": _unsqueeze,

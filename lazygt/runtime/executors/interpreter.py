@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lazygt.errors import GraphError, kind_of
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
+from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, params_in
 from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.placement import COLLECTIVE_OPS, COLLECTIVES, POINT_TO_POINT, WAIT
 from lazygt.runtime import kernels
@@ -18,16 +18,6 @@ from lazygt.runtime.collectives import group
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
-
-#: For each return of a node the number of its value, the numbers of a list's, or None: no new one.
-Places = list[int | list[int] | None]
-
-
-class Stopped(NamedTuple):
-    """Where code has stopped: the interpreter takes over at ``node`` with these values."""
-
-    node: int
-    values: dict[int, Value]
 
 
 class CheckedInterpreter:
@@ -75,24 +65,6 @@ class CheckedInterpreter:
             return f.outputs
         return ("f",) * len(node.fresh)
 
-    def places(self, node: Node, results: range) -> Places:
-        """Where the returns of a node go; empty when nothing new is returned."""
-        kinds = self.output_kinds(node)
-        fresh = list(results[: len(node.fresh)])
-        singles = sum(1 for kind in kinds if kind in ("f", "v"))
-        places: Places = []
-        for kind in kinds if fresh else ():
-            if kind[0] in "wi":
-                places.append(None)
-            elif kind in ("f", "v"):
-                places.append(fresh.pop(0))
-                singles -= 1
-            else:
-                taken = len(fresh) - singles
-                places.append(fresh[:taken])
-                del fresh[:taken]
-        return places
-
     def run(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool
     ) -> list[Failure]:
@@ -139,7 +111,7 @@ class CheckedInterpreter:
     ) -> None:
         modes = self.schedule.writes.modes[number]
         if node.op == WRITE_BACK:
-            values[results[0]] = self._write_back(node, modes[0], values)
+            values[results[0]] = self._write_back(node, modes[0], values, params)
             return
         copies = {
             target: kernels.clone(values[target])
@@ -171,13 +143,18 @@ class CheckedInterpreter:
             return [self._argument(item, values, copies, params) for item in arg]
         return self.device if arg is DEVICE else arg
 
-    def _write_back(self, node: Node, mode: str, values: dict[int, Any]) -> torch.Tensor:
+    def _write_back(
+        self, node: Node, mode: str, values: dict[int, Any], params: tuple[Any, ...]
+    ) -> torch.Tensor:
         base, value = values[node.args[0].index], values[node.args[1].index]
         if mode == DONE:
             return base  # type: ignore[no-any-return]
         if mode == COPY:
             base = kernels.clone(base)
-        return kernels.write_back(base, value, node.args[2])
+        chain = node.args[2]
+        if params_in(chain):  # views at positions that the run was given
+            chain = self._argument(chain, values, {}, params)
+        return kernels.write_back(base, value, chain)
 
     def _new(self, node: Node, returned: Any) -> list[Any]:
         """What an op returned, without the tensors that it only wrote.

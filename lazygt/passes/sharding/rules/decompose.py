@@ -18,7 +18,7 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg, ref
+from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg, params_in, ref
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, overload, undispatched
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.sharding.builder import Builder
@@ -93,13 +93,7 @@ def alone(node: Node) -> Node:
 
 def params_of(node: Node) -> list[Param]:
     """The run-time numbers among a node's arguments, in order."""
-    return _params((node.args, tuple([arg for _, arg in node.kwargs])))
-
-
-def _params(arg: Arg) -> list[Param]:
-    if type(arg) is Param:
-        return [arg]
-    return [n for item in arg for n in _params(item)] if type(arg) is tuple else []
+    return list(map(Param, params_in((node.args, tuple([arg for _, arg in node.kwargs])))))
 
 
 @cache

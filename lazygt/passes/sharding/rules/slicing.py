@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lazygt.graph.node import Node, Ref
+from lazygt.graph.node import DEVICE, Node, Param, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.rules.base import (
     Call,
@@ -129,8 +129,50 @@ def _select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=True)
-    lower = _owned(dim, shape[dim], call["index"] % shape[dim])
+    index = call["index"]
+    if type(index) is Param:
+        return strategies + _anywhere(call, dim, "index")
+    lower = _owned(dim, shape[dim], index % shape[dim])
     return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
+
+
+def _narrow(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    dim = call.dim("dim", len(call.shape("self")))
+    return [*_uncut(call, dim, gone=False), *_anywhere(call, dim, "start")]
+
+
+def _anywhere(call: Call, dim: int, name: str) -> list[Strategy]:
+    """Of a piece along ``dim`` whose first element the argument ``name`` says when it runs: each
+    rank picks what it has of it, among zeros."""
+    result, size = call.result(), call.shape("self")[dim]
+    gone = len(result.shape) < len(call.shape("self"))
+    length = 1 if gone else result.shape[dim]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        shape = build.shape(value)
+        piece = (*shape[:dim], length, *shape[dim + 1 :])
+        if not shape[dim]:
+            picked = build.full(piece, 0, like=value)
+        else:
+            first = build.bind(node, operands)[name]
+            at = build.op("aten.arange.default", length, dtype=torch.int64, device=DEVICE)
+            at = build.op("aten.add.Tensor", at, first)
+            at = build.op("aten.sub.Tensor", at, build.rank_offset(size))
+            near = build.op("aten.clamp.default", at, 0, shape[dim] - 1)
+            rows = build.op("aten.index_select.default", value, dim, near)
+            ours = build.op("aten.eq.Tensor", at, near)
+            along = tuple([length if d == dim else 1 for d in range(len(shape))])
+            picked = build.op(
+                "aten.where.self",
+                build.op("aten.view.default", ours, along),
+                rows,
+                build.full(piece, 0, like=value),
+            )
+        return (build.op("aten.squeeze.dim", picked, dim) if gone else picked,)
+
+    return [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
 def _owned(dim: int, size: int, at: int) -> Lowering:
@@ -273,12 +315,13 @@ RULES: dict[str, Rule] = {
     **table("stack.default", _stack),
     **table(
         "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default "
-        "split_copy.Tensor split_with_sizes_copy.default narrow.default",
+        "split_copy.Tensor split_with_sizes_copy.default",
         _cut(gone=False),
     ),
     **table("unbind.int unbind_copy.int", _cut(gone=True)),
     **table("slice.Tensor slice_copy.Tensor", _slice),
     **table("select.int select_copy.int", _select),
+    **table("narrow.default", _narrow),
     **table("select_backward.default", _placed(gone=True)),
     **table("slice_backward.default", _placed(gone=False)),
     **table("repeat.default", _repeat),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.alias import WRITE_BACK, ViewStepKey, view_step
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node, Ref
+from lazygt.graph.node import Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
@@ -54,7 +54,7 @@ def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         elif (reshaped := _reshaped(steps, dim, parts)) is not None:
             strategies += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
         elif (cut := _cut(steps, dim, parts)) is not None:
-            strategies.append(Strategy((S(dim), R), (S(dim),), _part_written(chain, cut)))
+            strategies.append(Strategy((S(dim), R), (S(dim),), _part_written(cut)))
     return strategies
 
 
@@ -67,11 +67,15 @@ def _by_blocks(dim: int, value: Placement, lower: Lowering, covered: bool) -> li
 
 
 def _steps(base: TensorMeta, chain: Sequence[ViewStepKey]) -> list[tuple[Node, TensorMeta, int]]:
-    """Each view as a node on value 0, the meta of that value, and the result that is used."""
+    """Each view as a node on value 0, the meta of that value, and the result that is used.
+
+    The metas of a view whose position is given when it runs are those of some position.
+    """
     steps = []
     for op, position, args, kwargs, which in chain:
         operands = (*args[:position], Ref(0), *args[position + 1 :])
-        results = run_on_metas(facts(overload(op)), operands, kwargs, {0: base}, (), "cpu")
+        somewhere = map_arg(operands, lambda arg: 1 if type(arg) is Param else arg)
+        results = run_on_metas(facts(overload(op)), somewhere, kwargs, {0: base}, (), "cpu")
         assert results is not None, f"{op}: a view whose shape depends on values"
         steps.append((Node(op, operands, kwargs, results[0]), base, which))
         meta = results[0][which]
@@ -168,7 +172,7 @@ def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -
     call, size = Call(node, (meta,), 1), meta.shape[dim]
     if node.op not in ("aten.select.int", "aten.slice.Tensor"):
         return None
-    if call.dim("dim", len(meta.shape)) != dim:
+    if call.dim("dim", len(meta.shape)) != dim or params_in(node.args):
         return None
     if node.op == "aten.select.int":
         index = call["index"] % size
@@ -177,9 +181,9 @@ def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -
     return _Cut(at, dim, size, start, stop, gone=False) if last and stride == 1 else None
 
 
-def _part_written(chain: Sequence[ViewStepKey], cut: _Cut) -> Lowering:
+def _part_written(cut: _Cut) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        base, value = operands
+        (base, value), chain = operands, node.args[2]
         a, b = local_range(build, cut.size, cut.first, cut.last)
         start = build.rank_offset(cut.size)
         if cut.gone and a < b:
@@ -260,7 +264,7 @@ def _into(gone: bool) -> Rule:
         dim = call.dim("dim", len(shape))
         split = [d for d in shardable_dims(shape) if d != dim]
         strategies = [call.strategy(S(d), self=S(d), src=S(d - (gone and d > dim))) for d in split]
-        if shape[dim] > 1 and call.args.get("step", 1) == 1:
+        if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(node.args):
             strategies.append(call.strategy(S(dim), self=S(dim)).by(_part_put(call, dim, gone)))
         return strategies + [
             call.strategy(placement, self=placement, src=placement) for placement in partials(call)

@@ -1,0 +1,134 @@
+"""Chains of views: what leads from a storage to a handle, made longer, and taken again."""
+
+from __future__ import annotations
+
+import torch
+
+from lazygt.graph.alias import ViewStepKey, view_step
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Param, Ref
+from lazygt.graph.ops import viewed_argument
+from lazygt.record.moving import StepTaker, known_step, moving, new_step, pitch
+from lazygt.record.positions import SAMPLE, Key
+from lazygt.record.tensor import Storage, ViewChain, ViewOp
+from lazygt.record.trie import TrieNode
+
+
+def view_ops(step: TrieNode) -> tuple[ViewOp, ...]:
+    """What the handles of a view op's results keep of it; made once a step."""
+    if step.view_ops is None:
+        node, f = step.node, step.facts
+        assert node is not None
+        assert f is not None
+        position = viewed_argument(f)
+        ops = []
+        for which, meta in enumerate(node.fresh):
+            assert meta is not None
+            ops.append(
+                ViewOp(f, step.key, position, node.args, node.kwargs, which, meta, step.pitch)
+            )
+        step.view_ops = tuple(ops)
+    return step.view_ops
+
+
+def longer(
+    trace: StepTaker, before: ViewChain | None, storage: Storage, op: ViewOp, index: int
+) -> ViewChain:
+    """A chain in which there are positions, with one op more, whose result is value ``index``."""
+    chain = ViewChain((), trace.serial, storage.index, index)
+    if before is not None:
+        chain.ops, chain.numbers = before.ops, before.numbers
+        chain.params, chain.shift = before.params, before.shift
+    _add(chain, op, trace, len(trace.params) - 1)
+    return chain
+
+
+def _add(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
+    """Add an op, whose position, if it has one, is the trace's number ``param``."""
+    chain.ops = (*chain.ops, op)
+    if op.pitch is not None:
+        number = trace.params[param]
+        chain.numbers, chain.params = (*chain.numbers, number), (*chain.params, param)
+        chain.shift += (number - SAMPLE) * op.pitch
+    elif op.facts.func is _AS_STRIDED:
+        chain.shift = 0  # it begins where it says, whatever it is a view of
+
+
+def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
+    """The chain as it stands in a graph of the trace in which it was taken last."""
+    params = iter(view.params)
+
+    def step(op: ViewOp) -> ViewStepKey:
+        args = op.args if op.pitch is None else _with(op.args, Param(next(params)))
+        return view_step(op.facts.name, op.position, args, op.kwargs, op.which)
+
+    return tuple([step(op) for op in view.ops])
+
+
+def _with(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
+    """The arguments with another run-time number."""
+    return tuple([param if type(arg) is Param else arg for arg in args])
+
+
+def replay(trace: StepTaker, view: ViewChain, storage: Storage) -> None:
+    """The storage was written or a new trace began: take the view again."""
+    base = index = storage.index
+    meta, first = storage.meta, len(trace.params)
+    numbers, taken = iter(view.numbers), []
+    try:
+        for op in view.ops:
+            at = op.position + 1
+            key = (*op.key[:at], index, *op.key[at + 1 :])
+            if op.pitch is not None:
+                trace.params.append(next(numbers))
+            step = trace.step.children.get(key)
+            if step is None:
+                step = _new(trace, view, op, key, index, meta)
+            trace.reach(step)
+            assert step.node is not None
+            index, result = step.first + op.which, step.node.fresh[op.which]
+            assert result is not None
+            meta = result
+            taken.append(step)
+    except BaseException:
+        trace.settle()
+        raise
+    if len(trace.params) > first:
+        _note(trace, view, taken, first)
+    view.index, view.base, view.serial = index, base, trace.serial
+
+
+def _new(
+    trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
+) -> TrieNode:
+    """The step of a view op that the trie does not have under this key, for value ``index``."""
+    f, metas, change = op.facts, {index: meta}, None
+    if op.pitch is None and not any(other.facts.beginning_matters for other in view.ops):
+        change = moving(trace, f, key, meta)
+    if change is not None:
+        step = known_step(trace, change)
+        return step or trace.trie.add(new_step(trace, change, metas))
+    at, args, samples = op.position, op.args, trace.params
+    if op.pitch is not None:
+        args = _with(args, Param(len(trace.params) - 1))
+        samples = [*trace.params[:-1], SAMPLE]
+    args = (*args[:at], Ref(index), *args[at + 1 :])
+    results = trace.inference.results(f, args, op.kwargs, metas, samples)
+    assert results is not None, f"{f.name} was inferred before"
+    trace.note_miss(key, f, None)
+    step = TrieNode(trace.step, key, Node(f.name, args, op.kwargs, results.fresh), facts=f)
+    step.pitch = None if op.pitch is None else pitch(key, meta)
+    return trace.trie.add(step)
+
+
+def _note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: int) -> None:
+    """Have a chain say what was taken, with the trace's numbers from ``first`` on."""
+    again = ViewChain((), trace.serial, 0, 0)
+    for before, step in zip(view.ops, taken, strict=True):
+        _add(again, view_ops(step)[before.which], trace, first)
+        first += step.pitch is not None
+    view.ops, view.numbers = again.ops, again.numbers
+    view.params, view.shift = again.params, again.shift
+
+
+_AS_STRIDED = torch.ops.aten.as_strided.default

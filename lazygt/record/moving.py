@@ -1,0 +1,109 @@
+"""Steps whose position is given when they run: when there is one, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, params_in
+from lazygt.graph.ops import OpFacts
+from lazygt.graph.source import CallSite, user_call_site
+from lazygt.record.infer import Inference
+from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
+from lazygt.record.trie import TraceTrie, TrieNode
+
+
+class StepTaker(Protocol):
+    """What is needed of a trace."""
+
+    inference: Inference
+    params: list[Any]
+    serial: int
+    split: int
+    step: TrieNode
+    trie: TraceTrie
+
+    def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
+        """A step is about to be added."""
+
+    def reach(self, step: TrieNode) -> None:
+        """Go on to a step of an op that the user did not write."""
+
+    def settle(self) -> None:
+        """Make all agree with the step that was reached, after an exception."""
+
+
+def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
+    """How an op that has no step here is recorded with its position as a number; None: it is not,
+    since there was but one position so far.
+
+    Args:
+        key: of the step that it has otherwise.
+        source: the meta of its first argument.
+    """
+    op = moved(f, key, source)
+    if op is None or op.key in trace.step.children or f is NARROW:
+        return op
+    what = op.facts, *op.key[1 + op.tensors :]
+    return op if changes(trace, what, op.numbers) else None
+
+
+def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
+    """Whether the op that is being recorded is called with positions that change.
+
+    A place is the user's line and how many ops come before it: a loop that is recorded as one
+    trace has as many places as it has turns, since it has the same positions every time.
+
+    Args:
+        what: the op, and what it is called with besides its tensors and positions.
+    """
+    place = user_call_site(1), trace.step.ops - trace.split, what
+    return trace.trie.places.change(place, numbers)
+
+
+def known_step(trace: StepTaker, op: Moved) -> TrieNode | None:
+    """The step of such an op, if there is one; its numbers are the trace's from here on."""
+    trace.params += op.numbers
+    return trace.step.children.get(op.key)
+
+
+def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> TrieNode:
+    """The step of such an op, whose numbers are the trace's already; not in the trie yet.
+
+    The steps of single positions give way to it.
+
+    Args:
+        metas: of the values that it takes.
+    """
+    f, first = op.facts, trace.step.params
+    args, source = op.args(first), metas[op.key[1]]
+    samples = [*trace.params[:first], *[SAMPLE] * len(op.numbers)]
+    results = trace.inference.results(f, args, (), dict(metas), samples)
+    assert results is not None, f"{f.name}: its results' shapes depend on values"
+    trace.note_miss(op.key, f, user_call_site(1))
+    trace.trie.superseded += _single(trace.step, op, source)
+    step = TrieNode(trace.step, op.key, Node(f.name, args, (), results.fresh), facts=f)
+    if f.views:
+        step.make = None
+        step.pitch = pitch(op.key, source)
+    return step
+
+
+def _single(parent: TrieNode, op: Moved, source: TensorMeta) -> list[TrieNode]:
+    """The steps after ``parent`` that do the same at one position."""
+    steps = []
+    for key, child in parent.children.items():
+        f, node = child.facts, child.node
+        if f is None or f.position is None or node is None or params_in(node.args):
+            continue
+        alike = moved(f, key, source) if key[1] == op.key[1] else None
+        if alike is not None and alike.key == op.key:
+            steps.append(child)
+    return steps
+
+
+def pitch(key: Key, source: TensorMeta) -> int:
+    """Bytes from one position of a view of ``source`` to the next."""
+    step: int = source.stride[key[2]] * source.dtype.itemsize
+    return step

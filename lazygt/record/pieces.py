@@ -1,0 +1,141 @@
+"""Ops whose position is two numbers, or decides what they may do: written as ops that take one.
+
+Where positions change (``moving.changes``), that is; elsewhere they are recorded as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lazygt.record.moving import changes
+from lazygt.record.tensor import is_lazy, meta_of, rebind, storage_of, view_of
+from lazygt.record.trace import Trace, TraceOwner
+
+aten = torch.ops.aten
+#: Whole numbers up to here are exact in whatever torch counts the elements of an ``arange`` in.
+_EXACT = 1 << 31
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class PieceRecorder(TraceOwner, Protocol):
+    """What is needed of the recorder."""
+
+    def record(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
+        """Record an op; what the user sees."""
+
+    def record_plain(self, func: Any, args: Args, kwargs: Kwargs | None) -> Any:
+        """Record an op as it is, past its handler."""
+
+
+def arange(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``arange(i, i + 4)``: from 0 on, and ``i`` more."""
+    numbers = (0, *args) if len(args) == 1 else args
+    start, end, step = (*numbers, 1)[:3]
+    whole = all(type(n) is int and abs(n) < _EXACT for n in (start, end, step))
+    options = {name: a for name, a in kwargs.items() if name != "out"}
+    out = kwargs.get("out")
+    dtype = options.get("dtype") if out is None else out.dtype
+    if not whole or dtype not in (None, torch.int64) or (out is not None and out.numel()):
+        return NotImplemented
+    length = len(range(start, end, step)) if step else 0
+    what = (func, length, step, *options.items())
+    if not length or not changes(recorder.trace, what, (start,)):
+        return NotImplemented
+    with _split(recorder.trace, 1 if out is None else 2):  # of an empty tensor that it is to fill
+        first = recorder.record_plain(aten.arange.start_step, (0, length * step, step), options)
+        result = recorder.record(aten.add.Tensor, (first, start), None)
+    if out is None:
+        return result
+    rebind(out, meta_of(result), storage_of(result), None)
+    return out
+
+
+def slice_backward(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A gradient among zeros."""
+    grad, sizes, *cut = args
+    piece = _piece(recorder, func, tuple(sizes), *cut)
+    if piece is None:
+        return NotImplemented
+    with _split(recorder.trace):
+        zeros = recorder.record(aten.new_zeros.default, (grad, sizes), None)
+        return _put(recorder, zeros, piece, grad)
+
+
+def slice_scatter(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A copy with a piece of it replaced."""
+    target, source, *cut = args
+    if not is_lazy(target) or not target.is_contiguous():
+        return NotImplemented
+    shape = tuple(target.shape)
+    piece = _piece(recorder, func, shape, *cut)
+    if piece is None:
+        return NotImplemented
+    dim, _, length = piece
+    if tuple(source.shape) != (*shape[:dim], length, *shape[dim + 1 :]):
+        return NotImplemented
+    with _split(recorder.trace):
+        copy = recorder.record(aten.clone.default, (target,), None)
+        return _put(recorder, copy, piece, source)
+
+
+def _piece(
+    recorder: PieceRecorder,
+    func: Any,
+    sizes: tuple[int, ...],
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> tuple[int, int, int] | None:
+    """Dim, start and length of a piece whose start changes."""
+    if step != 1 or not -len(sizes) <= dim < len(sizes):
+        return None
+    dim %= len(sizes)
+    first, last, _ = slice(start, end).indices(sizes[dim])
+    length = last - first
+    if not 0 < length < sizes[dim]:
+        return None
+    changing = changes(recorder.trace, (func, sizes, dim, length), (first,))
+    return (dim, first, length) if changing else None
+
+
+def _put(recorder: PieceRecorder, whole: Any, piece: tuple[int, int, int], source: Any) -> Any:
+    part = recorder.record(aten.narrow.default, (whole, *piece), None)
+    recorder.record(aten.copy_.default, (part, source), None)
+    return whole
+
+
+@contextmanager
+def _split(trace: Trace, count: int = 1) -> Iterator[None]:
+    """What is recorded within counts as ``count`` ops where places are told apart."""
+    before = trace.step.ops
+    yield
+    trace.split += trace.step.ops - before - count
+
+
+def at_one_place(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of a view that asks where its operand begins: a step for each position."""
+    t = args[0]
+    fixed = place_fixed(recorder, t)
+    if fixed is t:
+        return NotImplemented
+    return recorder.record_plain(func, (fixed, *args[1:]), kwargs)
+
+
+def place_fixed(recorder: PieceRecorder, t: Any) -> Any:
+    """The same view, whose position is part of the step; ``t`` itself where it is so already."""
+    view = view_of(t) if is_lazy(t) else None
+    if view is None:
+        return t
+    recorder.trace.index_of(t)  # takes the view again, perhaps at a position that is a number now
+    if not view.numbers:
+        return t
+    place = (t, tuple(t.shape), t.stride(), t.storage_offset())
+    return recorder.record(aten.as_strided.default, place, None)

@@ -1,0 +1,144 @@
+"""Positions: ints that say where something is, and shape nothing (``graph.ops.POSITIONS``).
+
+The first one at a place of the program is part of the step, like any other int: ``x[:, -1]`` never
+changes, and passes know best what they can read. When another one comes to the same place, the step
+gives way to one that takes the position as a number of its run (``moving``), as do all that follow.
+
+In a graph such a number is a Param, and metas are those of position 1: neither where the memory
+begins nor all of it, so that nobody takes the view for the whole. What a user asks of a handle is
+answered for the position that it was made with (``ViewChain.shift``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Param, Ref
+from lazygt.graph.ops import OpFacts, facts
+
+Key = tuple[Any, ...]
+#: What inference takes for every position.
+SAMPLE = 1
+#: Of so many places the positions are remembered.
+_MOST_PLACES = 20_000
+
+
+class Moved(NamedTuple):
+    """An op whose position is given when it runs.
+
+    Attributes:
+        facts: of the op that does it: a slice is a ``narrow``, whose length is an argument.
+        key: of its step: as that of the op, with the type in the place of each number.
+        numbers: the positions, counted from the front.
+        tensors: how many of its first arguments are tensors.
+    """
+
+    facts: OpFacts
+    key: Key
+    numbers: tuple[int, ...]
+    tensors: int = 1
+
+    def args(self, first: int) -> tuple[Arg, ...]:
+        """The arguments of its node, with the run-time numbers from ``first`` on."""
+        params = iter(range(first, first + len(self.numbers)))
+
+        def arg(item: Any) -> Arg:
+            if item is int:
+                return Param(next(params))
+            return tuple(map(arg, item)) if type(item) is tuple else item
+
+        refs, rest = self.key[1 : 1 + self.tensors], self.key[1 + self.tensors :]
+        return (*map(Ref, refs), *map(arg, rest))
+
+
+class Places:
+    """What positions have come to which places of the program."""
+
+    def __init__(self) -> None:
+        #: place -> the first positions there, or None: several were
+        self._seen: dict[Key, tuple[int, ...] | None] = {}
+
+    def change(self, place: Key, numbers: tuple[int, ...]) -> bool:
+        """Take note of positions; whether others have been at that place."""
+        if len(self._seen) >= _MOST_PLACES:
+            self._seen.clear()
+        first = self._seen.setdefault(place, numbers)
+        if first is not None and first != numbers:
+            first = self._seen[place] = None
+        return first is None
+
+
+def moved(f: OpFacts, key: Key, source: TensorMeta | None) -> Moved | None:
+    """How an op takes its position when it runs; None where it can't: it is out of range, or the
+    only one that there is.
+
+    Args:
+        key: of the step that the op has otherwise.
+        source: the meta of its first argument.
+    """
+    rule = _RULES.get(f.name)
+    return None if rule is None or source is None else rule(f, key, source)
+
+
+def _index(f: OpFacts, key: Key, sizes: tuple[int, ...], tensors: int) -> Moved | None:
+    assert f.position is not None
+    at = f.position + 1
+    dim, index = key[at - 1 : at + 1]
+    if not -len(sizes) <= dim < len(sizes):
+        return None
+    size = sizes[dim]
+    if size < 2 or not -size <= index < size:
+        return None
+    return Moved(f, (*key[:at], int, *key[at + 1 :]), (index % size,), tensors)
+
+
+def _select(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    return _index(f, key, source.shape, 1)
+
+
+def _select_scatter(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    return _index(f, key, source.shape, 2)
+
+
+def _select_backward(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    return _index(f, key, key[2], 1)
+
+
+def _slice(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    dim, start, end, step = (*key[2:], *_WHOLE[len(key) - 2 :])
+    if step != 1 or not -len(source.shape) <= dim < len(source.shape):
+        return None
+    size = source.shape[dim]
+    first, last, _ = slice(start, end).indices(size)
+    if not 0 < last - first < size:
+        return None
+    return Moved(NARROW, (NARROW, key[1], dim, int, last - first), (first,))
+
+
+def _narrow(f: OpFacts, key: Key, source: TensorMeta) -> Moved:
+    return Moved(f, (*key[:3], int, *key[4:]), (key[3],))
+
+
+def _roll(f: OpFacts, key: Key, source: TensorMeta) -> Moved | None:
+    shifts = key[2]
+    if not shifts:
+        return None
+    return Moved(f, (*key[:2], (int,) * len(shifts), *key[3:]), shifts)
+
+
+#: What a slice is cut along and where, unless it says so.
+_WHOLE: Key = (0, None, None, 1)
+#: Recorded by lazygt only: of torch's own, a ``slice`` arrives.
+NARROW = facts(torch.ops.aten.narrow.default)
+_RULES: dict[str, Callable[[OpFacts, Key, TensorMeta], Moved | None]] = {
+    "aten.narrow.default": _narrow,
+    "aten.roll.default": _roll,
+    "aten.select.int": _select,
+    "aten.select_backward.default": _select_backward,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.slice.Tensor": _slice,
+}
