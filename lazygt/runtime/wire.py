@@ -260,13 +260,16 @@ class DeltaCodec:
             self.base = base
             return None
         guess = self._guess(base)
+        if guess == ids:
+            self._keep(guess, base)
+            return None
         if len(guess) != len(ids):
             update: Any = (0, tuple(ids))
         else:
             wrong = [
                 x for i, (a, b) in enumerate(zip(ids, guess, strict=True)) if a != b for x in (i, a)
             ]
-            update = (1, tuple(wrong)) if wrong else None
+            update = (1, tuple(wrong))
         self._learn(list(ids), base)
         return update
 
@@ -280,16 +283,18 @@ class DeltaCodec:
             self.base = base
             return []
         ids = self._guess(base)
+        if update is None:
+            self._keep(list(ids), base)
+            return ids
         try:
-            if update is not None:
-                kind, values = update
-                if any(not isinstance(v, int) for v in values):
-                    raise ValueError("ids are integers")
-                if kind == 0:
-                    ids = list(values)
-                else:
-                    for i in range(0, len(values), 2):
-                        ids[values[i]] = values[i + 1]
+            kind, values = update
+            if any(not isinstance(v, int) for v in values):
+                raise ValueError("ids are integers")
+            if kind == 0:
+                ids = list(values)
+            else:
+                for i in range(0, len(values), 2):
+                    ids[values[i]] = values[i + 1]
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"not an id update: {error}") from error
         self._learn(list(ids), base)
@@ -298,6 +303,12 @@ class DeltaCodec:
     def _guess(self, base: int) -> list[int]:
         step = base - self.base
         return [i + step if moves else i for i, moves in zip(self.ids, self.moving, strict=True)]
+
+    def _keep(self, ids: list[int], base: int) -> None:
+        """Learn that the guess was right: what moved has moved again, and nothing else has."""
+        if base == self.base:
+            self.moving = [False] * len(ids)
+        self.ids, self.base = ids, base
 
     def _learn(self, ids: list[int], base: int) -> None:
         step = base - self.base
