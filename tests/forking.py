@@ -232,12 +232,12 @@ def _serve(sock: socket.socket) -> tuple[Program, list[int]]:
 def _become(program: Program, fds: list[int]) -> None:
     """Take the program's environment, directory and descriptors."""
     directory, answer, *rest = fds
-    os.write(answer, str(os.getpid()).encode())
-    os.close(answer)
     os.fchdir(directory)
     os.close(directory)
     if program.new_session:
-        os.setsid()
+        os.setsid()  # before anybody knows of it: its group can be killed from then on
+    os.write(answer, str(os.getpid()).encode())
+    os.close(answer)
     above = max(program.numbers) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in rest]
     for fd in rest:
