@@ -7,6 +7,7 @@ request a line (`make`, `burst 40`, `settle`, `forget`, `peak`) and answers each
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from benchmarks.models import (
     varying_step,
 )
 from lazygt.config import Config
+from lazygt.native.fit import builds_place, facts_here
 
 EAGER, COMPILE, LAZYGT, LAZYGT_COMPILED = "eager", "torch.compile", "lazygt", "lazygt, compiled"
 
@@ -115,6 +117,9 @@ class Contestant:
             "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
             "LAZYGT_CACHE_DIR": f"{self._cache.name}/lazygt",
         }
+        build = builds_place() / facts_here().key
+        if build.is_dir():  # the native extension is built at set-up, and nothing else
+            shutil.copytree(build, f"{self._cache.name}/lazygt/native/{build.name}")
         command = [sys.executable, "-m", "benchmarks.contestant", kind, workload]
         command += [flag for flag in ("--pin", "--quick") if getattr(args, flag[2:])]
         self._process = subprocess.Popen(

@@ -47,10 +47,10 @@ def living_peak(kind: str, workload: Workload) -> int:
             step().tolist()
         with record_function(MEASURED):
             step().tolist()
-    return _peak(seen)
+    return peak_of(seen)
 
 
-def _peak(seen: profile) -> int:
+def peak_of(seen: profile) -> int:
     """The largest running sum of the memory events within the measured step."""
     assert seen.profiler is not None
     events = seen.profiler.kineto_results.events()

@@ -117,6 +117,12 @@ class Config:
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
+    plan_code: str = _setting(
+        "auto",
+        "what runs a plan after its first run: native, python (generated), or auto: native where "
+        "the extension loads",
+        str,
+    )
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
     compile_timeout: float = _setting(
         300.0, "seconds that a wait for compiled code lasts without an answer", float
@@ -182,6 +188,11 @@ class Config:
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"
+            )
+        if self.plan_code not in {"auto", "native", "python"}:
+            raise ValueError(
+                f"lazygt.session(plan_code={self.plan_code!r}): expected 'auto', 'native' or "
+                f"'python'"
             )
         if self.invariant and self.compile != "off":
             raise ValueError(

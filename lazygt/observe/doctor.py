@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from lazygt import native
+from lazygt.config import Config
 from lazygt.native import build
 
 OLDEST_TORCH = (2, 11)
@@ -48,6 +49,7 @@ def report(open_session: SessionFactory | None = None) -> list[Check]:
         collectives(),
         compiler(),
         recorder(),
+        plan_code(),
         cores(),
         threads(),
         memory(),
@@ -119,6 +121,18 @@ def recorder() -> Check:
     if choice.missing:
         return Check("recorder", "fail", detail, native.ADVICE)
     return Check("recorder", "ok", detail)
+
+
+def plan_code() -> Check:
+    """What runs plans after their first run, if a worker is as this process is."""
+    wanted = Config.load().plan_code
+    loaded = native.load()
+    if wanted == "native" and loaded.module is None:
+        return Check("plan code", "fail", f"no native one: {loaded.reason}", native.ADVICE)
+    if wanted == "python" or loaded.module is None:
+        reason = "LAZYGT_PLAN_CODE=python" if wanted == "python" else loaded.reason
+        return Check("plan code", "ok", f"python: {reason}")
+    return Check("plan code", "ok", f"native: LAZYGT_PLAN_CODE={wanted}, and {loaded.reason}")
 
 
 def cores() -> Check:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lazygt.graph.alias import Writes, analyse, last_uses
+from lazygt.graph.alias import Writes, analyse, draws, last_uses
 from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
@@ -114,6 +114,11 @@ class Plan:
     def collectives(self) -> tuple[Communication, ...]:
         """What this rank exchanges with others in one run, in the order of launch."""
         return communications(self.steps.graph, self.mesh)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it reads or writes the generator."""
+        return any(map(draws, self.steps.graph.nodes))
 
     @property
     def asks(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -38,6 +40,17 @@ class Store:
         if borrowed is not None:
             self._borrowed[key] = borrowed
 
+    def put_from(self, first: int, values: Sequence[Value]) -> None:
+        """Keep values under ``first`` and the ids after it."""
+        self._values.update(zip(range(first, first + len(values)), values, strict=True))
+
+    def get_all(self, keys: Sequence[int]) -> list[Value]:
+        """The values; Failed ones in the place of unknown ids."""
+        values = list(map(self._values.get, keys))
+        if type(None) in map(type, values):
+            return [self.get(key) for key in keys]
+        return cast(list[Value], values)
+
     def get(self, key: int) -> Value:
         """The value; a Failed one when the id is unknown."""
         value = self._values.get(key)
@@ -53,7 +66,12 @@ class Store:
         """Whether the value's memory belongs to the client."""
         return key in self._borrowed
 
-    def free(self, key: int) -> int | None:
-        """Forget a value; returns the arena offset that is free again, if it was borrowed."""
-        self._values.pop(key, None)
-        return self._borrowed.pop(key, None)
+    def free(self, keys: Iterable[int]) -> list[int]:
+        """Forget values; returns the arena offsets of those that were borrowed: free again."""
+        values, borrowed = self._values, self._borrowed
+        offsets = []
+        for key in keys:
+            values.pop(key, None)
+            if key in borrowed:
+                offsets.append(borrowed.pop(key))
+        return offsets

@@ -10,7 +10,6 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, kind_of
-from lazygt.graph import alias
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
@@ -18,7 +17,7 @@ from lazygt.runtime import graph_codec, kernels, wire
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
-from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor, code_of
 from lazygt.runtime.foreign import loader
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
@@ -93,6 +92,7 @@ class Worker:
         shm_threshold: bytes from which a fetched value goes through the arena. None: as
             LAZYGT_SHM_THRESHOLD says.
         cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
+        plan_code: what runs plans after their first run. None: as LAZYGT_PLAN_CODE says.
         inline: the generator is the client's own, so it is lent to a run and put back.
         copier: makes what copies values for transfers, when one is asked for first.
     """
@@ -109,6 +109,7 @@ class Worker:
         shm_threshold: int | None = None,
         inline: bool = False,
         cache_dir: str | None = None,
+        plan_code: str | None = None,
         copier: Callable[[torch.device], Copier] | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -120,10 +121,12 @@ class Worker:
             max_plan_bytes=max_plan_bytes,
             shm_threshold=shm_threshold,
             cache_dir=cache_dir,
+            plan_code=plan_code,
         )
         self._executors: Recent[bytes, EagerExecutor] = Recent(
             config.max_plans, config.max_plan_bytes
         )
+        self._make_code = code_of(config.plan_code)
         self._known: dict[bytes, _Known] = {}
         self._shm_threshold = config.shm_threshold
         self._cache = Cache(config.cache_dir)
@@ -191,7 +194,8 @@ class Worker:
             self._known[digest] = _Known(bool(message.salt))
         self._known[digest].foreign_ops = ops
         size = plan.graph.nbytes + sum(map(len, frames[2:]))
-        self._executors.keep(digest, EagerExecutor(plan, self.device), size)
+        executor = EagerExecutor(plan, self.device, code=self._make_code)
+        self._executors.keep(digest, executor, size)
 
     def _learn(self, definitions: Buffer) -> list[loader.LoadedOp]:
         """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
@@ -205,7 +209,7 @@ class Worker:
             return Swapped(digest)  # forgotten; it is swapped when it comes again
         try:
             plan = executor.plan
-            made = compiled(plan, self.device, message.groups, self._cache)
+            made = compiled(plan, self.device, message.groups, self._cache, self._make_code)
             self._executors.keep(digest, made, plan.graph.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return Swapped(digest, f"{type(error).__name__}: {error}")
@@ -275,7 +279,7 @@ class Worker:
         for put in run.puts:
             self._receive(put, spare, done)
         if run.digest is None:
-            self._release(run.frees[1] if run.frees else (), done)
+            done.releases.extend(self.store.free(run.frees[1] if run.frees else ()))
         else:
             self._execute(run, done)
         replies: list[Buffer] = []
@@ -322,12 +326,6 @@ class Worker:
             borrowed = None
         self.store.put(put.id, value.to(self.device), borrowed)
 
-    def _release(self, keys: Sequence[int], done: Done) -> None:
-        for key in keys:
-            offset = self.store.free(key)
-            if offset is not None:
-                done.releases.append(offset)
-
     def _execute(self, run: Run, done: Done) -> None:
         assert run.digest is not None
         executor, known = self._executors.get(run.digest), self._known[run.digest]
@@ -340,7 +338,7 @@ class Worker:
         if len(ids) != len(graph.inputs) or len(known.params) != len(graph.params):
             raise ProtocolError("a run with the wrong number of inputs or parameters")
         inputs = self._inputs(executor.schedule, ids, frees)
-        self._release(frees, done)
+        done.releases.extend(self.store.free(frees))
         if run.timed:
             executor = TimedExecutor(executor)
         if known.checked != self._group:
@@ -352,8 +350,7 @@ class Worker:
             outcome = _nothing(executor.plan, known.mismatch)
         if isinstance(executor, TimedExecutor):
             done.timings = Timings(0, 0, tuple(executor.times))
-        for offset, value in enumerate(outcome.outputs):
-            self.store.put(run.base + offset, _stamped(value, run.seq))
+        self.store.put_from(run.base, _stamped(outcome.outputs, run.seq))
         done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
         if executor.plan.asks:
             self._describe(outcome, done, run.seq, len(executor.plan.steps.graph.nodes) - 1)
@@ -365,7 +362,7 @@ class Worker:
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         """The values of a run; what it overwrites without owning is copied."""
-        inputs = [self.store.get(key) for key in ids]
+        inputs = self.store.get_all(ids)
         freed = set(frees)
         for position in schedule.writes.owned_inputs:
             value, key = inputs[position], ids[position]
@@ -377,7 +374,7 @@ class Worker:
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
         """Run; in the client's own process its generator is put back afterwards."""
-        if self._generator_state is None or not draws(executor.plan):
+        if self._generator_state is None or not executor.plan.draws:
             return executor.run(inputs, params)
         theirs = torch.default_generator.get_state()
         torch.default_generator.set_state(self._generator_state)
@@ -467,11 +464,6 @@ def _nothing(plan: Plan, failure: Failure) -> Outcome:
     return Outcome([failed for _ in plan.graph.outputs], [failure], failed, [])
 
 
-def draws(plan: Plan) -> bool:
-    """Whether a plan reads or writes the generator."""
-    return any(alias.draws(node) for node in plan.steps.graph.nodes)
-
-
 def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """The elements of a dense CPU tensor in memory order, as bytes."""
     if meta.numel == 0:
@@ -491,8 +483,11 @@ def _rooted(item: torch.Tensor) -> torch.Tensor:
     return item if alone and item._base is None else item.clone()
 
 
-def _stamped(value: Value, seq: int) -> Value:
-    return Failed(_with_seq(value.failure, seq)) if isinstance(value, Failed) else value
+def _stamped(values: list[Value], seq: int) -> list[Value]:
+    """The values; failures say in which run they happened."""
+    if Failed not in map(type, values):
+        return values
+    return [Failed(_with_seq(v.failure, seq)) if isinstance(v, Failed) else v for v in values]
 
 
 def _with_seq(failure: Failure, seq: int) -> Failure:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
+from tests.runtime.executors.compared import needs_native
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +82,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("peak_memory", "--quick --only SGD", "living bytes at most 1.05x eager's"),
         ("compile_cost", "--rounds 1 --sizes 40 80", "all passes"),
         ("placement", "--rounds 1 --layers 1 2", "fully sharded"),
+        pytest.param("worker_step", "--rounds 1 --quick", "native us a node", marks=needs_native),
     ],
 )
 def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:

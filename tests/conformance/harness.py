@@ -1,8 +1,9 @@
 """torch's own operator database, run on device lazygt against eager torch on a CPU.
 
 Each sample runs three times: first its ops are recorded and its plan runs checked, node by node;
-then the plan is found again; from then on its generated code runs. The ops of the first run are
-compared with those of eager torch, and they are recorded for GPUs that this machine need not have.
+then the plan is found again; from then on its code runs, native and generated. The ops of the first
+run are compared with those of eager torch, and they are recorded for GPUs that this machine need
+not have.
 """
 
 from __future__ import annotations
@@ -10,22 +11,20 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lazygt
-from lazygt.runtime.executors import eager as eager_executor
 from tests.bits import assert_same_bits
 from tests.conformance import streams
 from tests.conformance.refusals import UNWRITTEN
 from tests.conformance.streams import Stream, differences
+from tests.runtime.executors.compared import comparing
 
 Tensor = torch.Tensor
 RUNS = 3
@@ -37,11 +36,11 @@ class Tally:
     """Samples that agree bit for bit in every run, and how the others do not.
 
     Attributes:
-        generated: samples whose last run went through generated code.
+        coded: samples whose last run went through code.
     """
 
     passed: int = 0
-    generated: int = 0
+    coded: int = 0
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -222,9 +221,12 @@ def walk(op: OpInfo, grad: bool, limit: int | None) -> Findings:
 def _run(op: OpInfo, grad: bool, accepted: Sequence[Accepted], findings: Findings) -> None:
     """Run the samples in a session of their own, and look at the ops of the first run."""
     tally = findings.bits
-    with generated_code() as generated, lazygt.session(launcher="inline", compile="off"):
+    with (
+        comparing(op.name not in UNWRITTEN) as coded,
+        lazygt.session(launcher="inline", compile="off"),
+    ):
         for number, sample, expected, stream in accepted:
-            before = len(generated)
+            before = len(coded)
             try:
                 first, recorded = _watched(streams.recorded, op, sample, grad, moved)
                 findings.differences = findings.differences or differences(recorded, stream)
@@ -233,7 +235,7 @@ def _run(op: OpInfo, grad: bool, accepted: Sequence[Accepted], findings: Finding
                 for _ in range(RUNS - 1):
                     compare(op, fetched(outcome(op, sample, grad, moved)), expected)
                 tally.passed += 1
-                tally.generated += len(generated) > before
+                tally.coded += len(coded) > before
             except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
                 tally.fail(number, error)
 
@@ -247,18 +249,3 @@ def _infer(op: OpInfo, grad: bool, accepted: Sequence[Accepted], tally: Tally) -
                 tally.passed += 1
             except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
                 tally.fail(number, error)
-
-
-@contextmanager
-def generated_code() -> Iterator[list[str]]:
-    """The plans that code is generated for, by name."""
-    names: list[str] = []
-    generate = eager_executor.generate
-
-    def noted(schedule: Any, careful: Any, name: str) -> Any:
-        names.append(name)
-        return generate(schedule, careful, name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager_executor, "generate", noted)
-        yield names

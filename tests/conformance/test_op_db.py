@@ -1,7 +1,7 @@
 """Every operator of torch's database, forward and backward, on device lazygt against the CPU.
 
 Each sample's ops are recorded and run checked, then its plan is run again, then once more as
-generated code; they are the very ops that eager torch runs, for bits can agree by luck of size and
+code; they are the very ops that eager torch runs, for bits can agree by luck of size and
 ops can't; and they are recorded for GPUs that this machine need not have. One walk over the
 database finds all of it.
 
@@ -52,11 +52,11 @@ def judge(kind: str, report: dict[str, Tally], refused: dict[str, str]) -> None:
     """Print the rates; fail for what is not in the table, and for what need not be."""
     good = [name for name, tally in report.items() if not tally.failures]
     passed = sum(tally.passed for tally in report.values())
-    generated = sum(tally.generated for tally in report.values())
+    coded = sum(tally.coded for tally in report.values())
     total = sum(tally.total for tally in report.values())
     print(
         f"\n{kind}: {len(good)} of {len(report)} operators ({len(good) / len(report):.1%}), "
-        f"{passed} of {total} samples ({passed / total:.1%}), {generated} by generated code"
+        f"{passed} of {total} samples ({passed / total:.1%}), {coded} by code"
     )
     broken = {
         name: tally.failures[0]
@@ -77,8 +77,8 @@ def test_bits_of_three_runs(kind: str, refused: dict[str, str]) -> None:
     report = {name: findings.bits for name, findings in found.items()}
     judge(kind, report, refused)
     # the rest are data-dependent, which are checked at each run, or record nothing
-    generated = sum(tally.generated for tally in report.values())
-    assert generated >= 0.8 * sum(tally.passed for tally in report.values())
+    coded = sum(tally.coded for tally in report.values())
+    assert coded >= 0.8 * sum(tally.passed for tally in report.values())
 
 
 @pytest.mark.parametrize(

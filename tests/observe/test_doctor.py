@@ -19,6 +19,7 @@ def test_report_names_every_part_once() -> None:
         "collectives",
         "compiler",
         "recorder",
+        "plan code",
         "cores",
         "threads",
         "memory",

@@ -17,6 +17,7 @@ from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from lazygt.runtime.plan import Plan
 from tests.property.programs import PROGRAMS, SYNCS, Step, run
+from tests.runtime.executors.compared import comparing, needs_native
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,6 +42,15 @@ def assert_same(lazy: Any, eager: Any) -> None:
 def test_a_program_gives_the_bits_of_eager_torch(program: list[Step]) -> None:
     with lazygt.session(launcher="inline"):
         assert_same(run(program, "lazygt"), run(program, "cpu"))
+
+
+@needs_native
+@given(PROGRAMS)
+def test_native_and_generated_code_give_the_same_bits(program: list[Step]) -> None:
+    with comparing(), lazygt.session(launcher="inline"):
+        first = run(program, "lazygt")
+        for _ in range(2):
+            assert_same(run(program, "lazygt"), first)
 
 
 @given(PROGRAMS, st.integers(1, 6))

@@ -11,7 +11,7 @@ import torch
 
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup
-from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, Outcome
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
 from lazygt.runtime.wire import bits
@@ -22,15 +22,20 @@ class CompiledExecutor(EagerExecutor):
 
     Args:
         groups: number of a fused node of ``plan.graph`` -> its callable.
+        code: as ``EagerExecutor`` takes it.
     """
 
     def __init__(
-        self, plan: Plan, device: torch.device, groups: Mapping[int, Callable[..., Any]]
+        self,
+        plan: Plan,
+        device: torch.device,
+        groups: Mapping[int, Callable[..., Any]],
+        code: MakeCode | None = None,
     ) -> None:
         schedule, self._steps = plan.with_fused(groups)
         kept = [number for number, node in enumerate(schedule.graph.nodes) if node.body is not None]
         callables = dict(zip(kept, (groups[number] for number in sorted(groups)), strict=True))
-        super().__init__(plan, device, schedule, callables)
+        super().__init__(plan, device, schedule, callables, code)
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """As the eager executor; failures name the steps of ``plan.steps``."""
@@ -42,7 +47,11 @@ class CompiledExecutor(EagerExecutor):
 
 
 def compiled(
-    plan: Plan, device: torch.device, artifacts: Sequence[tuple[int, str]], cache: Cache
+    plan: Plan,
+    device: torch.device,
+    artifacts: Sequence[tuple[int, str]],
+    cache: Cache,
+    code: MakeCode | None = None,
 ) -> CompiledExecutor:
     """The executor of a plan with these artifacts: (number of a fused node, key).
 
@@ -57,7 +66,7 @@ def compiled(
         if node is None or node.body is None:
             raise ValueError(f"node {number} of the plan is not a fused one")
         groups[number] = Compiled(KernelGroup.of(node), cache.code(key), device)
-    return CompiledExecutor(plan, device, groups)
+    return CompiledExecutor(plan, device, groups, code)
 
 
 class Compiled:

@@ -37,7 +37,7 @@ class DryWorker(Worker):
         return loader.load_ops(definitions, None, self._takes_code)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
-        return [self.store.get(key) for key in ids]
+        return self.store.get_all(ids)
 
     def _isolated(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,16 @@ from lazygt.runtime.collectives import group
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
+
+#: For each return of a node the number of its value, the numbers of a list's, or None: no new one.
+Places = list[int | list[int] | None]
+
+
+class Stopped(NamedTuple):
+    """Where code has stopped: the interpreter takes over at ``node`` with these values."""
+
+    node: int
+    values: dict[int, Value]
 
 
 class CheckedInterpreter:
@@ -64,6 +74,24 @@ class CheckedInterpreter:
         if f is not None:
             return f.outputs
         return ("f",) * len(node.fresh)
+
+    def places(self, node: Node, results: range) -> Places:
+        """Where the returns of a node go; empty when nothing new is returned."""
+        kinds = self.output_kinds(node)
+        fresh = list(results[: len(node.fresh)])
+        singles = sum(1 for kind in kinds if kind in ("f", "v"))
+        places: Places = []
+        for kind in kinds if fresh else ():
+            if kind[0] in "wi":
+                places.append(None)
+            elif kind in ("f", "v"):
+                places.append(fresh.pop(0))
+                singles -= 1
+            else:
+                taken = len(fresh) - singles
+                places.append(fresh[:taken])
+                del fresh[:taken]
+        return places
 
     def run(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool

@@ -57,6 +57,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
         max_plan_bytes=config.max_plan_bytes,
         inline=True,
         cache_dir=config.cache_dir,
+        plan_code=config.plan_code,
         copier=(lambda device: load_named(copier)(device)) if copier else None,
     )
     return InlineLink(worker)
@@ -92,6 +93,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
             "LAZYGT_MAX_PLANS": str(config.max_plans),
             "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
+            "LAZYGT_PLAN_CODE": config.plan_code,
             "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },

@@ -15,7 +15,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
 from lazygt.graph.shapes.base import Results
 from lazygt.record.infer import Inference
-from lazygt.runtime.executors.eager import _compiled
+from lazygt.runtime.executors.generated import _compiled
 from tests.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -566,7 +566,7 @@ def test_plans_that_differ_in_sizes_share_their_code() -> None:
             got = (x[1 : width + 1].reshape(-1) * 2).cpu()
         return got
 
-    with lazygt.session(launcher="inline"):
+    with lazygt.session(launcher="inline", plan_code="python"):
         run(2)
         before = _compiled.cache_info()
         got = run(4)

@@ -9,18 +9,23 @@ import torch
 
 from lazygt.runtime.executors.compiled import CompiledExecutor
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
+from lazygt.runtime.executors.generated import GeneratedCode
+from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Failed, Value
 from tests.passes.tools import graph_of, same_bits
+from tests.runtime.executors.compared import needs_native
 
 Make = Callable[[Plan, torch.device], EagerExecutor]
 
 CPU = torch.device("cpu")
 EXECUTORS: dict[str, Make] = {
-    "eager": EagerExecutor,
+    "native": lambda plan, device: EagerExecutor(plan, device, code=NativeCode),
+    "generated": lambda plan, device: EagerExecutor(plan, device, code=GeneratedCode),
     "timed": lambda plan, device: TimedExecutor(EagerExecutor(plan, device)),
-    "compiled": lambda plan, device: CompiledExecutor(plan, device, {}),
+    "compiled": lambda plan, device: CompiledExecutor(plan, device, {}, GeneratedCode),
+    "compiled, native": lambda plan, device: CompiledExecutor(plan, device, {}, NativeCode),
 }
 
 # %0 ──mul, exp (one node)──> %2 ──┐
@@ -44,7 +49,9 @@ PROGRAM = """
 LOOKS = 2
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(params=[
+    pytest.param(name, marks=needs_native if "native" in name else ()) for name in EXECUTORS
+])  # fmt: skip
 def executor(request: pytest.FixtureRequest) -> EagerExecutor:
     return EXECUTORS[request.param](Plan.build(graph_of(PROGRAM)), CPU)
 
