@@ -24,9 +24,10 @@ from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
 from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
+from lazygt.record.bridge import new_recorder
 from lazygt.record.context import NAME, current_session, session_stack
 from lazygt.record.idle import Idle
-from lazygt.record.recorder import Recorder, recorder_of
+from lazygt.record.recorder import recorder_of
 from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of, viewer
 from lazygt.record.trie import TraceTrie
 from lazygt.runtime.client import Client
@@ -70,7 +71,7 @@ class Session:
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
-        self.recorder = Recorder(trie, kind, config.ship_code)
+        self.recorder = new_recorder(trie, kind, config.ship_code)
         self._tiers = Tiers(
             self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
             config.compile_timeout,

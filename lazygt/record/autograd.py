@@ -22,7 +22,7 @@ from lazygt.record.context import recorder, session_stack
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import is_lazy
+from lazygt.record.tensor import NATIVE, is_lazy
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _autograd: Any = torch.autograd
@@ -127,15 +127,20 @@ def _init_saved_hooks(
 
 
 _NOEXCEPT = "what is raised in a backward pass must not pass C++ that is noexcept"
-PATCHES = (
-    Patch(_autograd, "_engine_run_backward", run_backward, _NOEXCEPT),
+_DEFERRING = (
     Patch(_node_hooks, "_register_hook", staticmethod(_register_hook), _NOEXCEPT),
     Patch(_saved_hooks, "__init__", _init_saved_hooks, _NOEXCEPT),
+)
+PATCHES = (
+    Patch(_autograd, "_engine_run_backward", run_backward, "its end is a sync point"),
+    *(_DEFERRING if NATIVE is None else ()),
 )
 
 
 def defer_hooks(t: torch.Tensor) -> None:
     """Give a tensor that changed its TensorImpl the hooks registered on it before, deferring."""
+    if NATIVE is not None:
+        return
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(t, name)
         if hooks is not None:

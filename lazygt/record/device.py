@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
     _DummyDeviceGuard,
     _DummyPrivateUse1Hook,
@@ -21,17 +22,32 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lazygt.record import autograd, dataloader, factories, host_rng, rng, subclasses, swap, tensor
+from lazygt.record import (
+    autograd,
+    bridge,
+    dataloader,
+    factories,
+    host_rng,
+    methods,
+    rng,
+    subclasses,
+    swap,
+    tensor,
+)
 from lazygt.record.context import NAME, OpenSession, recorder, session_stack
 from lazygt.record.foreign import registry
 from lazygt.record.formulas import optimizers
 from lazygt.record.formulas.autocast import fall_through, register_autocast
-from lazygt.record.formulas.decompositions import register_decompositions
+from lazygt.record.formulas.decompositions import (
+    DECOMPOSED,
+    KERNELS_OF_THEIR_OWN,
+    register_decompositions,
+)
 from lazygt.record.formulas.derivatives import register_derivatives
-from lazygt.record.formulas.recurrent import register_recurrent
+from lazygt.record.formulas.recurrent import RECURRENT, register_recurrent
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patches
-from lazygt.record.tensor import Above, LazyTensor
+from lazygt.record.tensor import NATIVE, Above, LazyTensor, is_lazy
 from lazygt.record.trace import closed_error
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
@@ -42,7 +58,8 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 #: While no session is open, too: what torch asks here is answered as torch itself would then.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
-                  *optimizers.PATCHES, *registry.PATCHES)  # fmt: skip
+                  *optimizers.PATCHES, *registry.PATCHES,
+                  *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS)
 
 
@@ -53,6 +70,7 @@ def open_session(session: OpenSession) -> None:
     """Make a session the one that ops go to."""
     DEFER_INTERRUPT.adopt()
     session_stack.append(session)
+    _activate()
     _IN_SESSIONS.apply()
     if session.config.default_device:
         factories.patch()
@@ -64,6 +82,7 @@ def close_session(session: OpenSession) -> None:
     """Undo ``open_session``."""
     if session in session_stack:
         session_stack.remove(session)
+        _activate()
     if not session_stack:
         _IN_SESSIONS.undo()
     if not any(s.config.default_device for s in session_stack):
@@ -72,9 +91,17 @@ def close_session(session: OpenSession) -> None:
         host_rng.uninstall()
 
 
+def _activate() -> None:
+    """Tell C++ whose recorder ops go to."""
+    if NATIVE is not None:
+        recorder: Any = session_stack[-1].recorder if session_stack else None
+        NATIVE.activate(recorder and recorder.native)
+
+
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
     session_stack.clear()
+    _activate()
     _IN_SESSIONS.undo()
     factories.unpatch()
     rng.drop()
@@ -116,6 +143,13 @@ def _dispatch(
 ) -> Any:
     """The same for an op that reaches lazygt in another way."""
     return _torch_dispatch(LazyTensor, func, (), args, kwargs)
+
+
+def _without_session(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What C++ does with an op while no session is open."""
+    if not any(map(is_lazy, tree_leaves((args, kwargs)))):
+        recorder()
+    return _dispatch(func, args, kwargs)
 
 
 _NEEDS_NO_SESSION = frozenset({torch.ops.aten.detach_.default})
@@ -303,11 +337,12 @@ def register() -> None:
     rename_privateuse1_backend(NAME)
     generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, module)
-    torch._C._acc.register_python_privateuseone_hook(_hook)
-    torch._C._acc.register_python_privateuseone_device_guard(_guard)
     sys.modules[f"torch.{NAME}"] = module
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_fallback, "PrivateUse1")
+    if NATIVE is None:
+        torch._C._acc.register_python_privateuseone_hook(_hook)
+        torch._C._acc.register_python_privateuseone_device_guard(_guard)
+        everything.fallback(_fallback, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
         "empty.memory_format": _empty,
@@ -323,10 +358,14 @@ def register() -> None:
         everything.fallback(_refuse_layout, key)
     fall_through(everything)
     _libraries.extend((everything, aten))
-    _libraries.append(register_decompositions(_fallback))
+    _libraries.append(register_decompositions(_fallback if NATIVE is None else None))
     _libraries.append(register_derivatives())
     _libraries.append(register_recurrent())
     _libraries.append(register_autocast())
+    if NATIVE is not None:
+        bridge.connect()
+        written = {*kernels, *DECOMPOSED, *RECURRENT}
+        NATIVE.register_device(written, set(KERNELS_OF_THEIR_OWN), _without_session)
     optimizers.register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)

@@ -59,14 +59,14 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
     """
     handler = _HANDLERS.get(f.func)
     if handler is not None:
-        return handler, "device" if handler is _to_copy else None
+        return handler, "device" if handler is to_copy else None
     if is_foreign(f.func):
         return _foreign, None
     if f.inplace_view:
         return _inplace_view, None
     if "device" in f.hoist_named:
-        return _to_other_device, "device"
-    return (_either if f.name in UNDECLARED_WRITES else None), None
+        return to_other_device, "device"
+    return (either if f.name in UNDECLARED_WRITES else None), None
 
 
 def is_whole(t: Any) -> bool:
@@ -74,7 +74,7 @@ def is_whole(t: Any) -> bool:
     return is_lazy(t) and view_of(t) is None
 
 
-def _either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def either(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of an op that is ordinary but for writing only when a flag is set."""
     return NotImplemented
 
@@ -90,15 +90,15 @@ def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
 # -- values that come and go ---------------------------------------------------------------
 
 
-def _item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def item(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     value = recorder.fetch(args[0], "item", as_number=True)
     return func(value) if isinstance(value, torch.Tensor) else value
 
 
-def _to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
-        return NotImplemented
+        return NotImplemented if is_lazy(args[0]) else _from_host(recorder, args[0], kwargs)
     if device.type == "meta":
         return TensorMeta.of(args[0]).empty("meta").to(kwargs.get("dtype"))
     value = recorder.fetch(args[0], f"to {device.type}")
@@ -108,7 +108,13 @@ def _to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
     return torch.ops.aten._to_copy.default(value, device=device, **rest)
 
 
-def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
+    """``cpu.to("lazygt")``, where torch lets the op reach the device that it names."""
+    wanted = {name: v for name, v in kwargs.items() if name in ("dtype", "memory_format")}
+    return to_lazy(recorder, torch.ops.aten._to_copy.default(source.cpu(), **wanted))
+
+
+def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``zeros_like(x, device="cpu")``: the result is wanted elsewhere."""
     device = kwargs.get("device")
     if device is None or device.type == "lazygt":
@@ -124,11 +130,11 @@ def _to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs
 
 
 def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    elsewhere = _to_other_device(recorder, func, args, kwargs)
+    elsewhere = to_other_device(recorder, func, args, kwargs)
     return pieces.arange(recorder, func, args, kwargs) if elsewhere is NotImplemented else elsewhere
 
 
-def _copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1]
     if not is_lazy(target):
         target.copy_(recorder.fetch(source, "copy to CPU"))
@@ -170,7 +176,7 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
 # -- handles -------------------------------------------------------------------------------
 
 
-def _same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def same(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return args[0]
 
 
@@ -261,7 +267,7 @@ def _uploaded(
     key = (id(recorder), flat.dtype)
     if key not in known:
         whole = shown if shown.numel() == flat.numel() and shown.is_contiguous() else flat
-        known[key] = to_lazy(recorder, whole)._storage
+        known[key] = storage_of(to_lazy(recorder, whole))
     storage: Storage = known[key]
     return storage
 
@@ -351,13 +357,13 @@ def _received(recorder: OpRecorder, item: Any) -> Any:
 
 
 _HANDLERS: dict[Any, Handler] = {
-    aten._local_scalar_dense.default: _item,
-    aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy,
+    aten._local_scalar_dense.default: item,
+    aten._to_copy.default: to_copy,
+    aten.copy_.default: copy,
     aten._pack_padded_sequence.default: _pack_padded,
-    aten.lift_fresh.default: _same,
-    aten._pin_memory.default: _same,
-    aten.detach_.default: _same,
+    aten.lift_fresh.default: same,
+    aten._pin_memory.default: same,
+    aten.detach_.default: same,
     aten.detach.default: same_view,
     aten.alias.default: same_view,
     aten.view.default: same_shape_view,

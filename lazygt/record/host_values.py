@@ -16,7 +16,15 @@ import torch
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import expand, is_library, user_call_site
-from lazygt.record.tensor import LazyTensor, Owner, Storage, is_lazy, storage_of, view_of, wrapper
+from lazygt.record.tensor import (
+    LazyTensor,
+    Owner,
+    is_lazy,
+    new_storage,
+    storage_of,
+    view_of,
+    wrapper,
+)
 
 if TYPE_CHECKING:
     from lazygt.runtime.values import RemoteValue
@@ -44,7 +52,7 @@ def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> L
         raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
     strides = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
     meta = intern(sizes, strides, dtype or torch.get_default_dtype())
-    storage = Storage(owner, 0, 0, meta)
+    storage = new_storage(owner, 0, 0, meta)
     storage.blank = True
     return wrapper(meta, storage, None)
 
@@ -52,14 +60,14 @@ def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> L
 def remote_tensor(owner: Owner, meta: TensorMeta, remote: RemoteValue) -> LazyTensor:
     """A handle for a value that the workers hold already."""
     base = intern(meta.shape, meta.stride, meta.dtype)
-    storage = Storage(owner, 0, 0, base)
+    storage = new_storage(owner, 0, 0, base)
     storage.set_remote(remote)
     return wrapper(base, storage, None)
 
 
 def host_tensor(owner: Owner, value: torch.Tensor) -> LazyTensor:
     """A handle for a single number kept on the host."""
-    storage = Storage(owner, 0, 0, TensorMeta.of(value))
+    storage = new_storage(owner, 0, 0, TensorMeta.of(value))
     storage.set_host(value)
     return wrapper(storage.meta, storage, None)
 

@@ -11,6 +11,7 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record.infer import Inference
 from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
+from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 
 
@@ -42,6 +43,8 @@ def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) ->
         key: of the step that it has otherwise.
         source: the meta of its first argument.
     """
+    if NATIVE is not None:
+        return None  # its steps know every position
     op = moved(f, key, source)
     if op is None or op.key in trace.step.children or f is NARROW:
         return op
@@ -58,6 +61,8 @@ def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
     Args:
         what: the op, and what it is called with besides its tensors and positions.
     """
+    if NATIVE is not None:
+        return False
     place = user_call_site(1), trace.step.ops - trace.split, what
     return trace.trie.places.change(place, numbers)
 

@@ -60,9 +60,9 @@ class Recorder:
         self.worker_device = worker_device
         self.inference = Inference(worker_device)
         self.generator = SessionGenerator(self, worker_device)
-        self.lock = threading.RLock()
-        self.trace = Trace(self, trie, self.inference)
+        self.lock = self._make_lock()
         self.closed = False
+        self.trace = self._make_trace()
         #: ops of the traces before this one
         self.shipped_ops = 0
         self._known: dict[int, tuple[OpFacts, Handler | None, str | None]] = {}
@@ -70,6 +70,12 @@ class Recorder:
         self.backward_error: BaseException | None = None
         #: the op before which over-long traces end, once one has
         self.anchor: TracePoint | None = None
+
+    def _make_lock(self) -> threading.RLock:
+        return threading.RLock()
+
+    def _make_trace(self) -> Trace:
+        return Trace(self, self.trie, self.inference)
 
     # -- the hot path --------------------------------------------------------------------
 
@@ -344,7 +350,7 @@ class Recorder:
     def next_trace(self) -> None:
         """Begin anew at the root."""
         self.shipped_ops += len(self.trace.call_sites)
-        self.trace = Trace(self, self.trie, self.inference)
+        self.trace = self._make_trace()
 
     @property
     def ops(self) -> int:

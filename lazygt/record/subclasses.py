@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from lazygt.record.patches import Patch
-from lazygt.record.tensor import LazyTensor, is_lazy
+from lazygt.record.tensor import NATIVE, LazyTensor, is_lazy
 
 _tensor: Any = torch.Tensor
 _make_subclass = _tensor._make_subclass
@@ -46,12 +46,14 @@ def _host_class(cls: Any) -> type:
     return host
 
 
-def lazy_class(cls: type) -> type[LazyTensor]:
+def lazy_class(cls: type) -> type[torch.Tensor]:
     """The class of lazy tensors that are of class ``cls`` too.
 
     Raises:
         TypeError: when ``cls`` takes its ops in its own hands, or has slots.
     """
+    if NATIVE is not None and (cls is torch.Tensor or cls is Parameter):
+        return cls
     if issubclass(cls, LazyTensor):
         return cls
     if cls is torch.Tensor or cls is Parameter:
@@ -61,7 +63,7 @@ def lazy_class(cls: type) -> type[LazyTensor]:
             f"a lazygt tensor can't be of class {cls.__name__}: a class for it derives from "
             f"torch.Tensor and defines neither __torch_dispatch__ nor __slots__"
         )
-    return _joined(cls)
+    return cls if NATIVE is not None else _joined(cls)
 
 
 @functools.cache
@@ -134,7 +136,12 @@ def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> An
 
 
 _OWN_CLASS = "lazy tensors can be of the user's classes too"
+#: None where C++ records: its handles can be of any class.
 PATCHES = (
-    Patch(_tensor, "_make_subclass", staticmethod(make_subclass), _OWN_CLASS),
-    Patch(_tensor, "as_subclass", as_subclass, _OWN_CLASS),
+    (
+        Patch(_tensor, "_make_subclass", staticmethod(make_subclass), _OWN_CLASS),
+        Patch(_tensor, "as_subclass", as_subclass, _OWN_CLASS),
+    )
+    if NATIVE is None
+    else ()
 )

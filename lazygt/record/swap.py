@@ -22,6 +22,7 @@ from lazygt.record.patches import Patch
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
 from lazygt.record.tensor import (
     DEVICE_0,
+    NATIVE,
     OF_LAZY,
     LazyTensor,
     host_class,
@@ -33,7 +34,7 @@ from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
 _tensor: Any = torch.Tensor
 _host_data: Any = _tensor.data
-_lazy_data: Any = LazyTensor.data
+_lazy_data: Any = LazyTensor.__dict__["data"]
 _compatible: Any = torch._has_compatible_shallow_copy_type
 
 
@@ -80,6 +81,19 @@ def _set_host_data(t: torch.Tensor, value: torch.Tensor) -> None:
         _to_workers(t, value)
     else:
         _host_data.__set__(t, value)
+
+
+def _get_data(t: torch.Tensor) -> torch.Tensor:
+    """``t.data``: of a lazy tensor that C++ records what ``LazyTensor`` has else."""
+    data: torch.Tensor = (_lazy_data if is_lazy(t) else _host_data).__get__(t)
+    return data
+
+
+def _set_any_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    if is_lazy(t):
+        _lazy_data.__set__(t, value)
+    else:
+        _set_host_data(t, value)
 
 
 def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
@@ -179,6 +193,11 @@ def _left_behind(grad: torch.Tensor) -> None:
     )
 
 
+_DATA = (
+    property(_host_data.__get__, _set_host_data)
+    if NATIVE is None
+    else property(_get_data, _set_any_data)
+)
 _IN_PLACE = "a tensor that moves between devices written in C++ stays the object that it is"
 PATCHES = (
     Patch(
@@ -189,7 +208,7 @@ PATCHES = (
     ),
 )
 IN_SESSIONS = (
-    Patch(torch.Tensor, "data", property(_host_data.__get__, _set_host_data), _IN_PLACE),
+    Patch(torch.Tensor, "data", _DATA, _IN_PLACE),
     Patch(Parameter, "__new__", new_parameter, "parameters of lazy values are of the user's class"),
     Patch(ScriptModule, "_apply", _apply_scripted, "it holds TensorImpls, which can't be swapped"),
 )

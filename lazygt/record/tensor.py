@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 
+from lazygt import native
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import Arg, Node
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from lazygt.runtime.values import RemoteValue
+
+
+#: The C++ extension, where it records; else None.
+NATIVE: Any = native.extension() if native.choice().recorder == "native" else None
 
 
 class State(Enum):
@@ -138,6 +143,27 @@ class Storage:
         return self._addresses
 
 
+if NATIVE is None:
+    #: Makes a storage: ``(owner, serial, index, meta)``.
+    new_storage: Callable[..., Storage] = Storage
+else:
+
+    class NativeStorage(NATIVE.Cell):  # type: ignore[misc]
+        """What C++ has as a storage."""
+
+        __slots__ = ()
+
+        state, addresses = Storage.state, Storage.addresses
+        set_recorded, set_remote = Storage.set_recorded, Storage.set_remote
+        set_host = Storage.set_host
+
+    NATIVE.set_storage_type(NativeStorage)
+    # where C++ records, every position is a part of its step
+    NATIVE.View.meta = property(lambda view: view.ops[-1].meta)
+    NATIVE.View.numbers, NATIVE.View.params, NATIVE.View.shift = (), (), 0
+    new_storage = NativeStorage
+
+
 class ViewOp:
     """One view op between a storage and a handle: everything but the tensor it is applied to.
 
@@ -196,6 +222,10 @@ class ViewChain:
         """What the handle shows."""
         return moved_by(self.ops[-1].meta, self.shift)
 
+    def copy(self) -> ViewChain:
+        """The same way to look at another storage."""
+        return ViewChain(self.ops, 0, 0, 0, self.numbers, (), self.shift)
+
 
 def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
     """The meta of a view so many bytes further on."""
@@ -203,6 +233,16 @@ def moved_by(meta: TensorMeta, shift: int) -> TensorMeta:
         return meta
     offset = meta.offset + shift // meta.dtype.itemsize
     return intern(meta.shape, meta.stride, meta.dtype, offset, meta.conj, meta.neg)
+
+
+class _NativeClass(torch._C._TensorMeta):
+    """Of ``LazyTensor`` where C++ records: handles are of torch's class or the user's own then."""
+
+    def __instancecheck__(self, t: Any) -> bool:
+        return is_lazy(t)
+
+
+_LAZY_CLASS: Any = torch._C._TensorMeta if NATIVE is None else _NativeClass
 
 
 class Above(NamedTuple):
@@ -256,7 +296,7 @@ def show_with(load: Callable[[], Viewer]) -> None:
 _load_viewer: Callable[[], Viewer]
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass]
     """A tensor on device ``lazygt``: a handle for a value that workers hold or will compute.
 
     It has no slots, so that a CPU tensor's object can become one (``swap``).
@@ -303,11 +343,11 @@ class LazyTensor(torch.Tensor):
         A value that is only recorded is shipped: where it lies is decided then. For a view, where
         a copy of it would lie.
         """
-        if self._view is not None:
+        if view_of(self) is not None:
             copy: LazyTensor = self.detach().clone()  # type: ignore[assignment]
             return copy.placements
-        self._ship_pending("placements")
-        remote, mesh = self._storage.remote, self._storage.owner.mesh
+        _ship_pending(self, "placements")
+        remote, mesh = storage_of(self).remote, storage_of(self).owner.mesh
         if remote is None or remote.sharding is None:
             return tuple(placement_to_torch(Replicate()) for _ in mesh.names)
         return tuple(map(placement_to_torch, remote.sharding.placements))
@@ -334,7 +374,7 @@ class LazyTensor(torch.Tensor):
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._storage.owner.closed:  # a debugger shows such ones too
+        if storage_of(self).owner.closed:  # a debugger shows such ones too
             text = f"tensor(..., size={tuple(self.size())}, dtype={self.dtype}, session closed)"
         else:
             text = repr(self.detach().cpu())
@@ -344,12 +384,12 @@ class LazyTensor(torch.Tensor):
         elif self.requires_grad:
             suffix += ", requires_grad=True"
         body = f"{text[:-1]}{suffix})"
-        return f"Parameter containing:\n{body}" if getattr(self, "_is_param", False) else body
+        return f"Parameter containing:\n{body}" if isinstance(self, torch.nn.Parameter) else body
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        readable = self.dim() == 0 and not self._storage.owner.closed
+        readable = self.dim() == 0 and not storage_of(self).owner.closed
         return format(self.item() if readable else str(self), spec)
 
     # -- identity and aliasing -----------------------------------------------------------
@@ -361,7 +401,7 @@ class LazyTensor(torch.Tensor):
         Values that it is set to lie where those before lay, if they have its shape and no place
         of their own.
         """
-        self._ship_pending("data")
+        _ship_pending(self, "data")
         return alias(self)
 
     @data.setter
@@ -373,11 +413,11 @@ class LazyTensor(torch.Tensor):
                 f"incompatible tensor type: the data of a lazygt tensor can't be set to one on "
                 f"{new.device}; use .data = value.to('lazygt')"
             )
-        before = self._storage
+        before = storage_of(self)
         _set_data(self, new)
-        self._storage, self._view = storage_of(new), view_of(new)
+        _show(self, storage_of(new), view_of(new))
         if before.placed is not None:
-            self._storage.owner.keep_sharding(self, before)
+            storage_of(self).owner.keep_sharding(self, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         if id(self) in memo:
@@ -394,7 +434,7 @@ class LazyTensor(torch.Tensor):
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in attributes(self).items():
             twin.__dict__[name] = copy.deepcopy(value, memo)
-        if type(self) is not LazyTensor:
+        if type(self) is not type(twin):
             object.__setattr__(twin, "__class__", type(self))
         return twin
 
@@ -416,13 +456,13 @@ class LazyTensor(torch.Tensor):
 
     def untyped_storage(self) -> LazyStorage:
         """An identity and a size: no memory that could be read here."""
-        return untyped_storage_of(self, self._storage.addresses)
+        return untyped_storage_of(self, storage_of(self).addresses)
 
     def data_ptr(self) -> int:
         """Where the first element is in the storage's range of addresses; 0 of an empty tensor."""
         if not self.numel():
             return 0
-        return self._storage.addresses.first + meta_of(self).offset * self.dtype.itemsize
+        return storage_of(self).addresses.first + meta_of(self).offset * self.dtype.itemsize
 
     def is_shared(self) -> bool:
         """False: the memory is a worker's."""
@@ -436,10 +476,12 @@ class LazyTensor(torch.Tensor):
         """A no-op, as for CUDA tensors."""
         return self
 
-    def _ship_pending(self, reason: str) -> None:
-        """Flush if the value is still only recorded."""
-        if self._storage.state is State.RECORDED:
-            self._storage.owner.flush(reason)
+
+def _ship_pending(t: LazyTensor, reason: str) -> None:
+    """Flush if the value is still only recorded."""
+    storage = storage_of(t)
+    if storage.state is State.RECORDED:
+        storage.owner.flush(reason)
 
 
 def _is_values(given: Any) -> bool:
@@ -448,7 +490,7 @@ def _is_values(given: Any) -> bool:
 
 
 #: What a lazy tensor has in its ``__dict__`` and one of the host has not.
-OF_LAZY = frozenset({"_storage", "_view"})
+OF_LAZY = frozenset({"_storage", "_view"} if NATIVE is None else ())
 _make_subclass = torch.Tensor._make_subclass
 _register_hook: Any = torch.Tensor.register_hook
 _register_accumulated_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -459,6 +501,9 @@ STRIDED = torch.strided
 
 def wrapper(meta: TensorMeta, storage: Storage, view: ViewChain | None) -> LazyTensor:
     """A new handle."""
+    if NATIVE is not None:
+        shown: LazyTensor = NATIVE.handle(meta, storage, view)
+        return shown
     # by position: torch takes twice as long to read keywords
     if meta.plain:
         t = make_wrapper(LazyTensor, meta.shape, None, None, None, meta.dtype, STRIDED, DEVICE_0)
@@ -489,8 +534,20 @@ def view_of(t: LazyTensor) -> ViewChain | None:
     return t._view
 
 
+if NATIVE is not None:
+    is_lazy, storage_of, view_of = NATIVE.is_lazy, NATIVE.storage_of, NATIVE.view_of
+
+
+def _show(t: LazyTensor, storage: Storage, view: ViewChain | None) -> None:
+    """Have a handle whose data was set look at what that looks at; a native one does."""
+    if NATIVE is None:
+        t._storage, t._view = storage, view
+
+
 def host_class(t: LazyTensor) -> type:
     """The class of the same tensor on the host."""
+    if NATIVE is not None:
+        return type(t)
     if type(t) is LazyTensor and getattr(t, "_is_param", False):
         return torch.nn.Parameter
     return type(t)._host_class
@@ -518,7 +575,7 @@ def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | 
     # set_data is implemented at the autograd keys, which are off while an op is dispatched
     with undispatched():
         _set_data(t, wrapper(meta, storage, view))
-    t._storage, t._view = storage, view
+    _show(t, storage, view)
 
 
 def alias(t: LazyTensor) -> LazyTensor:
@@ -541,9 +598,7 @@ def _deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
         twin = storage_of(copied)
         memo[id(storage)] = twin
     view = view_of(t)
-    shown = None
-    if view is not None:
-        shown = ViewChain(view.ops, 0, 0, 0, view.numbers, (), view.shift)
+    shown = None if view is None else view.copy()
     return wrapper(TensorMeta.of(t), twin, shown)
 
 

@@ -11,14 +11,22 @@ from typing import Any, Protocol
 import torch
 
 from lazygt.errors import LazyGTError, NoSession
-from lazygt.graph.mesh import Mesh
+from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node, Param
 from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
 from lazygt.record.infer import Inference
-from lazygt.record.tensor import LazyTensor, Owner, Storage, wrapper
+from lazygt.record.tensor import (
+    LazyTensor,
+    Owner,
+    Storage,
+    new_storage,
+    storage_of,
+    view_of,
+    wrapper,
+)
 from lazygt.record.trie import TraceTrie, TrieNode, makers
 
 #: An op and the user's frame that it was recorded at.
@@ -27,6 +35,11 @@ TracePoint = tuple[OpFacts | None, CallSite | None]
 #: the serial of a storage that belongs to none.
 _SERIALS = itertools.count(1)
 _PID = os.getpid()
+
+
+def new_serial() -> int:
+    """The number of a trace that begins."""
+    return next(_SERIALS)
 
 
 class TraceSink(Protocol):
@@ -73,7 +86,7 @@ class Trace:
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
-        self.serial = next(_SERIALS)
+        self.serial = new_serial()
         self.step = trie.root
         self.storages: list[weakref.ref[Storage] | None] = []
         self.inputs: list[tuple[weakref.ref[Storage], Any]] = []
@@ -87,10 +100,10 @@ class Trace:
 
     def index_of(self, t: LazyTensor) -> int:
         """The number of a handle's current value; it enters if need be."""
-        storage = t._storage
+        storage = storage_of(t)
         if storage.serial != self.serial:
             self.enter(storage)
-        view = t._view
+        view = view_of(t)
         if view is None:
             return storage.index
         if view.serial != self.serial or view.base != storage.index:
@@ -99,22 +112,12 @@ class Trace:
 
     def enter(self, storage: Storage) -> None:
         """A value from before this trace becomes an input of it."""
-        self.check(storage)
-        if storage.host is not None:
-            storage.set_remote(self.owner.upload(storage.host, storage.meta))
+        self.make_enterable(storage)
         if storage.blank:
-            self._write_blank(storage)
+            self.write_blank(storage)
             return
-        if storage.remote is None:
-            raise LazyGTError(
-                "the value of this tensor was lost: the flush that shipped it was interrupted"
-            )
-        meta, sharding = storage.meta, storage.remote.sharding
-        key = meta if sharding is None else (meta, sharding)
-        step = self.step.children.get(key)
-        if step is None:
-            self.note_miss(meta, None, None)
-            step = self.trie.add(TrieNode(self.step, key, input=meta))
+        assert storage.remote is not None
+        step = self.input_step(storage.meta, storage.remote.sharding)
         try:
             self.inputs.append((weakref.ref(storage), storage.remote))
             self.step = step
@@ -123,13 +126,32 @@ class Trace:
             raise
         storage.index, storage.serial = ~(step.inputs - 1), self.serial
 
+    def make_enterable(self, storage: Storage) -> None:
+        """See that a storage's value is the workers', or not written yet."""
+        self.check(storage)
+        if storage.host is not None:
+            storage.set_remote(self.owner.upload(storage.host, storage.meta))
+        if not storage.blank and storage.remote is None:
+            raise LazyGTError(
+                "the value of this tensor was lost: the flush that shipped it was interrupted"
+            )
+
+    def input_step(self, meta: TensorMeta, sharding: Sharding | None) -> TrieNode:
+        """The step of an input that enters here."""
+        key = meta if sharding is None else (meta, sharding)
+        step = self.step.children.get(key)
+        if step is None:
+            self.note_miss(meta, None, None)
+            step = self.trie.add(TrieNode(self.step, key, input=meta))
+        return step
+
     def check(self, storage: Storage) -> None:
         """Refuse a storage of another session, or of a closed one."""
         owner = storage.owner
         if owner is not self.owner or owner.closed:
             raise closed_error() if owner.closed else _other_session()
 
-    def _write_blank(self, storage: Storage) -> None:
+    def write_blank(self, storage: Storage) -> None:
         """The memory of ``torch.empty`` is needed after all: record the op that makes it."""
         meta = storage.meta
         f = facts(torch.ops.aten.empty_strided.default)
@@ -145,7 +167,7 @@ class Trace:
 
     def show(self, index: int, meta: TensorMeta) -> LazyTensor:
         """A handle with a storage of its own for a value."""
-        storage = Storage(self.owner, self.serial, index, meta)
+        storage = new_storage(self.owner, self.serial, index, meta)
         self.storages[index] = weakref.ref(storage)
         return wrapper(meta, storage, None)
 
@@ -168,7 +190,11 @@ class Trace:
         """Go on to a step of an op that the user did not write."""
         self.step = step
         self.call_sites.append(user_call_site(2))
-        self.storages.extend([None] * (step.values - step.first))
+        self.reserve(step)
+
+    def reserve(self, step: TrieNode) -> None:
+        """Have room for the storages of its values."""
+        self.storages.extend([None] * (step.values - len(self.storages)))
 
     def hoist(self, number: Any) -> Param:
         """Make a number one that the run is given; the next step has to take it."""
@@ -190,7 +216,7 @@ class Trace:
         del self.params[step.params :]
         del self.inputs[step.inputs :]
         self.call_sites.extend([user_call_site(1)] * (step.ops - len(self.call_sites)))
-        self.storages.extend([None] * (step.values - len(self.storages)))
+        self.reserve(step)
 
     def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
         """The storages that still show a value of this trace, and those values' numbers."""

@@ -21,7 +21,7 @@ from lazygt.graph.source import CallSite, expand
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.marks import MARKS
 from lazygt.record.positions import Places
-from lazygt.record.tensor import ViewOp
+from lazygt.record.tensor import NATIVE, ViewOp
 
 
 class TrieNode:
@@ -41,13 +41,15 @@ class TrieNode:
         nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
             gone since they were last counted included.
         placed: something up to here is laid out on the mesh.
+        native: the same step in the native recorder, once it has been there.
         first: number of the op's first result.
         ops, values, params, inputs: how many of each there are up to here, this step included.
     """
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
-        "itself", "key", "make", "nbytes", "node", "numbers", "ops", "params", "parent", "pitch",
+        "itself", "key", "make", "native", "nbytes", "node", "numbers", "ops", "params", "parent",
+        "pitch",
         "placed", "plans", "values", "view_ops",
     )  # fmt: skip
 
@@ -69,6 +71,7 @@ class TrieNode:
             self.params, self.inputs = parent.params, parent.inputs + (input is not None)
         self.first = self.values
         self.full = False
+        self.native: Any = None
         self.itself = False
         self.view_ops: tuple[ViewOp, ...] | None = None
         self.pitch: int | None = None
@@ -85,6 +88,12 @@ class TrieNode:
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
+
+    def forget(self, child: TrieNode) -> None:
+        """Lead to a step no more."""
+        del self.children[child.key]
+        if NATIVE is not None:
+            NATIVE.forget(self, child)
 
     def path(self) -> list[TrieNode]:
         """The steps from the root (excluded) to here."""
@@ -181,9 +190,9 @@ class TraceTrie:
         todo, dropped = [self.root], []
         while todo:
             step = todo.pop()
-            for key, child in list(step.children.items()):
+            for child in list(step.children.values()):
                 if stale(child):
-                    del step.children[key]
+                    step.forget(child)
                     dropped += self._forget(child)
                 else:
                     todo.append(child)
@@ -197,7 +206,7 @@ class TraceTrie:
         for step in superseded:
             assert step.parent is not None
             if step.parent.children.get(step.key) is step and id(step) not in way:
-                del step.parent.children[step.key]
+                step.parent.forget(step)
                 dropped += self._forget(step)
         return dropped
 
@@ -224,7 +233,7 @@ class TraceTrie:
         while step.parent is not None and step is not keep:
             if step.children or step.plans:
                 return
-            del step.parent.children[step.key]
+            step.parent.forget(step)
             self.steps -= 1
             step = step.parent
 

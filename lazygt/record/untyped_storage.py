@@ -90,7 +90,7 @@ def new_range(nbytes: int) -> AddressRange:
 
 def untyped_storage_of(t: torch.Tensor, addresses: AddressRange) -> LazyStorage:
     """The storage of a lazy tensor."""
-    storage: Any = torch.Tensor.untyped_storage(t)
+    storage: Any = torch.UntypedStorage(0, device="cpu")
     storage.__class__ = LazyStorage
     storage.range = addresses
     lazy: LazyStorage = storage

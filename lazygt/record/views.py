@@ -9,7 +9,17 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import OpFacts, viewed_argument
 from lazygt.record import chains
-from lazygt.record.tensor import LazyTensor, Storage, ViewChain, alias, meta_of, rebind, wrapper
+from lazygt.record.tensor import (
+    LazyTensor,
+    ViewChain,
+    alias,
+    meta_of,
+    new_storage,
+    rebind,
+    storage_of,
+    view_of,
+    wrapper,
+)
 from lazygt.record.trace import Trace, returned, written_tensors
 from lazygt.record.trie import TrieNode
 
@@ -20,7 +30,7 @@ def results(
     """What the user gets of a step that is not just one fresh tensor."""
     node = step.node
     assert node is not None
-    trace.storages.extend([None] * (step.values - step.first))
+    trace.reserve(step)
     if node.written:
         targets = written_tensors(f, args, kwargs)
         index = step.first + len(node.fresh)
@@ -41,12 +51,12 @@ def results(
 
 def resize(t: LazyTensor, meta: TensorMeta) -> None:
     """``out=`` gave a tensor another shape: it shows a storage of its own from here on."""
-    rebind(t, meta, Storage(t._storage.owner, 0, 0, meta), None)
+    rebind(t, meta, new_storage(storage_of(t).owner, 0, 0, meta), None)
 
 
 def write(trace: Trace, t: LazyTensor, index: int) -> None:
     """The handle ``t`` was written: its new version is value ``index``."""
-    storage, view = t._storage, t._view
+    storage, view = storage_of(t), view_of(t)
     if view is None:
         trace.own(storage, index)
         return
@@ -62,7 +72,7 @@ def handle(trace: Trace, step: TrieNode, args: tuple[Any, ...]) -> LazyTensor:
     ops = step.view_ops
     if ops is None:
         ops = chains.view_ops(step)
-    trace.storages.append(None)
+    trace.reserve(step)
     op = ops[0]
     source: LazyTensor = args[op.position]
     storage, shown = source._storage, source._view

@@ -22,18 +22,20 @@ aten: Any = torch.ops.aten
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
 
 
-def register_decompositions(record: Callable[..., Any]) -> torch.library.Library:
+def register_decompositions(record: Callable[..., Any] | None) -> torch.library.Library:
     """Register the choices.
 
     Args:
-        record: takes an op and its arguments, and records it as it is.
+        record: takes an op and its arguments, and records it as it is; None: C++ does.
     """
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _DECOMPOSITIONS.items():
+    for name, kernel in DECOMPOSED.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")
-    for name in KERNELS_OF_THEIR_OWN:
-        library.impl(name, functools.partial(record, getattr(aten, name).default), "PrivateUse1")
+    if record is not None:
+        for name in KERNELS_OF_THEIR_OWN:
+            kernel = functools.partial(record, getattr(aten, name).default)
+            library.impl(name, kernel, "PrivateUse1")
     return library
 
 
@@ -234,7 +236,7 @@ def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> list
     return list(torch.tensor_split(x, sections.tolist(), dim))
 
 
-_DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+DECOMPOSED: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "fft_fftfreq": _fftfreq,
     "kaiser_window": _kaiser_window,

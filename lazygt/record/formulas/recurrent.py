@@ -25,7 +25,7 @@ Cell = Callable[[torch.Tensor, State, list[Any]], State]
 def register_recurrent() -> torch.library.Library:
     """Register the layers."""
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _RECURRENT.items():
+    for name, kernel in RECURRENT.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")
     return library
@@ -364,7 +364,7 @@ def _elman(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Cell:
     return cell
 
 
-_RECURRENT: dict[str, Callable[..., Any]] = {
+RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell_op,
     "gru_cell": _gru_cell_op,
     "lstm.input": _lstm_input,

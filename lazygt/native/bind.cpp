@@ -1,0 +1,185 @@
+// What Python sees of recording.
+#include "device.h"
+#include "module.h"
+#include "recorder.h"
+#include "storage.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+namespace lazygt {
+namespace {
+const at::Tensor& tensor_of(py::handle t) {
+  TORCH_CHECK(THPVariable_Check(t.ptr()), "expected a tensor");
+  return THPVariable_Unpack(t.ptr());
+}
+
+py::object wrap(at::Tensor t) { return checked(THPVariable_Wrap(std::move(t))); }
+
+// -- by METH_O: they are asked often -------------------------------------------------------------
+
+PyObject* is_lazy_object(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!THPVariable_Check(object)) Py_RETURN_FALSE;
+  return PyBool_FromLong(is_lazy(THPVariable_Unpack(object)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* storage_of_handle(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  return storage_of(handle(tensor_of(object))->cell).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* view_of_handle(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const auto& view = handle(tensor_of(object))->view;
+  if (!view) Py_RETURN_NONE;
+  return py::cast(view).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"is_lazy", is_lazy_object, METH_O, "Whether it is a handle."},
+    {"storage_of", storage_of_handle, METH_O, "What a handle looks at."},
+    {"view_of", view_of_handle, METH_O, "How it looks at it, or None."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// -- what has been recorded ----------------------------------------------------------------------
+
+py::list take_params(Recorder& r) {
+  py::list taken;
+  for (const auto& number : r.params) taken.append(torch::jit::toPyObject(number));
+  r.params.clear();
+  return taken;
+}
+
+py::list take_marks(Recorder& r) {
+  py::list taken;
+  for (const auto& mark : r.marks) taken.append(call_site(mark));
+  r.marks_taken += r.marks.size();
+  r.marks.clear();
+  return taken;
+}
+
+// (weak reference to the storage, RemoteValue) of each
+py::list take_inputs(Recorder& r) {
+  py::list taken;
+  auto entered = std::move(r.inputs);
+  r.inputs.clear();
+  for (auto& [weak, remote] : entered) {
+    auto cell = weak.lock();
+    if (!cell) cell = c10::make_intrusive<Cell>(&r, 0, 0, intern({}, {}, 0, at::kFloat));  // gone
+    auto reference = checked(PyWeakref_NewRef(storage_of(cell).ptr(), nullptr));
+    taken.append(py::make_tuple(reference, py::handle(remote->object)));
+  }
+  return taken;
+}
+
+// The storages that still show a value of the trace, and the values' numbers.
+py::tuple alive(Recorder& r) {
+  py::list storages;
+  std::vector<int32_t> indices;
+  for (size_t i = 0; i < r.owners.size(); ++i) {
+    auto cell = r.owners[i].lock();
+    if (!cell || cell->index != int32_t(i) || cell->serial != r.serial) continue;
+    storages.append(storage_of(cell));
+    indices.push_back(int32_t(i));
+  }
+  py::tuple numbers(indices.size());
+  for (size_t i = 0; i < indices.size(); ++i) numbers[i] = indices[i];
+  return py::make_tuple(storages, numbers);
+}
+
+void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& type) {
+  type.def("begin", [](Recorder& r, uint64_t serial, py::object root, py::object trace) {
+        r.begin(serial, step_of(root), trace);
+      })
+      .def_property(
+          "step", [](Recorder& r) { return py::reinterpret_borrow<py::object>(r.step->node); },
+          [](Recorder& r, py::object node) { r.step = step_of(node); })
+      .def_property_readonly("ops", [](Recorder& r) { return r.marks_taken + r.marks.size(); })
+      .def("take_params", take_params)
+      .def("take_marks", take_marks)
+      .def("take_inputs", take_inputs)
+      .def("alive", alive)
+      .def("advance", [](Recorder& r, py::object node) { r.advance(step_of(node)); })
+      .def("reserve", [](Recorder& r) { r.reserve(*r.step); })
+      .def("settle", &Recorder::settle)
+      .def("index_of", [](Recorder& r, py::object t) { return r.index_of(handle(tensor_of(t))); })
+      .def("enter", [](Recorder& r, py::object storage) { r.enter(cell_of(storage)); })
+      .def("own", [](Recorder& r, py::object storage, int32_t index) { r.own(cell_of(storage), index); })
+      .def("show", [](Recorder& r, int32_t index, py::object meta) {
+        TORCH_CHECK(index >= 0 && size_t(index) < r.owners.size(), "the trace has no value ", index);
+        return wrap(r.show(index, meta_of(meta)));
+      })
+      .def("show_views", [](Recorder& r, py::object source) {
+        py::list views;
+        const auto& kinds = kinds_of(*r.step);
+        for (size_t i = 0; i < kinds.size(); ++i) {
+          views.append(wrap(r.show_view(*r.step, *handle(tensor_of(source)), i)));
+        }
+        return views;
+      });
+}
+}  // namespace
+
+Recorder* recorder_of(py::handle owner) {
+  return py::cast<Recorder*>(attribute(owner, "native"));
+}
+
+void bind_recorder(py::module_& m) {
+  if (PyModule_AddFunctions(m.ptr(), methods) < 0) throw_python();
+  m.attr("Cell") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(storage_base()));
+  py::class_<View, ViewP>(m, "View")
+      .def_readwrite("serial", &View::serial)
+      .def_readwrite("base", &View::base)
+      .def_readwrite("index", &View::index)
+      .def_property_readonly("ops", [](const View& view) {
+        auto kinds = view.kinds();
+        py::tuple ops(kinds.size());
+        for (size_t i = 0; i < kinds.size(); ++i) ops[i] = py::handle(kinds[i]->op->object);
+        return ops;
+      })
+      .def("copy", [](const View& view) { return c10::make_intrusive<View>(view.link, 0, 0, 0); });
+  py::class_<Lock>(m, "Lock")
+      .def("acquire", &Lock::acquire)
+      .def("release", &Lock::release)
+      .def("__enter__", &Lock::acquire)
+      .def("__exit__", [](Lock& lock, py::args) { lock.release(); })
+      .def("_is_owned", &Lock::owned);
+  // never freed: a kernel on another thread may be in it, and storages may outlive its session
+  py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>> type(m, "Recorder");
+  type.def(py::init([](py::object python) { return new Recorder(python); }))
+      .def_property_readonly("lock", [](Recorder& r) -> Lock& { return r.lock; }, py::return_value_policy::reference)
+      .def_property("closed", [](Recorder& r) { return r.closed.load(); }, [](Recorder& r, bool on) { r.closed = on; })
+      .def_readwrite("anchored", &Recorder::anchored)
+      .def("leave", [](Recorder& r) {
+        r.closed = true;
+        r.python = r.trace = nullptr;
+        r.step.reset();
+        r.owners.clear();
+        r.inputs.clear();
+      });
+  bind_trace(type);
+  m.def("handle", [](py::object meta, py::object storage, py::object view) {
+    return wrap(new_handle(meta_of(meta), cell_of(storage), view.is_none() ? ViewP() : py::cast<ViewP>(view)));
+  });
+  m.def("activate", [](py::object recorder) {
+    set_active_recorder(recorder.is_none() ? nullptr : py::cast<Recorder*>(recorder));
+  });
+  m.def("forget", [](py::object parent, py::object child) {
+    if (attribute(parent, "native").is_none() || attribute(child, "native").is_none()) return;
+    step_of(parent)->forget(step_of(child).get());
+  });
+  m.def("set_storage_type", [](py::object type) { set_storage_type(type); });
+  m.def("connect", [](py::object learn, py::object view_ops, py::object is_library, py::object closed) {
+    set_closed_owner(std::move(closed));
+    set_teacher(std::move(learn));
+    set_view_ops(std::move(view_ops));
+    set_library_test(std::move(is_library));
+  });
+  m.def("register_device", &register_device);
+}
+}  // namespace lazygt

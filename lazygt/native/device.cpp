@@ -1,0 +1,135 @@
+#include "device.h"
+
+#include "recorder.h"
+#include "typed.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/library.h>
+
+namespace lazygt {
+namespace {
+PyObject* without_session = nullptr;
+
+// -- kernels -------------------------------------------------------------------------------------
+
+void refuse(const Facts& f, Stack& stack) {
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  auto [positional, named] = python_arguments(f, torch::jit::last(stack, f.arguments()));
+  auto result = checked(PyObject_CallFunctionObjArgs(without_session, f.func, positional.ptr(), named.ptr(), nullptr));
+  torch::jit::drop(stack, f.arguments());
+  push_results(f.op, result, stack);
+}
+
+struct Kernel final : c10::OperatorKernel {
+  Facts* f = nullptr;
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    if (C10_UNLIKELY(f == nullptr)) f = &facts_of(op);
+    record_boxed(*f, *stack);
+  }
+};
+
+// Ops without a kernel of their own: those of other libraries, whose definition may change, and
+// factories.
+void fallback(const c10::OperatorHandle& op, Stack* stack) {
+  if (op.schema().name().rfind("aten::", 0) == 0) {
+    record_boxed(facts_of(op), *stack);
+    return;
+  }
+  Facts f{op, 0, nullptr, nullptr};
+  {
+    Gil gil;
+    f.func = torch::detail::getTorchApiFunction(op).ptr();
+  }
+  for (const auto& a : op.schema().arguments()) {
+    f.positional += !a.kwarg_only();
+    f.hoist.push_back(0);
+    f.defaults.push_back(a.default_value() ? &*a.default_value() : nullptr);
+  }
+  record_boxed(f, *stack);
+}
+
+bool takes_tensors(const c10::FunctionSchema& schema) {
+  for (const auto& a : schema.arguments()) {
+    auto type = a.real_type();
+    while (true) {
+      if (type->kind() == c10::TypeKind::TensorType) return true;
+      if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+      else if (auto list = type->cast<c10::ListType>()) type = list->getElementType();
+      else break;
+    }
+  }
+  return false;
+}
+
+void register_kernels(const std::set<std::string>& elsewhere, const std::set<std::string>& composite) {
+  static auto* everything = new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
+  static auto* aten = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
+  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  const auto typed = register_typed(*aten);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findSchema(name);
+    if (!op || !takes_tensors(op->schema())) continue;
+    auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    bool decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    if (elsewhere.count(full) || typed.count(full) || (decomposed && !composite.count(full))) continue;
+    aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>()));
+  }
+}
+
+// -- what torch asks of a device -----------------------------------------------------------------
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device) const override { return lazy_device(); }
+  c10::Device getDevice() const override { return lazy_device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const override { return stream(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+
+ private:
+  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, lazy_device()); }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+};
+}  // namespace
+
+void record_boxed(Facts& f, Stack& stack) {
+  Recorder* recorder = active_recorder();
+  if (C10_UNLIKELY(recorder == nullptr)) {
+    refuse(f, stack);
+    return;
+  }
+  Hold hold(recorder->lock);
+  recorder->record(f, stack);
+}
+
+void register_device(const std::set<std::string>& elsewhere, const std::set<std::string>& composite,
+                     py::object no_session) {
+  TORCH_CHECK(without_session == nullptr, "device lazygt is registered already");
+  without_session = no_session.release().ptr();
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::PrivateUse1, new Guard());
+  py::gil_scoped_release release;
+  register_kernels(elsewhere, composite);
+}
+}  // namespace lazygt

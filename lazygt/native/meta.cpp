@@ -1,0 +1,103 @@
+#include "meta.h"
+
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Dtype.h>
+
+#include <mutex>
+#include <unordered_map>
+
+namespace lazygt {
+namespace {
+using Words = std::vector<int64_t>;
+struct Hash {
+  size_t operator()(const Words& words) const {
+    uint64_t h = 1469598103934665603ull;
+    for (auto word : words) {
+      h = (h ^ uint64_t(word)) * 1099511628211ull;
+      h ^= h >> 29;
+    }
+    return h;
+  }
+};
+
+std::mutex& lock() {
+  static std::mutex lock;
+  return lock;
+}
+std::unordered_map<Words, std::unique_ptr<Meta>, Hash>& known() {
+  static auto* metas = new std::unordered_map<Words, std::unique_ptr<Meta>, Hash>();
+  return *metas;
+}
+
+bool is_row_major(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != step) return false;
+    step *= std::max<int64_t>(sizes[i], 1);
+  }
+  return true;
+}
+
+Words ints(py::handle tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple.ptr()), "a shape or stride of a TensorMeta is no tuple");
+  Words words(PyTuple_GET_SIZE(tuple.ptr()));
+  for (size_t i = 0; i < words.size(); ++i) {
+    words[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), Py_ssize_t(i)));
+    if (words[i] == -1 && PyErr_Occurred()) throw_python();
+  }
+  return words;
+}
+
+py::object tuple_of(const Words& words) {
+  auto tuple = checked(PyTuple_New(Py_ssize_t(words.size())));
+  for (size_t i = 0; i < words.size(); ++i) {
+    PyTuple_SET_ITEM(tuple.ptr(), Py_ssize_t(i), PyLong_FromLongLong(words[i]));
+  }
+  return tuple;
+}
+
+py::handle python_intern() {
+  static PyObject* function =
+      attribute(checked(PyImport_ImportModule("lazygt.graph.meta")), "intern").release().ptr();
+  return function;
+}
+}  // namespace
+
+const Meta* intern(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
+                   at::ScalarType dtype, bool conj, bool neg) {
+  Words key{int64_t(dtype), offset, int64_t(conj) | int64_t(neg) << 1, int64_t(sizes.size())};
+  key.insert(key.end(), sizes.begin(), sizes.end());
+  key.insert(key.end(), strides.begin(), strides.end());
+  std::lock_guard<std::mutex> guard(lock());
+  auto& meta = known()[std::move(key)];
+  if (!meta) {
+    bool plain = offset == 0 && !conj && !neg && is_row_major(sizes, strides);
+    bool number = c10::multiply_integers(sizes) == 1 && !c10::isComplexType(dtype);
+    meta.reset(new Meta{sizes.vec(), strides.vec(), offset, dtype, conj, neg, plain, number});
+  }
+  return meta.get();
+}
+
+const Meta* meta_of(py::handle tensor_meta) {
+  auto dtype = attribute(tensor_meta, "dtype");
+  TORCH_CHECK(THPDtype_Check(dtype.ptr()), "the dtype of a TensorMeta is no torch.dtype");
+  const Meta* meta =
+      intern(ints(attribute(tensor_meta, "shape")), ints(attribute(tensor_meta, "stride")),
+             int_attribute(tensor_meta, "offset"),
+             reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type,
+             attribute(tensor_meta, "conj").ptr() == Py_True,
+             attribute(tensor_meta, "neg").ptr() == Py_True);
+  if (meta->python == nullptr) meta->python = tensor_meta.inc_ref().ptr();
+  return meta;
+}
+
+py::handle tensor_meta(const Meta* meta) {
+  if (meta->python == nullptr) {
+    auto dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(meta->dtype));
+    auto made = python_intern()(tuple_of(meta->sizes), tuple_of(meta->strides), py::handle(dtype),
+                                meta->offset, meta->conj, meta->neg);
+    if (meta->python == nullptr) meta->python = made.release().ptr();
+  }
+  return meta->python;
+}
+}  // namespace lazygt

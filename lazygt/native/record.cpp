@@ -1,0 +1,356 @@
+#include "recorder.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
+
+namespace lazygt {
+namespace {
+template <class F>
+void each_tensor(const c10::IValue& value, const F& function) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) function(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) each_tensor(item, function);
+  }
+}
+
+bool has_mask(const c10::IValue& indices) {
+  bool masked = false;
+  each_tensor(indices, [&](const at::Tensor& t) {
+    masked = masked || t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+  });
+  return masked;
+}
+
+bool is_here(const c10::IValue& device) {
+  return device.isNone() || (device.isDevice() && device.toDevice().is_privateuseone());
+}
+
+void replace(Stack& stack, size_t arguments, c10::IValue result) {
+  torch::jit::drop(stack, arguments);
+  stack.push_back(std::move(result));
+}
+}  // namespace
+
+c10::DispatchKeySet above_python() {
+  using c10::DispatchKeySet;
+  static const auto keys =
+      DispatchKeySet(DispatchKeySet::FULL) ^
+      (DispatchKeySet(DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+       DispatchKeySet(c10::DispatchKey::Python));
+  return keys;
+}
+
+// -- one op --------------------------------------------------------------------------------------
+
+void Recorder::record(Facts& f, Stack& stack) {
+  const size_t n = f.arguments();
+  const auto& argument = [&](size_t i) -> const c10::IValue& { return stack[stack.size() - n + i]; };
+  bool recorded = false;
+  Facts* facts = &f;
+  switch (closed ? Road::PYTHON : f.road) {
+    case Road::PYTHON:
+      break;
+    case Road::TWIN:
+    case Road::RESHAPED:
+      if (!argument(0).isTensor() || !is_lazy(argument(0).toTensor())) break;
+      if (f.road == Road::TWIN || argument(0).toTensor().sizes() == argument(1).toDimVector()) {
+        auto* source = handle(argument(0).toTensor());
+        auto twin = c10::make_intrusive<Handle>(source->meta(), source->cell, source->view);
+        twin->be_like(*source);
+        replace(stack, n, at::Tensor(std::move(twin)));
+        return;
+      }
+      recorded = ordinary(f, stack);
+      break;
+    case Road::ITSELF:
+      replace(stack, n, argument(0));
+      return;
+    case Road::ITEM:
+      if (argument(0).isTensor() && is_lazy(argument(0).toTensor()) &&
+          handle(argument(0).toTensor())->cell->host.defined() &&
+          !handle(argument(0).toTensor())->view && handle(argument(0).toTensor())->cell->owner == this) {
+        host_item(stack);
+        return;
+      }
+      break;
+    case Road::MASKED:
+      if (!has_mask(argument(1))) recorded = ordinary(f, stack);
+      break;
+    case Road::DEVICE:
+      if (is_here(argument(f.at))) recorded = ordinary(f, stack);
+      break;
+    case Road::BOTH_LAZY:
+      if (is_lazy(argument(0).toTensor()) && is_lazy(argument(1).toTensor())) {
+        recorded = ordinary(f, stack);
+      }
+      break;
+    case Road::FLAGGED:
+      if (argument(f.at).isBool() && argument(f.at).toBool()) facts = f.writing;
+      recorded = ordinary(*facts, stack);
+      break;
+    case Road::ORDINARY:
+      recorded = ordinary(f, stack);
+  }
+  if (!recorded) record_in_python(f, stack);
+  overflow_if_full();
+}
+
+void Recorder::overflow_if_full() {
+  if (C10_LIKELY(!anchored && !step->full)) return;
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  call_method(python, "overflow");
+}
+
+void Recorder::host_item(Stack& stack) {
+  auto value = handle(stack.back().toTensor())->cell->host;
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  replace(stack, 1, value.item());
+}
+
+bool Recorder::put_all(Words& key, const Facts& f, c10::ArrayRef<c10::IValue> args, uint32_t& view_at) {
+  key.put(word(OP, f.id));
+  size_t given = given_positional(f, args);
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (int(i) == f.viewed) view_at = uint32_t(key.size());
+    bool left_out = i < f.positional
+                        ? i >= given
+                        : f.defaults[i] != nullptr && equals_default(args[i], *f.defaults[i]);
+    if (left_out) {
+      key.put(word(DEFAULT, 0));
+    } else if (!put(key, f, args[i], f.hoist[i])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Recorder::ordinary(Facts& f, Stack& stack) {
+  auto args = torch::jit::last(stack, f.arguments());
+  try {
+    Words key;
+    uint32_t view_at = 0;
+    if (!put_all(key, f, args, view_at)) {
+      settle();  // Python notes the op's numbers anew
+      return false;
+    }
+    Step* next = step->find(key);
+    if (C10_UNLIKELY(next == nullptr || next->make == Make::UNKNOWN)) next = miss(f, args, key, view_at);
+    step = StepP::reclaim_copy(next);
+    marks.push_back(user_mark());
+    results(*next, f, stack);
+    return true;
+  } catch (...) {
+    settle();
+    throw;
+  }
+}
+
+Step* Recorder::miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at) {
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  auto [positional, named] = python_arguments(f, args);
+  auto node = call_method(python, "step_for", py::handle(f.facts), positional, named);
+  auto next = step_of(node);
+  prepare(*next, f);
+  for (auto& kind : next->kinds) {
+    if (!kind->words.empty()) continue;
+    kind->words.assign(key.begin(), key.end());
+    kind->at = view_at;
+  }
+  step->add(key, next);
+  return next.get();  // its TrieNode holds it
+}
+
+void Recorder::record_in_python(const Facts& f, Stack& stack) {
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  auto args = torch::jit::last(stack, f.arguments());
+  auto [positional, named] = python_arguments(f, args);
+  auto result = call_method(python, "record", py::handle(f.func), positional, named);
+  torch::jit::drop(stack, f.arguments());
+  push_results(f.op, result, stack);
+}
+
+// -- results -------------------------------------------------------------------------------------
+
+bool Recorder::shows_written(const Step& next, const Facts& f, c10::ArrayRef<c10::IValue> args) const {
+  bool same = true;
+  size_t count = 0;
+  for (int at : f.writes) {
+    each_tensor(args[at], [&](const at::Tensor& t) {
+      if (count >= next.written.size() || !is_lazy(t)) {
+        same = false;
+        return;
+      }
+      const Meta *shown = handle(t)->meta(), *written = next.written[count++];
+      same = same && written && (shown == written || shown->shows_like(*written));
+    });
+  }
+  return same && count == next.written.size();
+}
+
+void Recorder::results_in_python(const Facts& f, Stack& stack) {
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  auto [positional, named] = python_arguments(f, torch::jit::last(stack, f.arguments()));
+  auto result = call_method(python, "results", py::handle(f.facts), positional, named);
+  torch::jit::drop(stack, f.arguments());
+  push_results(f.op, result, stack);
+}
+
+void Recorder::results(Step& next, Facts& f, Stack& stack) {
+  const size_t n = f.arguments();
+  auto args = torch::jit::last(stack, n);
+  bool writes = next.make == Make::ITSELF || next.make == Make::TENSORS;
+  if (next.make == Make::PYTHON || (writes && !shows_written(next, f, args))) {
+    results_in_python(f, stack);
+    return;
+  }
+  reserve(next);
+  if (next.make == Make::ONE) {
+    replace(stack, n, show(next.first, next.fresh[0]));
+    return;
+  }
+  if (next.make == Make::ITSELF) {
+    at::Tensor t = args[0].toTensor();
+    write(t, next.first);
+    replace(stack, n, std::move(t));
+    return;
+  }
+  if (next.make == Make::ONE_VIEW) {
+    replace(stack, n, show_view(next, *handle(args[f.viewed].toTensor()), 0));
+    return;
+  }
+  if (next.make == Make::VIEWS || next.make == Make::FRESH) {
+    c10::List<at::Tensor> list;
+    list.reserve(next.fresh.size());
+    for (size_t i = 0; i < next.fresh.size(); ++i) {
+      list.push_back(next.make == Make::VIEWS
+                         ? show_view(next, *handle(args[f.viewed].toTensor()), i)
+                         : show(next.first + int32_t(i), next.fresh[i]));
+    }
+    replace(stack, n, std::move(list));
+    return;
+  }
+  int32_t index = next.first + int32_t(next.fresh.size());
+  for (int at : f.writes) each_tensor(args[at], [&](const at::Tensor& t) { write(t, index++); });
+  Stack out;
+  index = next.first;
+  for (size_t i = 0; i < f.outs.size(); ++i) {
+    if (f.outs[i] == Out::WRITTEN) {
+      out.push_back(args[f.returned[i]]);
+      continue;
+    }
+    const Meta* meta = next.fresh[index - next.first];
+    out.emplace_back(meta ? show(index, meta) : at::Tensor());
+    ++index;
+  }
+  torch::jit::drop(stack, n);
+  for (auto& value : out) stack.push_back(std::move(value));
+}
+
+at::Tensor Recorder::show(int32_t index, const Meta* meta) {
+  auto cell = c10::make_intrusive<Cell>(this, serial, index, meta);
+  owners[index] = c10::weak_intrusive_ptr<Cell>(cell);
+  return new_handle(meta, std::move(cell));
+}
+
+at::Tensor Recorder::show_view(Step& next, Handle& source, size_t which) {
+  const auto& kind = next.kinds[which];
+  auto link = c10::make_intrusive<Link>(source.view ? source.view->link : LinkP(), kind);
+  auto view = c10::make_intrusive<View>(std::move(link), serial, source.cell->index,
+                                        next.first + int32_t(which));
+  auto impl = c10::make_intrusive<Handle>(kind->meta, source.cell, std::move(view));
+  impl->be_like(source);
+  return at::Tensor(std::move(impl));
+}
+
+// -- keys ----------------------------------------------------------------------------------------
+
+bool Recorder::put_number(Words& key, const c10::IValue& number) {
+  uint64_t kind = number.isInt() ? 1 : number.isDouble() ? 2 : number.isBool() ? 3 : number.isComplexDouble() ? 4 : 0;
+  if (kind == 0) return false;
+  params.push_back(number);
+  key.put(word(PARAM, kind));
+  return true;
+}
+
+bool Recorder::put_tensor(Words& key, const Facts& f, const at::Tensor& t, uint8_t hoist) {
+  if (!t.defined()) {
+    key.put(word(UNDEFINED, 0));
+    return true;
+  }
+  auto* impl = t.unsafeGetTensorImpl();
+  if (C10_LIKELY(is_lazy(impl))) {
+    auto* lazy = static_cast<Handle*>(impl);
+    // a number that is computed in the client, as long as no values of workers are met
+    if (C10_UNLIKELY(lazy->cell->serial != serial && f.pointwise && lazy->cell->host.defined())) return false;
+    key.put(tensor_word(index_of(lazy)));
+    return true;
+  }
+  if (!impl->is_wrapped_number() || hoist != 1 || !t.device().is_cpu()) return false;
+  switch (t.scalar_type()) {
+    case at::kLong: return put_number(key, *t.const_data_ptr<int64_t>());
+    case at::kDouble: return put_number(key, *t.const_data_ptr<double>());
+    case at::kBool: return put_number(key, *t.const_data_ptr<bool>());
+    case at::kComplexDouble: return put_number(key, *t.const_data_ptr<c10::complex<double>>());
+    default: return false;
+  }
+}
+
+bool Recorder::put(Words& key, const Facts& f, const c10::IValue& value, uint8_t hoist) {
+  if (value.isTensor()) return put_tensor(key, f, value.toTensor(), hoist);
+  if (value.isNone()) {
+    key.put(word(NONE, 0));
+    return true;
+  }
+  if (hoist == 1 && put_number(key, value)) return true;
+  if (value.isInt()) {
+    key.put_int(value.toInt());
+    return true;
+  }
+  if (value.isBool()) {
+    key.put(word(BOOL, value.toBool()));
+    return true;
+  }
+  if (value.isDouble() || value.isComplexDouble()) {
+    double parts[2] = {0, 0};
+    uint64_t bits[2];
+    bool real = value.isDouble();
+    if (real) parts[0] = value.toDouble();
+    else parts[0] = value.toComplexDouble().real(), parts[1] = value.toComplexDouble().imag();
+    std::memcpy(bits, parts, sizeof(bits));
+    key.put(word(real ? DOUBLE : COMPLEX, 0));
+    key.put(bits[0]);
+    if (!real) key.put(bits[1]);
+    return true;
+  }
+  if (value.isList()) {
+    auto items = value.toListRef();
+    key.put(word(LIST, items.size()));
+    for (const c10::IValue& item : items) {
+      if (!put(key, f, item, hoist == 2 ? 1 : 0)) return false;
+    }
+    return true;
+  }
+  if (value.isString()) {
+    const auto& text = value.toStringRef();
+    key.put(word(STRING, text.size()));
+    for (size_t i = 0; i < text.size(); i += 8) {
+      uint64_t letters = 0;
+      std::memcpy(&letters, text.data() + i, std::min<size_t>(8, text.size() - i));
+      key.put(letters);
+    }
+    return true;
+  }
+  if (value.isDevice()) {
+    auto place = value.toDevice();
+    key.put(word(DEVICE, uint64_t(place.type()) << 8 | uint8_t(place.index())));
+    return true;
+  }
+  return false;
+}
+}  // namespace lazygt

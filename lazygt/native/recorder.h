@@ -1,0 +1,77 @@
+// Recorder: what has been recorded since the last flush, and how an op is added to it.
+//
+// A hit runs no Python: the key is found below the step reached before, cells and handles are made,
+// the user's frame is marked. Anything else goes to the Python recorder, which works on the same
+// cells, views and steps through record.bridge.
+#pragma once
+#include "lock.h"
+#include "marks.h"
+#include "trie.h"
+
+namespace lazygt {
+using Stack = std::vector<c10::IValue>;
+
+struct Recorder {
+  Lock lock;
+  std::atomic<bool> closed{false};
+  bool anchored = false;   // traces that are too long end where one did before
+  PyObject* python;           // record.bridge.NativeRecorder, which is there while ops are recorded
+  PyObject* trace = nullptr;  // its NativeTrace
+
+  // -- the trace: numbers, inputs and marks that Python has not taken over yet -------------------
+  uint64_t serial = 0;
+  StepP step;
+  std::vector<c10::weak_intrusive_ptr<Cell>> owners;  // of each value
+  std::vector<c10::IValue> params;
+  std::vector<std::pair<c10::weak_intrusive_ptr<Cell>, HeldP>> inputs;
+  std::vector<Mark> marks;
+  size_t marks_taken = 0;
+
+  explicit Recorder(py::handle python) : python(python.ptr()) {}
+
+  // Adds one op; its arguments on the stack become its results.
+  void record(Facts& f, Stack& stack);
+  // So, by the Python recorder.
+  void record_in_python(const Facts& f, Stack& stack);
+  // A step whose results are one fresh tensor, one view or the first argument, for typed kernels.
+  Step* hit(const Words& key);
+
+  // -- what storages and handles ask for -----------------------------------------------------------
+  int32_t index_of(Handle* t);
+  void enter(const CellP& cell);
+  void own(const CellP& cell, int32_t index);
+  at::Tensor show(int32_t index, const Meta* meta);
+  at::Tensor show_view(Step& step, Handle& source, size_t which);
+  void write(const at::Tensor& t, int32_t index);
+  void advance(StepP next);  // by an op; marks it
+  void reserve(const Step& of);
+  void settle();
+  void begin(uint64_t serial, StepP root, py::handle trace);
+  void overflow_if_full();
+
+  // -- keys: false where Python has to look at the argument ----------------------------------------
+  bool put(Words& key, const Facts& f, const c10::IValue& value, uint8_t hoist);
+  bool put_tensor(Words& key, const Facts& f, const at::Tensor& t, uint8_t hoist);
+  bool put_number(Words& key, const c10::IValue& number);
+
+ private:
+  bool ordinary(Facts& f, Stack& stack);
+  bool put_all(Words& key, const Facts& f, c10::ArrayRef<c10::IValue> args, uint32_t& view_at);
+  Step* miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at);
+  void results(Step& step, Facts& f, Stack& stack);
+  void results_in_python(const Facts& f, Stack& stack);
+  bool shows_written(const Step& step, const Facts& f, c10::ArrayRef<c10::IValue> args) const;
+  void write_blank(const CellP& cell);
+  void replay(View& view, const CellP& cell);
+  void host_item(Stack& stack);
+};
+
+// The recorder of the innermost open session; null: none is open.
+Recorder* active_recorder();
+void set_active_recorder(Recorder* recorder);
+Recorder* recorder_of(py::handle owner);   // of a NativeRecorder; needs the GIL
+py::object owner_of(const Cell& cell);     // needs the GIL
+void set_closed_owner(py::object stand_in);  // of cells whose recorder is gone
+// Runs as in __torch_dispatch__: all that stands above Python in torch's dispatcher is off.
+c10::DispatchKeySet above_python();
+}  // namespace lazygt

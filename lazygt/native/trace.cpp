@@ -1,0 +1,179 @@
+// Values of the trace: inputs that enter, storages that show values, views that are taken again.
+#include "recorder.h"
+#include "storage.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace lazygt {
+namespace {
+std::atomic<Recorder*> active{nullptr};
+PyObject* closed_owner = nullptr;
+
+py::object wrapped(const at::Tensor& t) { return checked(THPVariable_Wrap(t)); }
+py::object number(int64_t value) { return checked(PyLong_FromLongLong(value)); }
+}  // namespace
+
+Recorder* active_recorder() { return active.load(std::memory_order_acquire); }
+void set_active_recorder(Recorder* recorder) { active.store(recorder, std::memory_order_release); }
+
+py::object owner_of(const Cell& cell) {
+  PyObject* python = cell.owner->python;
+  return py::reinterpret_borrow<py::object>(python ? python : closed_owner);
+}
+
+void set_closed_owner(py::object stand_in) { closed_owner = stand_in.release().ptr(); }
+
+void Recorder::begin(uint64_t number, StepP root, py::handle new_trace) {
+  serial = number;
+  step = std::move(root);
+  owners.clear();
+  params.clear();
+  inputs.clear();
+  marks.clear();
+  marks_taken = 0;
+  trace = new_trace.ptr();
+}
+
+void Recorder::settle() {
+  {
+    Gil gil;
+    auto left = call_method(trace, "cut", number(step->params), number(step->inputs));
+    auto [numbers, slots] = py::cast<std::pair<size_t, size_t>>(left);
+    params.resize(std::min(params.size(), size_t(step->params) - numbers));
+    size_t entered = std::min(inputs.size(), size_t(step->inputs) - slots);
+    inputs.erase(inputs.begin() + int64_t(entered), inputs.end());
+  }
+  while (marks_taken + marks.size() < size_t(step->ops)) marks.push_back(user_mark());
+  reserve(*step);
+}
+
+void Recorder::reserve(const Step& of) {
+  while (owners.size() < size_t(of.values)) {
+    owners.emplace_back(c10::intrusive_ptr<Cell>());
+  }
+}
+
+void Recorder::advance(StepP next) {
+  step = std::move(next);
+  marks.push_back(user_mark());
+  reserve(*step);
+}
+
+void Recorder::own(const CellP& cell, int32_t index) {
+  TORCH_CHECK(index >= 0 && size_t(index) < owners.size(), "the trace has no value ", index);
+  owners[index] = c10::weak_intrusive_ptr<Cell>(cell);
+  cell->set_recorded(serial, index);
+}
+
+int32_t Recorder::index_of(Handle* t) {
+  Cell* cell = t->cell.get();
+  if (C10_UNLIKELY(cell->serial != serial)) enter(t->cell);
+  if (C10_LIKELY(!t->view)) return cell->index;
+  View& view = *t->view;
+  if (C10_UNLIKELY(view.serial != serial || view.base != cell->index)) replay(view, t->cell);
+  return view.index;
+}
+
+void Recorder::enter(const CellP& cell) {
+  if (cell->owner != this || closed || cell->host.defined() || (!cell->remote && !cell->blank)) {
+    Gil gil;
+    c10::impl::ExcludeDispatchKeyGuard below(above_python());
+    call_method(trace, "enter", storage_of(cell));  // raises, or uploads and comes back
+    return;
+  }
+  if (cell->blank) {
+    write_blank(cell);
+    return;
+  }
+  Words key;
+  key.put(word(INPUT, cell->sharding));
+  key.put(reinterpret_cast<uint64_t>(cell->meta));
+  Step* next = step->find(key);
+  if (next == nullptr) {
+    Gil gil;
+    auto made = step_of(call_method(trace, "input_step", tensor_meta(cell->meta), sharding_of(cell->sharding)));
+    step->add(key, made);
+    next = made.get();
+  }
+  inputs.emplace_back(c10::weak_intrusive_ptr<Cell>(cell), cell->remote);
+  step = StepP::reclaim_copy(next);
+  cell->index = ~(step->inputs - 1);
+  cell->serial = serial;
+}
+
+void Recorder::write_blank(const CellP& cell) {
+  Words key;
+  key.put(word(BLANK, 0));
+  key.put(reinterpret_cast<uint64_t>(cell->meta));
+  if (Step* next = step->find(key)) {
+    advance(StepP::reclaim_copy(next));
+    own(cell, step->first);
+    return;
+  }
+  Gil gil;
+  auto before = step;
+  call_method(trace, "write_blank", storage_of(cell));
+  before->add(key, step);
+}
+
+void Recorder::replay(View& view, const CellP& cell) {
+  int32_t index = cell->index;
+  const Meta* meta = cell->meta;
+  for (ViewKind* kind : view.kinds()) {
+    Words key;
+    key.append(kind->words.begin(), kind->words.end());
+    Step* next = nullptr;
+    if (!key.empty()) {
+      key[kind->at] = tensor_word(index);
+      next = step->find(key);
+    }
+    if (next != nullptr) {
+      advance(StepP::reclaim_copy(next));
+    } else {
+      Gil gil;
+      c10::impl::ExcludeDispatchKeyGuard below(above_python());
+      auto before = step;
+      call_method(trace, "view_again", py::handle(kind->op->object), number(index), tensor_meta(meta));
+      if (!key.empty()) before->add(key, step);
+    }
+    index = step->first + kind->which;
+    meta = kind->meta;
+  }
+  view.index = index;
+  view.base = cell->index;
+  view.serial = serial;
+}
+
+void Recorder::write(const at::Tensor& t, int32_t index) {
+  auto* lazy = handle(t);
+  if (!lazy->view) {
+    own(lazy->cell, index);
+    return;
+  }
+  Words key;
+  key.put(word(WRITE_BACK, 0));
+  key.put(tensor_word(lazy->cell->index));
+  key.put(tensor_word(index));
+  bool known = true;
+  for (ViewKind* kind : lazy->view->kinds()) {
+    key.put(kind->id);
+    known = known && !kind->words.empty();
+  }
+  Step* next = known ? step->find(key) : nullptr;
+  if (next == nullptr) {
+    Gil gil;
+    c10::impl::ExcludeDispatchKeyGuard below(above_python());
+    auto before = step;
+    call_method(trace, "write_back", wrapped(t), number(index));
+    if (known) before->add(key, step);
+    return;
+  }
+  advance(StepP::reclaim_copy(next));
+  own(lazy->cell, step->first);
+  View& view = *lazy->view;
+  view.index = index;
+  view.base = lazy->cell->index;
+  view.serial = serial;
+}
+}  // namespace lazygt

@@ -1,0 +1,150 @@
+#include "trie.h"
+
+#include <cstring>
+
+namespace lazygt {
+namespace {
+constexpr const char* CAPSULE = "lazygt.Step";
+constexpr size_t MANY = 8;
+PyObject* view_ops_of = nullptr;
+std::atomic<uint64_t> last_kind{0};
+
+uint64_t hash(const uint64_t* words, size_t n) {
+  uint64_t h = 0x9E3779B97F4A7C15ull ^ n;
+  for (size_t i = 0; i < n; ++i) {
+    h = (h ^ words[i]) * 0xff51afd7ed558ccdull;
+    h ^= h >> 32;
+  }
+  return h;
+}
+
+void free_capsule(PyObject* capsule) {
+  auto* step = static_cast<Step*>(PyCapsule_GetPointer(capsule, CAPSULE));
+  step->node = nullptr;
+  c10::raw::intrusive_ptr::decref(step);
+}
+
+std::vector<const Meta*> metas(py::handle tuple) {
+  std::vector<const Meta*> result;
+  for (auto meta : tuple) result.push_back(meta.is_none() ? nullptr : meta_of(meta));
+  return result;
+}
+
+bool all_of(const std::vector<Out>& outs, Out kind) {
+  return std::all_of(outs.begin(), outs.end(), [&](Out out) { return out == kind; });
+}
+
+Make make_of(const Step& step, const Facts& f, py::handle node) {
+  if (attribute(node, "dynamic").ptr() == Py_True) return Make::PYTHON;
+  bool writes = !step.written.empty();
+  if (f.outs.size() == 1 && !writes) {
+    if (f.outs[0] == Out::VIEW) return Make::ONE_VIEW;
+    if (f.outs[0] == Out::VIEW_LIST) return Make::VIEWS;
+    if (f.outs[0] == Out::FRESH && step.fresh[0]) return Make::ONE;
+    if (f.outs[0] == Out::FRESH_LIST) return Make::FRESH;
+  }
+  if (all_of(f.outs, Out::WRITTEN) && f.outs.size() == 1 && f.writes == std::vector<int>{0} &&
+      step.written.size() == 1 && step.fresh.empty()) {
+    return Make::ITSELF;
+  }
+  bool tensors = std::all_of(f.outs.begin(), f.outs.end(), [](Out out) {
+    return out == Out::FRESH || out == Out::WRITTEN;
+  });
+  return tensors ? Make::TENSORS : Make::PYTHON;
+}
+}  // namespace
+
+Step::Step(py::handle trie_node)
+    : node(trie_node.ptr()),
+      first(int32_t(int_attribute(trie_node, "first"))),
+      values(int32_t(int_attribute(trie_node, "values"))),
+      params(int32_t(int_attribute(trie_node, "params"))),
+      inputs(int32_t(int_attribute(trie_node, "inputs"))),
+      ops(int32_t(int_attribute(trie_node, "ops"))),
+      full(attribute(trie_node, "full").ptr() == Py_True) {}
+
+bool Step::Child::matches(const Words& words) const {
+  return key.size() == words.size() &&
+         std::memcmp(key.data(), words.data(), key.size() * sizeof(uint64_t)) == 0;
+}
+
+Step* Step::find(const Words& key) {
+  size_t place = children_.size();
+  if (C10_LIKELY(likely_ < place && children_[likely_].matches(key))) {
+    place = likely_;
+  } else if (!places_.empty()) {
+    auto same = places_.find(hash(key.data(), key.size()));
+    if (same == places_.end()) return nullptr;
+    for (auto at : same->second) if (children_[at].matches(key)) place = at;
+  } else {
+    for (size_t at = 0; at < children_.size(); ++at) if (children_[at].matches(key)) place = at;
+  }
+  if (place == children_.size()) return nullptr;
+  likely_ = place;
+  Step* step = children_[place].step.get();
+  return C10_LIKELY(step->node != nullptr) ? step : nullptr;
+}
+
+void Step::add(const Words& key, StepP step) {
+  if (Step* known = find(key)) {
+    TORCH_CHECK(known == step.get(), "a step's key leads to two steps");
+    return;
+  }
+  children_.push_back({{key.begin(), key.end()}, std::move(step)});
+  likely_ = children_.size() - 1;
+  if (children_.size() < MANY) return;
+  size_t at = places_.empty() ? 0 : likely_;
+  for (; at < children_.size(); ++at) {
+    const auto& words = children_[at].key;
+    places_[hash(words.data(), words.size())].push_back(at);
+  }
+}
+
+void Step::forget(const Step* step) {
+  std::erase_if(children_, [&](const Child& child) { return child.step.get() == step; });
+  likely_ = 0;
+  places_.clear();
+  if (children_.size() < MANY) return;
+  for (size_t at = 0; at < children_.size(); ++at) {
+    const auto& words = children_[at].key;
+    places_[hash(words.data(), words.size())].push_back(at);
+  }
+}
+
+StepP step_of(py::handle node) {
+  auto known = attribute(node, "native");
+  if (!known.is_none()) {
+    void* pointer = PyCapsule_GetPointer(known.ptr(), CAPSULE);
+    if (pointer == nullptr) throw_python();
+    return StepP::reclaim_copy(static_cast<Step*>(pointer));
+  }
+  auto step = c10::make_intrusive<Step>(node);
+  auto capsule = checked(PyCapsule_New(step.get(), CAPSULE, free_capsule));
+  c10::raw::intrusive_ptr::incref(step.get());
+  if (PyObject_SetAttrString(node.ptr(), "native", capsule.ptr()) < 0) throw_python();
+  return step;
+}
+
+void prepare(Step& step, const Facts& f) {
+  if (step.make != Make::UNKNOWN) return;
+  auto node = attribute(step.node, "node");
+  step.fresh = metas(attribute(node, "fresh"));
+  step.written = metas(attribute(node, "written"));
+  step.make = make_of(step, f, node);
+  if (step.make == Make::ONE_VIEW || step.make == Make::VIEWS) kinds_of(step);
+}
+
+const std::vector<ViewKindP>& kinds_of(Step& step) {
+  if (!step.kinds.empty()) return step.kinds;
+  auto ops = checked(PyObject_CallFunctionObjArgs(view_ops_of, step.node, nullptr));
+  int32_t which = 0;
+  for (auto op : ops) {
+    auto meta = meta_of(attribute(op, "meta"));
+    step.kinds.push_back(c10::make_intrusive<ViewKind>(++last_kind, which++, meta,
+                                                       c10::make_intrusive<Held>(op.ptr())));
+  }
+  return step.kinds;
+}
+
+void set_view_ops(py::object view_ops) { view_ops_of = view_ops.release().ptr(); }
+}  // namespace lazygt

@@ -1,0 +1,55 @@
+// Steps: the native side of record.trie.TrieNode. A step is found below the one before by its key.
+#pragma once
+#include "facts.h"
+#include "handle.h"
+
+namespace lazygt {
+// How the results of a step are made.
+enum class Make : uint8_t {
+  UNKNOWN,   // not looked at yet
+  ONE,       // one fresh tensor
+  ITSELF,    // its first argument, written
+  ONE_VIEW,
+  VIEWS,     // a list of views
+  FRESH,     // a list of fresh tensors
+  TENSORS,   // several: fresh ones, and arguments that were written in their shape
+  PYTHON,    // by record.views.results
+};
+
+struct Step;
+using StepP = c10::intrusive_ptr<Step>;
+
+struct Step final : c10::intrusive_ptr_target {
+  PyObject* node;  // its TrieNode, which owns this; null when the trie has forgotten it
+  int32_t first, values, params, inputs, ops;  // as TrieNode's
+  bool full;
+  Make make = Make::UNKNOWN;
+  std::vector<const Meta*> fresh, written;  // of its results; null: an undefined tensor
+  std::vector<ViewKindP> kinds;             // of its results, if they are views
+
+  explicit Step(py::handle node);  // needs the GIL
+  // The step below by that key, or null.
+  Step* find(const Words& key);
+  void add(const Words& key, StepP step);
+  void forget(const Step* step);
+  void release_resources() override { children_.clear(); }
+
+ private:
+  struct Child {
+    std::vector<uint64_t> key;
+    StepP step;
+    bool matches(const Words& words) const;
+  };
+  std::vector<Child> children_;
+  size_t likely_ = 0;                                        // the child that came last time
+  std::unordered_map<uint64_t, std::vector<size_t>> places_;  // by hash, once there are many
+};
+
+// The native side of a TrieNode, made if need be; needs the GIL.
+StepP step_of(py::handle node);
+// Says how the results of an op's step are made; needs the GIL.
+void prepare(Step& step, const Facts& f);
+// The view kinds of a step, made once; needs the GIL.
+const std::vector<ViewKindP>& kinds_of(Step& step);
+void set_view_ops(py::object view_ops);  // record.views.view_ops
+}  // namespace lazygt

@@ -1,0 +1,336 @@
+"""The Python side of the native recorder (``lazygt/native``).
+
+Hits are recorded in C++. A miss, and whatever is more than a step of the graph, comes here: it is
+done by the recorder written in Python, on cells, views and steps that C++ shares.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Node, Ref
+from lazygt.graph.ops import (
+    MASKABLE,
+    UNDECLARED_WRITES,
+    OpFacts,
+    facts,
+    viewed_argument,
+    writing_facts,
+)
+from lazygt.graph.source import is_library
+from lazygt.record import chains, handlers, host_values, views
+from lazygt.record.infer import Inference
+from lazygt.record.miss import on_miss
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import NATIVE, LazyTensor, Owner, Storage, ViewOp, is_lazy, storage_of
+from lazygt.record.trace import Trace, TracePoint, new_serial
+from lazygt.record.trie import TraceTrie, TrieNode
+
+
+class Road(IntEnum):
+    """How C++ records an op: see ``facts.h``, which has the same numbers."""
+
+    PYTHON = 0
+    ORDINARY = 1
+    MASKED = 2
+    DEVICE = 3
+    BOTH_LAZY = 4
+    FLAGGED = 5
+    RESHAPED = 6
+    TWIN = 7
+    ITSELF = 8
+    ITEM = 9
+
+
+_ROADS: dict[Any, Road] = {
+    handlers.copy: Road.BOTH_LAZY,
+    handlers.item: Road.ITEM,
+    handlers.same: Road.ITSELF,
+    handlers.to_copy: Road.DEVICE,
+    handlers.to_other_device: Road.DEVICE,
+    handlers.either: Road.FLAGGED,
+    views.same_view: Road.TWIN,
+    views.same_shape_view: Road.RESHAPED,
+}
+
+
+def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
+    """What C++ has to know of an op: its road, an argument that decides, its facts, and those
+    for when that argument is set."""
+    f = facts(func)
+    handler, _ = handlers.handler_of(f)
+    if f.random or f.dynamic:
+        return Road.PYTHON, 0, f, None
+    if handler is None:
+        return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
+    road = _ROADS.get(handler, Road.PYTHON)
+    if road is Road.DEVICE:
+        names = [a.name for a in func._schema.arguments]
+        return road, names.index("device"), f, None
+    if road is Road.FLAGGED:
+        return road, UNDECLARED_WRITES[f.name][1], f, writing_facts(func)
+    return road, 0, f, None
+
+
+class NativeTrace(Trace):
+    """A trace of which C++ has the newest part, until the next one begins."""
+
+    __slots__ = ("_call_sites", "_inputs", "_native", "_params", "_step")
+
+    def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
+        self.owner, self.trie, self.inference = owner, trie, inference
+        self.serial = new_serial()
+        self.first_miss, self.forward_ops, self.split = None, {}, 0
+        self._params: list[Any] = []
+        self._call_sites: list[Any] = []
+        self._inputs: list[Any] = []
+        self._step: TrieNode = trie.root
+        self._native = native
+        native.begin(self.serial, trie.root, self)
+
+    def seal(self) -> None:
+        """Take all of it over: C++ begins another one."""
+        self._step = self.step
+        for _ in (self.params, self.call_sites, self.inputs):
+            pass
+        self._native = None
+
+    # -- what C++ and Python both add to: C++ hands over what it has when Python asks --------------
+
+    @property
+    def step(self) -> TrieNode:
+        """The step of the trie that it has reached."""
+        if self._native is not None:
+            self._step = self._native.step
+        return self._step
+
+    @step.setter
+    def step(self, step: TrieNode) -> None:
+        self._native.step = step
+
+    @property
+    def params(self) -> list[Any]:  # type: ignore[override]
+        """The numbers that its run gets."""
+        if self._native is not None:
+            self._params += self._native.take_params()
+        return self._params
+
+    @property
+    def call_sites(self) -> list[Any]:  # type: ignore[override]
+        """The user's frame of each op, by op number."""
+        if self._native is not None:
+            self._call_sites += self._native.take_marks()
+        return self._call_sites
+
+    @property
+    def inputs(self) -> list[Any]:
+        """(storage, remote value) a slot."""
+        if self._native is not None:
+            self._inputs += self._native.take_inputs()
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: list[Any]) -> None:
+        self._inputs = inputs
+
+    def cut(self, params: int, inputs: int) -> tuple[int, int]:
+        """Drop what C++ has handed over of an op that failed; how many are left of each."""
+        del self._params[params:]
+        del self._inputs[inputs:]
+        return len(self._params), len(self._inputs)
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def index_of(self, t: LazyTensor) -> int:
+        """The number of a handle's current value; it enters if need be."""
+        number: int = self._native.index_of(t)
+        return number
+
+    def enter(self, storage: Storage) -> None:
+        """A value from before this trace becomes an input of it."""
+        self.make_enterable(storage)
+        self._native.enter(storage)
+
+    def own(self, storage: Storage, index: int) -> None:
+        """The storage shows value ``index`` from here on."""
+        self._native.own(storage, index)
+
+    def show(self, index: int, meta: TensorMeta) -> LazyTensor:
+        """A handle with a storage of its own for a value."""
+        t: LazyTensor = self._native.show(index, meta)
+        return t
+
+    def show_views(self, source: LazyTensor) -> list[LazyTensor]:
+        """A handle for each view that the step reached makes of another."""
+        handles: list[LazyTensor] = self._native.show_views(source)
+        return handles
+
+    def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
+        """The storages that still show a value of this trace, and those values' numbers."""
+        storages, numbers = self._native.alive()
+        return storages, numbers
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def reach(self, step: TrieNode) -> None:
+        """Go on to the step of an op."""
+        self._native.advance(step)
+
+    def reserve(self, step: TrieNode) -> None:
+        """Have room for the storages of its values."""
+        self._native.reserve()
+
+    def settle(self) -> None:
+        """Make the lists agree with the step that was reached."""
+        if self._native is not None:
+            self._native.settle()
+
+    # -- what C++ asks for on a miss ---------------------------------------------------------------
+
+    def view_again(self, op: ViewOp, index: int, meta: TensorMeta) -> None:
+        """Take a view of value ``index`` as it was taken of another."""
+        at = op.position + 1
+        key = (*op.key[:at], index, *op.key[at + 1 :])
+        step = self.step.children.get(key)
+        if step is None:
+            f, args = op.facts, (*op.args[: at - 1], Ref(index), *op.args[at:])
+            results = self.inference.results(f, args, op.kwargs, {index: meta}, self.params)
+            assert results is not None, f"{f.name} was inferred before"
+            self.note_miss(key, f, None)
+            node = Node(f.name, args, op.kwargs, results.fresh)
+            step = self.trie.add(TrieNode(self.step, key, node, facts=f))
+        self.reach(step)
+
+    def write_back(self, t: LazyTensor, index: int) -> None:
+        """A view was written: its storage has another value."""
+        views.write(self, t, index)
+
+
+class NativeRecorder(Recorder):
+    """A recorder whose hits are C++'s."""
+
+    trace: NativeTrace
+
+    def _make_lock(self) -> Any:
+        self.native = NATIVE.Recorder(self)
+        self._anchor: TracePoint | None = None
+        return self.native.lock
+
+    def _make_trace(self) -> Trace:
+        return NativeTrace(self, self.trie, self.inference, self.native)
+
+    def next_trace(self) -> None:
+        """Begin anew at the root."""
+        self.shipped_ops += len(self.trace.call_sites)
+        self.trace.seal()
+        self.trace = NativeTrace(self, self.trie, self.inference, self.native)
+
+    def __del__(self) -> None:
+        self.native.leave()
+
+    @property
+    def closed(self) -> bool:
+        """Whether its session is."""
+        closed: bool = self.native.closed
+        return closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self.native.closed = closed
+
+    @property
+    def anchor(self) -> TracePoint | None:
+        """The op before which over-long traces end, once one has."""
+        return self._anchor
+
+    @anchor.setter
+    def anchor(self, anchor: TracePoint | None) -> None:
+        self._anchor = anchor
+        self.native.anchored = anchor is not None
+
+    # -- what C++ leaves to Python -----------------------------------------------------------------
+
+    def step_for(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrieNode:
+        """The step of an op that C++ does not know yet; its numbers are noted already."""
+        params = self.trace.params
+        noted = params[self.trace.step.params :]
+        before = len(params)
+        key = self._path_key(f, args, kwargs)
+        again = params[before:]
+        del params[before:]
+        if [*map(type, again)] != [*map(type, noted)]:
+            raise LazyGTError(f"{f.name}: C++ noted the numbers {noted}, Python {again}")
+        step = self.trace.step.children.get(key)
+        return on_miss(self.trace, key, f, args, kwargs) if step is None else step
+
+    def results(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the user gets of the step that was reached."""
+        trace = self.trace
+        step = trace.step
+        if step.make is not None:
+            return trace.show(step.first, step.make)
+        assert step.node is not None
+        if step.node.dynamic:
+            recorder: Recorder = self
+            return handlers.data_dependent(recorder, trace, f, args, kwargs)
+        if f.one_view:
+            return trace.show_views(args[viewed_argument(f)])[0]
+        if f.outputs == ("vl",):
+            return trace.show_views(args[viewed_argument(f)])
+        return views.results(trace, step, f, args, kwargs)
+
+    def _record(
+        self, f: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        named = kwargs or {}
+        if f.pointwise and self._meets_host(args):
+            result = host_values.compute(self, func, args, named)
+            if result is not NotImplemented:
+                return result
+        key = self._path_key(f, args, named)
+        step = self.trace.step.children.get(key)
+        if step is None:
+            step = on_miss(self.trace, key, f, args, named)
+        self.trace.reach(step)
+        return self.results(f, args, named)
+
+    def _meets_host(self, args: tuple[Any, ...]) -> bool:
+        """Whether an argument is a number of the client, or a list that begins with one."""
+        for a in args:
+            first = a[0] if type(a) is list and a else a
+            if is_lazy(first):
+                storage = storage_of(first)
+                if storage.host is not None and storage.serial != self.trace.serial:
+                    return True
+        return False
+
+    def _path_key(
+        self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """An op as it stands in the trie; notes its numbers."""
+        key: list[Any] = [f]
+        key += [self._key(a, hoist, f) for a, hoist in zip(args, f.hoist, strict=False)]
+        for name, a in kwargs.items():
+            key += (name, self._key(a, f.hoist_named.get(name, 0), f))
+        return tuple(key)
+
+
+class _ClosedOwner:
+    """What owns storages whose recorder is gone."""
+
+    closed = True
+    serial = 0
+
+
+def connect() -> None:
+    """Tell C++ whom it asks; done once, when the device is registered."""
+    NATIVE.connect(learn, chains.view_ops, is_library, _ClosedOwner())
+
+
+def new_recorder(trie: TraceTrie, worker_device: str, ship_code: bool) -> Recorder:
+    """The recorder of a session."""
+    kind = Recorder if NATIVE is None else NativeRecorder
+    return kind(trie, worker_device, ship_code)

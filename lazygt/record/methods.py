@@ -1,0 +1,71 @@
+"""Methods of torch.Tensor for handles of C++: they are of torch's own class.
+
+Each is what ``LazyTensor`` does, for a lazy tensor, and torch's own for any other. Only what torch
+refuses to a tensor without memory, or does in another way than the docs say, stands here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from lazygt.record.patches import Patch
+from lazygt.record.tensor import LazyTensor, is_lazy
+
+_NO_MEMORY = "torch asks a tensor on this device for memory in this process"
+_WHOLE_STORAGE = "handles that share a storage share the copy"
+_MANY_PLANS = "torch computes what it prints op by op, each a plan of its own"
+#: attribute of torch.Tensor -> why
+_METHODS = {
+    "numpy": _NO_MEMORY,
+    "__array__": _NO_MEMORY,
+    "__deepcopy__": _WHOLE_STORAGE,
+    "__reduce_ex__": "a checkpoint needs no lazygt to be read",
+    "__repr__": _MANY_PLANS,
+    "__format__": "a number of a closed session can be shown in a text",
+    "untyped_storage": _NO_MEMORY,
+    "data_ptr": _NO_MEMORY,
+    "is_shared": _NO_MEMORY,
+    "share_memory_": _NO_MEMORY,
+}
+#: Of those, what nn.Parameter has of its own.
+_OF_PARAMETERS = ("__deepcopy__", "__reduce_ex__", "__repr__")
+#: What torch.Tensor has not, and lazy tensors have.
+_ONLY_LAZY = ("placements", "_repr_html_", "_repr_mimebundle_")
+
+
+def _either(cls: type, name: str) -> Any:
+    ours, torchs = vars(LazyTensor)[name], getattr(cls, name)
+
+    @functools.wraps(torchs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (ours if is_lazy(self) else torchs)(self, *args, **kwargs)
+
+    return method
+
+
+def _only_lazy(name: str) -> Any:
+    ours = vars(LazyTensor)[name]
+
+    def attribute(self: Any) -> Any:
+        if not is_lazy(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return ours.__get__(self)
+
+    return property(attribute)
+
+
+PATCHES = (
+    *(
+        Patch(torch.Tensor, name, _either(torch.Tensor, name), why)
+        for name, why in _METHODS.items()
+    ),
+    *(Patch(Parameter, name, _either(Parameter, name), _METHODS[name]) for name in _OF_PARAMETERS),
+    *(
+        Patch(torch.Tensor, name, _only_lazy(name), "only lazy tensors have it")
+        for name in _ONLY_LAZY
+    ),
+)
