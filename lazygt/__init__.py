@@ -6,11 +6,13 @@ with lazygt.session() as s:
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lazygt import transfer
 from lazygt.errors import (
     CodeError,
     CollectiveMismatch,
@@ -26,7 +28,6 @@ from lazygt.errors import (
     WorkerDied,
     WorkerFrozen,
 )
-from lazygt.transfer import transfer_weights
 
 __version__ = "0.1.0"
 
@@ -93,36 +94,54 @@ if TYPE_CHECKING:
     from lazygt.observe.why import why
     from lazygt.record.tensor import Viewer as _Viewer
 
-if os.environ.get("LAZYGT_WORKER") != "1":
-    from lazygt.parallel.distribute import distribute, redistribute
-    from lazygt.parallel.fsdp import fully_shard
-    from lazygt.parallel.optimizer_state import shard_optimizer_state
-    from lazygt.parallel.pipeline import stage
-    from lazygt.parallel.styles import (
-        ColwiseParallel,
-        ParallelStyle,
-        PrepareModuleInput,
-        PrepareModuleInputOutput,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
-        VocabParallel,
-    )
-    from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
-    from lazygt.record.device import register as _register
-    from lazygt.record.foreign.functions import apply
-    from lazygt.record.tensor import LazyTensor
-    from lazygt.record.tensor import show_with as _show_with
-    from lazygt.session import Session, current
-    from lazygt.session import Session as session  # noqa: N813 - used like torch.device
 
-    def _notebook() -> _Viewer:
-        from lazygt.observe import notebook  # why: only notebooks ask
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without the garbage collector: a walk through all that torch has loaded takes as long
+    as everything else here."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
-        return notebook
 
-    _show_with(_notebook)
-    _register()
+with _uncollected():
+    from lazygt import transfer
+    from lazygt.transfer import transfer_weights
+
+    if os.environ.get("LAZYGT_WORKER") != "1":
+        from lazygt.parallel.distribute import distribute, redistribute
+        from lazygt.parallel.fsdp import fully_shard
+        from lazygt.parallel.optimizer_state import shard_optimizer_state
+        from lazygt.parallel.pipeline import stage
+        from lazygt.parallel.styles import (
+            ColwiseParallel,
+            ParallelStyle,
+            PrepareModuleInput,
+            PrepareModuleInputOutput,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+            VocabParallel,
+        )
+        from lazygt.parallel.tensor_parallel import data_parallel, parallelize_module
+        from lazygt.record.device import register as _register
+        from lazygt.record.foreign.functions import apply
+        from lazygt.record.tensor import LazyTensor
+        from lazygt.record.tensor import show_with as _show_with
+        from lazygt.session import Session, current
+        from lazygt.session import Session as session  # noqa: N813 - used like torch.device
+
+        def _notebook() -> _Viewer:
+            from lazygt.observe import notebook  # why: only notebooks ask
+
+            return notebook
+
+        _show_with(_notebook)
+        _register()
 
 __all__ = [
     "CodeError",

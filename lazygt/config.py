@@ -112,7 +112,7 @@ class Config:
     threads: int | None = _setting(None, "torch threads a worker; None: a fair share", int)
     transport: str = _setting("ipc", "ipc, or tcp://HOST for CURVE-encrypted TCP", str)
     max_message_bytes: int = _setting(1 << 30, "longest frame a worker accepts", int)
-    shm_threshold: int = _setting(256 << 10, "bytes from which tensors use shared memory", int)
+    shm_threshold: int = _setting(16 << 10, "bytes from which tensors use shared memory", int)
     frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen", float)
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)

@@ -39,7 +39,7 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
             f"lazygt.session(launcher={config.launcher!r}): expected {', '.join(names)} or {last}"
         )
     if start_directory() is not None:
-        _load_meanwhile()  # where meta kernels would load it later, it can't be
+        _load_now()
     return open_workers(config, mesh, copier)
 
 
@@ -98,9 +98,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )
-    link = ProcessLink(spec, load_named(launcher)())
-    _load_meanwhile()
-    return link
+    return ProcessLink(spec, load_named(launcher)())
 
 
 #: ``launcher=`` -> what opens the workers that a config asks for. One that starts worker processes
@@ -112,8 +110,8 @@ LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
 }
 
 
-def _load_meanwhile() -> None:
-    """Load what torch would load at the first op: the workers are starting, so it costs nothing."""
+def _load_now() -> None:
+    """Load what torch would load at the first op, where it could not be loaded then."""
     with in_some_directory():
         importlib.import_module("torch.distributed.tensor")  # asked for by dispatch to a subclass
         importlib.import_module("torch._dynamo")  # asked for by meta kernels written in Python
