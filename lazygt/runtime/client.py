@@ -30,7 +30,7 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan import PlanRecord, PlanRecords, again_message, swap_message
 from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
-from lazygt.runtime.wire import Buffer, Part, bits, decode, encode
+from lazygt.runtime.wire import Buffer, Part, bits, decode, size_of
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class Client:
             entry.numbers = numbers
             entry.runs += 1
         messages = self._encoded(run, buffers, entry, ranks)
-        self.counts.last_run = len(messages[0][0])
+        self.counts.last_run = size_of(messages[0][:1])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         everyone = set(range(self.link.world_size))
         self._in_flight[self._seq] = _InFlightRun(
@@ -200,7 +200,7 @@ class Client:
         self._broken_since, self._group = None, self._group + 1
         self._failures.mended()
         for rank in range(self.link.world_size):
-            frames = encode(Renew(self._group, since))
+            frames = self.link.encode(Renew(self._group, since))
             self._send("renew", rank, frames, "a rank has left the process group")
 
     def _encoded(
@@ -217,7 +217,7 @@ class Client:
             run.releases = self._fetches.releases(rank)
             told = run.digest, run.fetches, run.releases
             if told not in encoded:
-                encoded[told] = encode(run, buffers)
+                encoded[told] = self.link.encode(run, buffers)
             messages.append(encoded[told])
         return messages
 
@@ -339,10 +339,10 @@ class Client:
     def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
         entry.ships += times
-        entry.size = sum(len(frame) for frame in frames)
+        entry.size = size_of(frames)
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
-        size = sum(len(frame) for frame in frames)
+        size = size_of(frames)
         try:
             self.link.send(rank, frames)
         except WorkerDied as error:
@@ -355,7 +355,7 @@ class Client:
 
     def write(self, rank: int, number: int, request: tuple[Any, ...]) -> None:
         """Have a worker copy blocks for a transfer; ``written`` takes its answer."""
-        self._send("write", rank, encode(Write(number, request)), "transfer_weights()")
+        self._send("write", rank, self.link.encode(Write(number, request)), "transfer_weights()")
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
         """(rank, number, checksums, error, handles) of what was asked for and is done.
@@ -397,7 +397,7 @@ class Client:
                 every later wait raises this again.
         """
         rank, frames = message
-        size = sum(len(frame) for frame in frames)
+        size = size_of(frames)
         self.counts.messages_received += 1
         self.counts.bytes_received += size
         try:

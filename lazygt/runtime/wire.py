@@ -11,7 +11,7 @@ import marshal
 import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgpack
 import msgspec
@@ -196,6 +196,30 @@ def encode(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
         raise RuntimeError("value cannot be converted to type int64_t without overflow") from error
 
 
+def hand_over(message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+    """A message to somebody in this process, which is given it as it is.
+
+    Raises:
+        RuntimeError: what ``encode`` would raise.
+    """
+    numbers = getattr(message, "params", None)
+    if numbers and any(type(number) is int and abs(number) >> 63 for number in numbers):
+        encode(message)
+    # no bytes, but nobody looks at it before ``decode`` has
+    return [cast(Buffer, message), *buffers]
+
+
+def _handed_over(message: Part, kinds: tuple[type[Part], ...]) -> Part:
+    if type(message) not in kinds:
+        raise ProtocolError(f"unknown message kind {type(message).__name__}")
+    return message
+
+
+def size_of(frames: Sequence[Buffer]) -> int:
+    """Bytes that a message takes on its way."""
+    return sum([len(frame) for frame in frames if not isinstance(frame, Part)])
+
+
 def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
     """The message of these frames.
 
@@ -205,6 +229,8 @@ def decode(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
     Raises:
         ProtocolError: it is none of them.
     """
+    if frames and isinstance(frames[0], Part):
+        return _handed_over(frames[0], kinds)
     header = unpack(frames[0]) if frames else None
     tag = header[0] if type(header) is tuple and header else None
     kind = _by_tag(kinds).get(tag) if type(tag) is int else None

@@ -44,7 +44,7 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Store, Value
-from lazygt.runtime.wire import Buffer, DeltaCodec, decode, encode
+from lazygt.runtime.wire import Buffer, DeltaCodec, Part, decode, encode
 
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
@@ -95,6 +95,7 @@ class Worker:
         plan_code: what runs plans after their first run. None: as LAZYGT_PLAN_CODE says.
         inline: the generator is the client's own, so it is lent to a run and put back.
         copier: makes what copies values for transfers, when one is asked for first.
+        encode: makes what ``handle`` returns of a reply.
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class Worker:
         cache_dir: str | None = None,
         plan_code: str | None = None,
         copier: Callable[[torch.device], Copier] | None = None,
+        encode: Callable[..., list[Buffer]] = encode,
     ) -> None:
+        self._encode = encode
         self.device = torch.device(device)
         self.rank, self.world_size = rank, world_size
         self.store = Store()
@@ -156,9 +159,9 @@ class Worker:
                 waiting, self._waiting = self._waiting, []
                 return [reply for message in waiting for reply in self.handle(message)]
             case Swap():
-                return [encode(self._swap(message))]
+                return [self._encode(self._swap(message))]
             case Write():
-                return [encode(self._write(message))]
+                return [self._encode(self._write(message))]
             case Renew():
                 self._renew(message)
         return []
@@ -168,8 +171,8 @@ class Worker:
         unknown = run.digest is not None and run.digest not in self._executors
         if self._waiting or unknown:
             first = not self._waiting
-            self._waiting.append([bytes(frame) for frame in frames])
-            return [encode(Need(run.seq, run.digest))] if first and run.digest else []
+            self._waiting.append([f if isinstance(f, Part) else bytes(f) for f in frames])
+            return [self._encode(Need(run.seq, run.digest))] if first and run.digest else []
         done = self._run(run, frames[1:])
         return [*self._departure(), *self._layouts(run.digest), done]
 
@@ -222,7 +225,7 @@ class Worker:
         if joined is None or not joined.left or self._left == self._group:
             return []
         self._left = self._group
-        return [encode(Left(self._group))]
+        return [self._encode(Left(self._group))]
 
     def _layouts(self, name: bytes | None) -> list[list[Buffer]]:
         """What tells the client, before the answer to a plan's first run, which of its results
@@ -233,7 +236,7 @@ class Worker:
         rows, executor.interpreter.relaid = executor.interpreter.relaid, []
         # in compiled plans nodes have other numbers; their steps were compared before
         plain = executor.schedule is executor.plan.steps
-        return [encode(Relaid(name, tuple(rows)))] if plain else []
+        return [self._encode(Relaid(name, tuple(rows)))] if plain else []
 
     def _renew(self, message: Renew) -> None:
         """Join a new process group. All ranks are told so, when all have answered all runs."""
@@ -291,7 +294,7 @@ class Worker:
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)
-        return encode(done, replies)
+        return self._encode(done, replies)
 
     def _free(self, offset: int) -> None:
         """The client does not read any more what it fetched from there."""

@@ -161,12 +161,12 @@ def test_off_it_asks_for_nothing() -> None:
     run = Run(7, b"0" * 16, 3)
     assert wire.unpack(encode(run)[0]) == (2, 7, b"0" * 16, 3)
     assert wire.unpack(encode(Done(7))[0]) == (3, 7)
-    with lazygt.session(launcher="inline") as s:
+    with lazygt.session(workers=1, threads=1) as s:
         before = _messages(s)
         with lazygt.profile(s) as p:
             _train(2)
         runs = p.runs
-        assert _messages(s) == before
+        assert _messages(s) == before > 0
         assert runs > 0
         assert p.runs == runs
 

@@ -60,6 +60,8 @@ def program() -> None:
 class Recording(InlineLink):
     """Keeps what goes either way."""
 
+    encode = staticmethod(encode)
+
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self.to_worker: list[Frames] = []

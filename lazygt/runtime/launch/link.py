@@ -6,12 +6,12 @@ import os
 import select
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.ops import undispatched
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.wire import Buffer
+from lazygt.runtime.wire import Buffer, Part, hand_over
 
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
@@ -27,6 +27,9 @@ class Link(Protocol):
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """The arena in which a worker leaves large fetched values."""
+
+    def encode(self, message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+        """A message as ``send`` takes it; see ``wire.encode``."""
 
     def send(self, rank: int, frames: Sequence[Buffer]) -> None:
         """Send a message; does not wait for the worker."""
@@ -53,10 +56,11 @@ class Link(Protocol):
 
 
 class InlineLink:
-    """A worker in the client's own process, behind the same interface."""
+    """A worker in the client's own process, behind the same interface: nothing is encoded."""
 
     world_size = 1
     upload: Arena | None = None
+    encode = staticmethod(hand_over)
 
     def __init__(self, worker: Worker) -> None:
         self.pids: tuple[int, ...] = (os.getpid(),)
@@ -84,7 +88,9 @@ class InlineLink:
                 poller.register(beside, select.POLLIN)
                 DEFER_INTERRUPT.wait(poller, timeout * 1000)
             return None
-        return 0, [memoryview(frame) for frame in self._replies.popleft()]
+        first, *buffers = self._replies.popleft()
+        header = first if isinstance(first, Part) else memoryview(first)
+        return 0, [cast(memoryview, header), *[memoryview(buffer) for buffer in buffers]]
 
     def close(self) -> None:
         """Drop the worker's values."""

@@ -13,6 +13,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
+from lazygt.runtime.wire import hand_over
 
 
 def device_type(config: Config) -> str:
@@ -59,6 +60,7 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
         cache_dir=config.cache_dir,
         plan_code=config.plan_code,
         copier=(lambda device: load_named(copier)(device)) if copier else None,
+        encode=hand_over,
     )
     return InlineLink(worker)
 

@@ -23,6 +23,7 @@ from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.mailbox import Frame, spin
 from lazygt.runtime.launch.worker_pool import LinkSpec, WorkerPool
 from lazygt.runtime.shared_memory import Arena
+from lazygt.runtime.wire import encode
 
 _WORK_SECONDS = 0.05
 """Of processor time: more than threads use that only ask for the interpreter again and again."""
@@ -38,6 +39,8 @@ class ProcessLink:
         ValueError: ``device="cuda"`` and there is no GPU, or an unknown transport.
         OSError: there are too few descriptors or processes left, or one could not be started.
     """
+
+    encode = staticmethod(encode)
 
     def __init__(self, spec: LinkSpec | None = None, launcher: Launcher | None = None) -> None:
         spec = spec or LinkSpec()
