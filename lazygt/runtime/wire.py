@@ -103,6 +103,8 @@ def _to_ext(value: Any) -> Any:
         return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
     if isinstance(value, Part):
         return value.packed()
+    if kind is int:
+        raise OverflowError(f"{value} does not fit into 64 bits")
     try:
         return _cached_ext(value)
     except TypeError as error:

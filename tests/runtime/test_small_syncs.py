@@ -153,14 +153,16 @@ def test_a_worker_on_our_only_core_is_waited_for_asleep(monkeypatch: pytest.Monk
 
 
 def test_a_worker_killed_while_a_number_is_awaited_is_seen() -> None:
-    session = lazygt.session(workers=1, threads=1, frozen_after=1000.0)
-    pid = session.worker_pids[0]
-    with pytest.raises(lazygt.WorkerDied, match="SIGKILL"), session:
-        x = torch.arange(4.0)
-        x.sum().item()
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        x.sum().item()
+    def reads_from_one_that_is_killed() -> None:
+        with lazygt.session(workers=1, threads=1, frozen_after=1000.0) as session:
+            x = torch.arange(4.0)
+            x.sum().item()
+            os.kill(session.worker_pids[0], signal.SIGSTOP)
+            threading.Timer(0.2, os.kill, (session.worker_pids[0], signal.SIGKILL)).start()
+            x.sum().item()
+
+    with pytest.raises(lazygt.WorkerDied, match="SIGKILL"):
+        reads_from_one_that_is_killed()
 
 
 def test_two_sessions_have_mailboxes_of_their_own() -> None:
