@@ -8,11 +8,13 @@ NATIVE := $(VENV)/.native
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow test-deep test-programs lint bench clean
+.PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs lint bench \
+	clean
 
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
 	@echo "make test       every test; those that bound how long something takes run alone, at the end"
+	@echo "make test-native  the tests of recording with the recorder in C++"
 	@echo "make test-deep  property tests with many more examples, and Ctrl-C a thousand times"
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make lint       ruff and mypy"
@@ -37,9 +39,17 @@ PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# What the recorder has part in; once more with the one in Python, where the other one is chosen.
+RECORDING = tests/record tests/property tests/models -m "not slow" $(PARALLEL)
+RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
+
 test: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not timed" $(PARALLEL)
 	$(PYTEST) -m timed
+	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(RECORDING); fi
+
+test-native: $(STAMP) $(NATIVE)
+	LAZYGT_RECORDER=native $(PYTEST) $(RECORDING)
 
 test-fast: $(STAMP) $(NATIVE)
 	$(PYTEST) -m "not slow" $(PARALLEL)

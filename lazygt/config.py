@@ -66,6 +66,11 @@ def cache_setting() -> str | None:
     return os.environ.get("LAZYGT_CACHE_DIR") or None
 
 
+def sanitize_setting() -> bool:
+    """LAZYGT_NATIVE_SANITIZE: have the native extension watched by ASan and UBSan, for tests."""
+    return _flag(os.environ.get("LAZYGT_NATIVE_SANITIZE") or "0")
+
+
 def wheels_setting() -> str | None:
     """LAZYGT_NATIVE_WHEELS: a folder in which set-up looks for a wheel of the native extension."""
     return os.environ.get("LAZYGT_NATIVE_WHEELS") or None

@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 from lazygt.cache import private_directory
+from lazygt.config import sanitize_setting
 from lazygt.native.fit import (
-    FLAGS,
+    SANITIZED,
     Build,
     Facts,
     Misfit,
@@ -30,6 +31,7 @@ from lazygt.native.fit import (
     check,
     facts_here,
     file_name,
+    flags,
     headers,
     units,
     write_record,
@@ -126,7 +128,7 @@ def _alone(place: Path) -> Iterator[None]:
 def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
     """An object of each source file; those that are kept already are not made again."""
     shared = b"\0".join([header.read_bytes() for header in headers()])
-    shared += repr((facts.torch, facts.python, FLAGS, path)).encode()
+    shared += repr((facts.torch, facts.python, flags(), path)).encode()
     objects_of = {}
     for unit in units():
         key = hashlib.sha256(shared + b"\0" + unit.read_bytes()).hexdigest()[:32]
@@ -155,8 +157,8 @@ def _compile(path: str, unit: Path, target: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     part = target.with_suffix(f".{os.getpid()}.part")
     try:
-        flags = (*FLAGS, abi, *(f"-isystem{directory}" for directory in system))
-        _run([path, *flags, "-c", str(unit), "-o", str(part)])
+        places = [f"-isystem{directory}" for directory in system]
+        _run([path, *flags(), abi, *places, "-c", str(unit), "-o", str(part)])
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -165,8 +167,9 @@ def _compile(path: str, unit: Path, target: Path) -> None:
 def _link(path: str, objects: list[Path], target: Path) -> None:
     """Without a path to torch's libraries: they are loaded before the extension, always."""
     lib = Path(torch.__file__).parent / "lib"
-    libraries = [f"-l{name}" for name in LIBRARIES]
-    _run([path, "-shared", "-s", *map(str, objects), f"-L{lib}", *libraries, "-o", str(target)])
+    libraries = [f"-L{lib}", *(f"-l{name}" for name in LIBRARIES)]
+    kind = SANITIZED if sanitize_setting() else ("-s",)
+    _run([path, "-shared", *kind, *map(str, objects), *libraries, "-o", str(target)])
 
 
 def _run(command: list[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lazygt.cache import cache_place, check_private
-from lazygt.config import cache_setting
+from lazygt.config import cache_setting, sanitize_setting
 
 #: The extension module; ``PACKAGE`` is what a wheel installs around it.
 NAME, PACKAGE = "_lazygt_native", "lazygt_native"
@@ -28,6 +28,13 @@ SOURCES = Path(__file__).parent
 #: With these every source file is compiled; a build with others is another build.
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS",
          f"-DTORCH_EXTENSION_NAME={NAME}")  # fmt: skip
+#: What is added for tests under sanitizers; such a process has to load their libraries first.
+SANITIZED = ("-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
+
+
+def flags() -> tuple[str, ...]:
+    """All that the compiler is told in any environment."""
+    return (*FLAGS, *SANITIZED) if sanitize_setting() else FLAGS
 
 
 class Misfit(Exception):
@@ -78,7 +85,7 @@ def facts_here() -> Facts:
 @cache
 def sources_hash() -> str:
     """A hash of every source file and of the flags."""
-    digest = hashlib.sha256(repr(FLAGS).encode())
+    digest = hashlib.sha256(repr(flags()).encode())
     for path in (*headers(), *units()):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:32]

@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import lazygt
+from lazygt import native
 from lazygt.graph.source import expand
 from lazygt.runtime.plan import Plan
 from tests.models import zoo
@@ -157,7 +158,9 @@ def main() -> None:
         warnings.simplefilter("ignore")
         accounts = list(KINDS[task["kind"]](*task["arguments"]))
     with open(path, "w") as file:
-        json.dump({"recorder": recorder(), "accounts": accounts}, file)
+        extension = native.load().module is not None
+        told = {"recorder": recorder(), "extension": extension, "accounts": accounts}
+        json.dump(told, file)
 
 
 def recorder() -> str:
