@@ -372,6 +372,8 @@ class Program {
       return;
     }
     auto element = bare(argument.real_type())->expect<c10::ListType>()->getElementType();
+    // as torch takes a list of ints where sizes may stand
+    if (element->kind() == c10::TypeKind::SymIntType) element = c10::IntType::get();
     std::vector<Source> items;
     for (auto item : arg) items.push_back(source_of(item, element, std::nullopt, as_tensors));
     boxed.lists.push_back({position, std::move(element), std::move(items)});

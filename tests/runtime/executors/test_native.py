@@ -113,6 +113,25 @@ def test_changed_numbers_are_taken() -> None:
     assert set(built) == {built[0]}
 
 
+def moved(x: Tensor, position: int) -> list[Tensor]:
+    written = x + 0
+    written[position] = x[position] * 2
+    return [x.roll(position, 0), x.roll((position, 1), (0, 1)), x.narrow(0, position, 1), written]
+
+
+def test_changed_positions_are_taken() -> None:
+    built = []
+    expected = torch.arange(12.0).view(4, 3)
+    with comparing() as compared, lazygt.session(launcher="inline", compile="off") as s:
+        x = expected.to("lazygt")
+        for position in (1, 2, 3, 2, 1):
+            for ours, theirs in zip(moved(x, position), moved(expected, position), strict=True):
+                assert same_bits(ours.cpu(), theirs)
+            built.append(s.stats()["plans_built"])
+    assert compared
+    assert built[-1] == built[2]
+
+
 TINY = GPTSize(dim=8, layers=1, length=4, batch=1, vocabulary=10)
 STEPS: dict[str, Callable[[str], Callable[[], Tensor]]] = {
     "SGD": lambda device: mlp_step(device, "sgd", batch=2, width=8),
