@@ -73,7 +73,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-BENCHMARKS := record_cost step_messages training_steps data_movement startup long_run \
+BENCHMARKS := record_cost step_messages training_steps data_movement small_syncs startup long_run \
 	workloads worker_step peak_memory compile_cost placement sharded collectives transfer transfer_sharded
 
 bench: $(STAMP) $(NATIVE)

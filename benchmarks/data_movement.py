@@ -16,7 +16,7 @@ import lazygt
 from benchmarks.harness import Report, interleave, parser, pin, ratio
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 BURST = 32 * MIB
