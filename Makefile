@@ -74,7 +74,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 BENCHMARKS := record_cost step_messages training_steps data_movement small_syncs startup long_run \
-	workloads worker_step peak_memory compile_cost placement sharded collectives transfer transfer_sharded
+	workloads worker_step peak_memory compile_cost placement generation \
+	sharded collectives transfer transfer_sharded
 
 bench: $(STAMP) $(NATIVE)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done

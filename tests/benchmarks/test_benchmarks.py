@@ -84,6 +84,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("compile_cost", "--rounds 1 --sizes 40 80", "all passes"),
         ("placement", "--rounds 1 --layers 1 2", "fully sharded"),
         pytest.param("worker_step", "--rounds 1 --quick", "native us a node", marks=needs_native),
+        ("generation", "--rounds 1 --tokens 6 --dim 32", "of fixed size"),
     ],
 )
 def test_benchmark_runs(name: str, arguments: str, expected: str) -> None:

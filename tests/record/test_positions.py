@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import lazygt
+from benchmarks.generation import Decoder
+from benchmarks.models import GPTSize
 from lazygt.graph.node import params_in
 from lazygt.session import Session
 
@@ -267,6 +270,42 @@ def test_a_write_at_a_position_copies_nothing() -> None:
         assert all(mode != "copy" for modes in writes.modes for mode in modes)
         assert any(params_in(node.args) for node in s.last_plan.graph.nodes)
         assert cache[:, :7].sum(2).tolist() == [[4, 8, 12, 16, 20, 24, 0]] * 2
+
+
+def test_a_shuffled_dataset_in_the_session_misses_no_plan_after_two_batches() -> None:
+    def trained(count: Callable[[], int]) -> list[float]:
+        torch.manual_seed(0)
+        x, y = torch.arange(400.0).view(100, 4) / 400, torch.arange(100) % 2
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            for rows, labels in DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True):
+                loss = torch.nn.functional.cross_entropy(model(rows), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                plans.append(count())
+        return losses
+
+    plans: list[int] = []
+    with torch.device("cpu"):
+        eager = trained(lambda: 0)
+    plans.clear()
+    with lazygt.session(launcher="inline") as s:
+        assert trained(lambda: built(s)) == eager
+    assert plans[1] == plans[-1], "a miss after the second batch"
+
+
+def test_a_cache_that_is_written_at_a_position_misses_no_plan_after_three_tokens() -> None:
+    size = GPTSize(dim=16, layers=2, heads=2, length=20, vocabulary=50)
+    plans: list[int] = []
+    with lazygt.session(launcher="inline") as s:
+        decoder = Decoder("lazygt", size, grows=False)
+        text = decoder.written(20, lambda _: plans.append(built(s)))
+    assert text == Decoder("cpu", size, grows=False).written(20)
+    assert plans[2] == plans[-1], "a miss after the third token"
 
 
 def test_a_plan_that_stands_at_another_place_too_is_kept() -> None:
