@@ -1,4 +1,4 @@
-"""Chains of views: what leads from a storage to a handle, made longer, and taken again."""
+"""Chains of views: what leads from a storage to a handle, made longer and taken anew."""
 
 from __future__ import annotations
 
@@ -70,35 +70,7 @@ def _with(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
     return tuple([param if type(arg) is Param else arg for arg in args])
 
 
-def replay(trace: StepTaker, view: ViewChain, storage: Storage) -> None:
-    """The storage was written or a new trace began: take the view again."""
-    base = index = storage.index
-    meta, first = storage.meta, len(trace.params)
-    numbers, taken = iter(view.numbers), []
-    try:
-        for op in view.ops:
-            at = op.position + 1
-            key = (*op.key[:at], index, *op.key[at + 1 :])
-            if op.pitch is not None:
-                trace.params.append(next(numbers))
-            step = trace.step.children.get(key)
-            if step is None:
-                step = _new(trace, view, op, key, index, meta)
-            trace.reach(step)
-            assert step.node is not None
-            index, result = step.first + op.which, step.node.fresh[op.which]
-            assert result is not None
-            meta = result
-            taken.append(step)
-    except BaseException:
-        trace.settle()
-        raise
-    if len(trace.params) > first:
-        _note(trace, view, taken, first)
-    view.index, view.base, view.serial = index, base, trace.serial
-
-
-def _new(
+def missing_step(
     trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
 ) -> TrieNode:
     """The step of a view op that the trie does not have under this key, for value ``index``."""
@@ -121,7 +93,7 @@ def _new(
     return trace.trie.add(step)
 
 
-def _note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: int) -> None:
+def take_note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: int) -> None:
     """Have a chain say what was taken, with the trace's numbers from ``first`` on."""
     again = ViewChain((), trace.serial, 0, 0)
     for before, step in zip(view.ops, taken, strict=True):

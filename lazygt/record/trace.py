@@ -22,6 +22,7 @@ from lazygt.record.tensor import (
     LazyTensor,
     Owner,
     Storage,
+    ViewChain,
     new_storage,
     storage_of,
     view_of,
@@ -107,7 +108,7 @@ class Trace:
         if view is None:
             return storage.index
         if view.serial != self.serial or view.base != storage.index:
-            chains.replay(self, view, storage)
+            self._replay(view, storage)
         return view.index
 
     def enter(self, storage: Storage) -> None:
@@ -159,6 +160,33 @@ class Trace:
         node = Node(f.name, (meta.shape, meta.stride),
                     (("dtype", meta.dtype), ("device", DEVICE)), (meta,))  # fmt: skip
         self.own(storage, self.internal(key, node, f))
+
+    def _replay(self, view: ViewChain, storage: Storage) -> None:
+        """The storage was written or a new trace began: take the view again."""
+        base = index = storage.index
+        meta, first = storage.meta, len(self.params)
+        numbers, taken = iter(view.numbers), []
+        try:
+            for op in view.ops:
+                at = op.position + 1
+                key = (*op.key[:at], index, *op.key[at + 1 :])
+                if op.pitch is not None:
+                    self.params.append(next(numbers))
+                step = self.step.children.get(key)
+                if step is None:
+                    step = chains.missing_step(self, view, op, key, index, meta)
+                self.reach(step)
+                assert step.node is not None
+                index, result = step.first + op.which, step.node.fresh[op.which]
+                assert result is not None
+                meta = result
+                taken.append(step)
+        except BaseException:
+            self.settle()
+            raise
+        if len(self.params) > first:
+            chains.take_note(self, view, taken, first)
+        view.index, view.base, view.serial = index, base, self.serial
 
     def own(self, storage: Storage, index: int) -> None:
         """The storage shows value ``index`` from here on."""

@@ -62,7 +62,11 @@ def write(trace: Trace, t: LazyTensor, index: int) -> None:
         return
     base = storage.index
     key = (WRITE_BACK, base, index, view.params, tuple((op.key, op.which) for op in view.ops))
-    node = Node(WRITE_BACK, (Ref(base), Ref(index), chains.steps(view)), (), (storage.meta,))
+    step = trace.step.children.get(key)
+    node = None if step is None else step.node
+    if node is None:
+        args = Ref(base), Ref(index), chains.steps(view)
+        node = Node(WRITE_BACK, args, (), (storage.meta,))
     trace.own(storage, trace.internal(key, node))
     view.index, view.base, view.serial = index, storage.index, trace.serial
 
