@@ -5,24 +5,28 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazygt.config import Config
 from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.mesh import Sharding, VirtualMesh
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Replicate
+from lazygt.graph.recent import Recent
+from lazygt.graph.sizes import Sizes
 from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
 from lazygt.passes.base import uncollected
 from lazygt.passes.sharding.marks import MARKS, without_places
-from lazygt.passes.template import Templates
+from lazygt.passes.template import Optimised, Template, Templates
+from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
 from lazygt.record.trie import TrieNode, build_graph, line_of, lines_of, makers
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
-from lazygt.runtime.plan import Plan, PlanRecord
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
 
 if TYPE_CHECKING:
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import ReplicateFallback
 
 Stages = tuple[tuple[str, Graph], ...]
+
+#: Of traces with the same ops so many are kept that differ in more than sizes.
+_MOST_ALIKE = 4
 
 
 class CachedPlan(NamedTuple):
@@ -60,6 +67,26 @@ class CachedPlan(NamedTuple):
         return [blocks[slot.start] for slot in self.slots]
 
 
+class _Earlier(NamedTuple):
+    """A trace that was planned, for others that are it in other sizes.
+
+    Attributes:
+        template, sizes: what the passes made of it.
+        lines: of its ops.
+    """
+
+    outline: Outline
+    template: Template[Plan]
+    sizes: Sizes
+    lines: tuple[str, ...]
+    kept: CachedPlan
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping it takes, about."""
+        return self.kept.entry.nbytes + self.template.nbytes
+
+
 class Planner:
     """Has the passes make the plan of a trace that has none yet.
 
@@ -78,7 +105,10 @@ class Planner:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.templates = Templates(PIPELINE, config.max_plans, config.max_plan_bytes)
+        self.templates = Templates(PIPELINE, config.max_plans, config.max_plan_bytes, Plan)
+        self._outlines: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
+            config.max_plans, config.max_plan_bytes
+        )
         self._config, self._mesh, self._device_type = config, mesh, device_type
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
@@ -104,26 +134,59 @@ class Planner:
 
     # -- a new plan ----------------------------------------------------------------------
 
-    @uncollected()
     def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
         begin = time.monotonic_ns()
         steps = trace.step.path()
         lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
         kinds = tuple(type(value).__name__ for value in trace.params)
+        kept = self._resized(steps, outputs, lines, kinds)
+        if kept is None:
+            kept = self._planned(steps, outputs, lines, kinds)
+        self._history.missed(self._why_missed(trace, outputs, reason), kept.entry.plan, begin)
+        if not kept.entry.sent:
+            self._history.plans_built += 1
+        self._tiers.built(kept.entry)
+        return kept
+
+    def _resized(
+        self,
+        steps: list[TrieNode],
+        outputs: tuple[int, ...],
+        lines: tuple[str, ...],
+        kinds: tuple[str, ...],
+    ) -> CachedPlan | None:
+        """The plan of a trace that is an earlier one in other sizes; None: it is not."""
+        if self._config.keep_stages or steps[-1].placed:
+            return None
+        for earlier in self._outlines.get((outputs, kinds, outline_key(steps))) or ():
+            new = earlier.outline.resized(steps) if lines == earlier.lines else None
+            if new is None:
+                continue
+            sizes = tuple([new[size] for size in earlier.sizes])
+            plan = self.templates.resize(earlier.template, sizes, self._config.check_passes)
+            if plan is not None:
+                plan = plan.with_backward(earlier.kept.entry.plan.backward)
+                entry = self._client.entries.of((plan,))
+                return earlier.kept._replace(entry=entry, origins=(plan.origins,))
+        return None
+
+    @uncollected()
+    def _planned(
+        self,
+        steps: list[TrieNode],
+        outputs: tuple[int, ...],
+        lines: tuple[str, ...],
+        kinds: tuple[str, ...],
+    ) -> CachedPlan:
+        """The plan of a trace, as the passes make it."""
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages
         stages = [("recorded", recorded)] if keep else None
         decided: list[AxisStep] = []
-        plans, shardings = self._plans(recorded, steps, stages, decided)
-        entry = self._client.entries.of(plans)
-        miss = self._why_missed(trace, recorded, outputs, reason)
-        self._history.missed(miss, plans[0], begin)
-        if not entry.sent:
-            self._history.plans_built += 1
-        self._tiers.built(entry)
+        plans, shardings, optimised = self._plans(recorded, steps, stages, decided)
         makers_of = makers(steps)
-        return CachedPlan(
-            entry,
+        kept = CachedPlan(
+            self._client.entries.of(plans),
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
             makers=tuple([makers_of[index] for index in outputs]),
@@ -132,13 +195,24 @@ class Planner:
             stages=tuple(stages or ()),
             decided=tuple(decided) if keep else (),
         )
+        if optimised is not None and not steps[-1].placed:
+            outline = Outline(steps)
+            self._note(
+                (outputs, kinds, outline_key(steps)),
+                _Earlier(outline, optimised.template, optimised.sizes, lines, kept),
+            )
+        return kept
 
-    def _why_missed(
-        self, trace: Trace, recorded: Graph, outputs: tuple[int, ...], reason: str
-    ) -> Miss:
+    def _note(self, key: tuple[Any, ...], earlier: _Earlier) -> None:
+        """Keep a trace for others that are it in other sizes."""
+        known = (earlier, *(self._outlines.get(key) or ()))[:_MOST_ALIKE]
+        self._outlines.keep(key, known, sum(each.nbytes for each in known))
+
+    def _why_missed(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Miss:
         if trace.first_miss is not None:
             return Miss.at(reason, trace.first_miss, line_of)
         plans = trace.step.plans
+        recorded = build_graph(trace.step.path(), outputs, (), ())
         return Miss(reason, None, ended=bool(plans), alive=newly_alive(recorded, outputs, plans))
 
     def _plans(
@@ -147,8 +221,9 @@ class Planner:
         steps: list[TrieNode],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
-    ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
-        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh.
+    ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...], Optimised[Plan] | None]:
+        """Each rank's plan, or the one that all run, and how the outputs lie on the mesh; and what
+        it is for other sizes, unless it depends on the mesh.
 
         Args:
             steps: that the graph was recorded in.
@@ -158,12 +233,12 @@ class Planner:
         given = [_stored(step) for step in steps if step.input is not None]
         marked = any(node.op in MARKS for node in recorded.nodes)
         if self._mesh.ranks.world_size > 1 and (marked or any(given)):
-            return self._sharded(recorded, steps, given, stages, decided)
+            return *self._sharded(recorded, steps, given, stages, decided), None
         if marked:
             recorded = without_places(recorded, MARKS)
-        graph = self.templates.optimised(recorded, self._config.check_passes, stages)
-        plan = Plan(graph, backward=_backward(steps))
-        return (plan,), (None,) * len(recorded.outputs)
+        optimised = self.templates.optimised(recorded, self._config.check_passes, stages)
+        plan = optimised.plan.with_backward(_backward(steps))
+        return (plan,), (None,) * len(recorded.outputs), optimised
 
     def _sharded(
         self,

@@ -36,7 +36,8 @@ from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import Console
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.opening import device_type, open_link
-from lazygt.runtime.plan import Plan, PlanRecord
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
 from lazygt.submit import Submitter
 from lazygt.transfer import copy_request

@@ -20,7 +20,8 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, print_graph
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING
-from lazygt.runtime.plan import Plan, PlanRecord, Schedule
+from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 
 #: The stages that a plan goes through, some of them only on a mesh; from ``shard`` on it is rank

@@ -85,7 +85,7 @@ def _ordinary(node: Node, metas: Metas) -> bool:
     """Whether all tensors have elements, an ordinary dtype and no lazy bits."""
     tensors = [metas[value] for value in node.refs()] + list(node.results)
     return bool(tensors) and all(
-        m is not None and m.numel > 0 and m.dtype in _DTYPES and not (m.conj or m.neg)
+        m is not None and 0 not in m.shape and m.dtype in _DTYPES and not (m.conj or m.neg)
         for m in tensors
     )
 

@@ -23,7 +23,8 @@ from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import Observer
 from lazygt.runtime.messages import Timings
-from lazygt.runtime.plan import Plan, PlanRecord
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.

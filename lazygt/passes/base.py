@@ -24,8 +24,9 @@ from lazygt.graph.verify import verify
 class Pass(Protocol):
     """A name and one method.
 
-    What a pass does may depend on sizes only in the ways that ``passes.template`` lists, and it
-    puts no size into a graph that it has computed: a program in other sizes may not be asked again.
+    What a pass wants to know of sizes, beyond which are equal, it asks (``passes.questions``), and
+    it puts no size into a graph that it has computed: of a program in other sizes it is not asked
+    again, as long as its questions have the same answers.
     """
 
     name: str

@@ -14,6 +14,7 @@ from lazygt.graph.exact import exact
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.passes.base import Placed, placed, rebuild, written_through
 from lazygt.passes.fold import is_view
+from lazygt.passes.questions import ask, fits
 
 #: A result of so many bytes may live longer for the sake of a later twin.
 _SMALL = 4096
@@ -62,7 +63,7 @@ def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
     if is_view(earlier.node):
         return True
     return all(
-        uses[value] >= number or meta is None or meta.nbytes <= _SMALL
+        uses[value] >= number or meta is None or ask(fits, meta, given=(_SMALL,))
         for value, meta in zip(earlier.results, earlier.node.results, strict=True)
     )
 

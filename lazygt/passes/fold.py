@@ -27,6 +27,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
 from lazygt.graph.ops import overload
 from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+from lazygt.passes.questions import ask, row_major
 
 #: A value that stands for the node's result, a node in its stead, or None: leave it.
 Folded = int | Node | None
@@ -132,7 +133,7 @@ class _Fold:
         meta, whole = self.metas[value], self.metas[root]
         if root in self.written or meta is None or whole is None:
             return False
-        return whole.nbytes <= meta.nbytes
+        return whole is meta or ask(_no_larger, whole, meta)
 
     def _learn_root(self, node: Node, row: Placed) -> None:
         source = view_source(node)
@@ -165,7 +166,7 @@ class _Fold:
         meta, result_meta = self.metas[root] if root is not None else None, self.metas[result]
         if root is None or root in self.written or meta is None or result_meta is None:
             return None
-        if meta.dtype != result_meta.dtype or not meta.is_contiguous():
+        if meta.dtype != result_meta.dtype or not ask(row_major, meta):
             return None
         return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)
 
@@ -183,7 +184,7 @@ class _Fold:
         """Arithmetic whose operands are all known: computed here, with torch's own kernel."""
         meta = self.metas[result]
         assert meta is not None
-        if not meta.is_contiguous() or meta.offset or meta.dtype not in _COMPUTED:
+        if not ask(row_major, meta) or meta.offset or meta.dtype not in _COMPUTED:
             return None
         operands = [self._constant_operand(arg) for arg in node.args]
         tensors = any(isinstance(operand, torch.Tensor) for operand in operands)
@@ -207,6 +208,11 @@ class _Fold:
             return None
         # one element, in as many dimensions: type promotion asks for them
         return torch.full((1,) * len(meta.shape), number, dtype=meta.dtype, device="cpu")
+
+
+def _no_larger(meta: TensorMeta, other: TensorMeta) -> bool:
+    """Whether a tensor has at most the bytes of another."""
+    return meta.nbytes <= other.nbytes
 
 
 def _same_bits(a: TensorMeta | None, b: TensorMeta | None) -> bool:

@@ -19,6 +19,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled
 from lazygt.passes.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
+from lazygt.passes.questions import ask, fits
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
 SMALL = 16 << 10
@@ -89,7 +90,7 @@ def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bo
 
 
 def _is_small(meta: TensorMeta | None) -> bool:
-    return meta is None or meta.nbytes <= SMALL
+    return meta is None or ask(fits, meta, given=(SMALL,))
 
 
 def _part(row: Placed, form: ForeachForm, which: int) -> Placed:

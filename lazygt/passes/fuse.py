@@ -10,7 +10,8 @@ gain nothing: see ``worth``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from lazygt.passes.base import (
     rebuild,
     scheduled,
 )
+from lazygt.passes.questions import ask
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 64
@@ -42,7 +44,8 @@ class Fuse:
 
     def run(self, graph: Graph) -> Graph:
         order, around = dependencies(graph), Surroundings(graph)
-        groups = [group.members for group in _candidates(around, order) if group.gain > 0]
+        found = [group.members for group in _Groups(graph, around.metas, order).found()]
+        groups = [members for members in found if len(members) > 1 and _pays(around, members)]
         if not groups:
             return graph
         units = scheduled(order.before, groups)
@@ -112,10 +115,6 @@ class Surroundings:
             taken.update(dict.fromkeys(v for v in (*node.refs(), *node.writes) if v not in inner))
         return list(taken)
 
-    def nbytes(self, values: Iterable[int]) -> int:
-        """Bytes of these values together."""
-        return sum(meta.nbytes for v in values if (meta := self.metas[v]) is not None)
-
 
 def worth(around: Surroundings, group: Sequence[int]) -> float:
     """Seconds that compiling a group may save in each run; at most 0: it is not worth it.
@@ -125,17 +124,41 @@ def worth(around: Surroundings, group: Sequence[int]) -> float:
     """
     if len(group) == 1:
         return -CALL
-    return (len(group) - 1) * LAUNCH + saved_bytes(around, group) * BYTE - CALL
+    return _gain(len(group), saved_bytes(around, group))
+
+
+def _gain(members: int, saved: int) -> float:
+    return (members - 1) * LAUNCH + saved * BYTE - CALL
 
 
 def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
     """Bytes that do not travel when a group is compiled."""
-    moved = sum(
-        around.nbytes(set(around.rows[n].node.refs())) + around.nbytes(around.rows[n].results)
-        for n in group
-    )
-    needed = around.nbytes(around.operands(group)) + around.nbytes(around.escaping(group))
-    return moved - needed
+    return sum(times * meta.nbytes for meta, times in _saved(around, group))
+
+
+def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
+    """How often each tensor does not travel when a group is compiled."""
+    times: Counter[int] = Counter()
+    for number in group:
+        times.update({*around.rows[number].node.refs()})
+        times.update(around.rows[number].results)
+    times.subtract(around.operands(group))
+    times.subtract(around.escaping(group))
+    metas = ((around.metas[value], count) for value, count in times.items() if count)
+    return [(meta, count) for meta, count in metas if meta is not None]
+
+
+def _pays(around: Surroundings, group: Sequence[int]) -> bool:
+    """Whether a group is worth it."""
+    saved = _saved(around, group)
+    given = (len(group), tuple([times for _, times in saved]))
+    return ask(_gains, *[meta for meta, _ in saved], given=given)
+
+
+def _gains(members: int, times: tuple[int, ...], *metas: TensorMeta) -> bool:
+    """Whether so many members are worth it, if these tensors do not travel so often."""
+    saved = sum(count * meta.nbytes for count, meta in zip(times, metas, strict=True))
+    return _gain(members, saved) > 0
 
 
 # -- which nodes belong together -----------------------------------------------------------------
@@ -143,8 +166,8 @@ def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _Group:
-    #: elements that its widest member walks over
-    space: int
+    #: that has as many elements as its widest member walks over
+    space: TensorMeta
     members: list[int] = field(default_factory=list)
     #: memory -> the parts of it that members read or write, as far as they can be told apart
     shown: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
@@ -208,7 +231,8 @@ class _Groups:
     def _alone(self, number: int, node: Node) -> _Group:
         memory = self.order.memory
         tensors = [self.metas[value] for value in node.refs()] + list(node.results)
-        group = _Group(max(meta.numel for meta in tensors if meta is not None), [number])
+        metas = list(dict.fromkeys(meta for meta in tensors if meta is not None))
+        group = _Group(metas[ask(_widest, *metas) if len(metas) > 1 else 0], [number])
         for value in (*node.refs(), *node.writes):
             part = self.metas[value], self.moving.get(value)
             group.shown.setdefault(memory[value], set()).add(part)
@@ -238,7 +262,7 @@ class _Groups:
     @staticmethod
     def _clash(home: _Group | None, group: _Group, alone: _Group) -> str:
         """Why the three may not be one group; empty: they may."""
-        if alone.space > group.space:
+        if alone.space is not group.space and ask(_wider, alone.space, group.space):
             return "a larger op needs it"
         if len(group.members) + 1 + (len(home.members) if home is not None else 0) > MOST_MEMBERS:
             return f"it would have more than {MOST_MEMBERS} members"
@@ -250,6 +274,16 @@ class _Groups:
         group.closed = why
         for member in group.members:
             self.open.pop(member, None)
+
+
+def _widest(*metas: TensorMeta) -> int:
+    """Which of several tensors has the most elements."""
+    return max(range(len(metas)), key=lambda which: metas[which].numel)
+
+
+def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
+    """Whether a tensor has more elements than another."""
+    return meta.numel > other.numel
 
 
 # -- the node ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.ops import overload
 from lazygt.passes.base import placed, rebuild
+from lazygt.passes.questions import ask
 
 #: Of complex64 their CPU kernel rounds otherwise where it writes over an operand.
 _ROUNDED_IN_PLACE = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor"})
@@ -84,8 +85,14 @@ def _rounds_in_place(op: str, result: TensorMeta) -> bool:
 def _is_whole(value: int, aliases: Aliases, metas: Sequence[TensorMeta | None]) -> bool:
     """Whether a value fills its memory, so that writing there keeps nothing larger alive."""
     meta, home = metas[value], metas[aliases.memory[value]]
-    return meta is not None and home is not None and meta.extent == meta.numel == home.numel \
-        and meta.dtype == home.dtype  # fmt: skip
+    if meta is None or home is None or meta.dtype != home.dtype:
+        return False
+    return ask(_fills, meta, home)
+
+
+def _fills(meta: TensorMeta, home: TensorMeta) -> bool:
+    """Whether a tensor has no gaps, and as many elements as the one whose memory it lies in."""
+    return meta.extent == meta.numel == home.numel
 
 
 def _writing(node: Node, target: int) -> Node | None:

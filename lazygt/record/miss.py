@@ -13,6 +13,7 @@ from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
 from lazygt.record.host_values import foreign
 from lazygt.record.moving import known_step, moving, new_step
+from lazygt.record.repeats import Call, metas_of, repeated_op
 from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
@@ -66,15 +67,47 @@ def _step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> TrieNode:
-    node, numbers = _node(trace, f, args, kwargs)
+    repeated = repeated_op(trace.step, key, f)
+    again = None if repeated is None else _again(trace, f, *repeated, args, kwargs)
+    node, numbers = again or _node(trace, f, args, kwargs)
     trace.note_miss(key, f, user_call_site(1))
     step = TrieNode(trace.step, key, node, facts=f)
     step.numbers = numbers
+    step.repeats = None if repeated is None else repeated[0]
     target = f.outputs == ("w",) and f.writes == (0,)
     step.itself = target and node.written == (graph_meta(args[0]),)
     if f.views:
         step.make = None
     return step
+
+
+def _again(
+    trace: Trace,
+    f: OpFacts,
+    step: TrieNode,
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Node, tuple[int, ...]] | None:
+    """The same as ``_node``, of an op that is known in other sizes; None where it is to be asked.
+
+    Args:
+        step: the op that this one repeats.
+        call: how this one is called.
+    """
+    known = step.node
+    assert known is not None
+    other_form = len(known.args) != len(args) or len(known.kwargs) != len(kwargs)
+    if other_form or known.dynamic or f.dynamic or f.name in MASKABLE:
+        return None
+    metas = metas_of(known, args, kwargs)
+    if metas is None:
+        return None
+    results = trace.inference.results(f, *call, metas, trace.params)
+    if results is None:
+        return None
+    node = Node(f.name, *call, results.fresh, known.writes, results.written)
+    return node, results.ints
 
 
 def _node(

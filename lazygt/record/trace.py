@@ -18,6 +18,7 @@ from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
 from lazygt.record.infer import Inference
+from lazygt.record.repeats import repeated_input, repeated_internal
 from lazygt.record.tensor import (
     LazyTensor,
     Owner,
@@ -143,7 +144,9 @@ class Trace:
         step = self.step.children.get(key)
         if step is None:
             self.note_miss(meta, None, None)
-            step = self.trie.add(TrieNode(self.step, key, input=meta))
+            step = TrieNode(self.step, key, input=meta)
+            step.repeats = repeated_input(self.step, meta)
+            self.trie.add(step)
         return step
 
     def check(self, storage: Storage) -> None:
@@ -207,7 +210,9 @@ class Trace:
             step = self.step.children.get(key)
             if step is None:
                 self.note_miss(key, f, None)
-                step = self.trie.add(TrieNode(self.step, key, node, facts=f))
+                step = TrieNode(self.step, key, node, facts=f)
+                step.repeats = repeated_internal(self.step, node)
+                self.trie.add(step)
             self.reach(step)
         except BaseException:
             self.settle()

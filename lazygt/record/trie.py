@@ -43,6 +43,7 @@ class TrieNode:
         placed: something up to here is laid out on the mesh.
         native: the same step in the native recorder, once it has been there.
         first: number of the op's first result.
+        repeats: the step of an earlier trace that this one is in other sizes.
         ops, values, params, inputs: how many of each there are up to here, this step included.
     """
 
@@ -50,7 +51,7 @@ class TrieNode:
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
         "itself", "key", "make", "native", "nbytes", "node", "numbers", "ops", "params", "parent",
         "pitch",
-        "placed", "plans", "values", "view_ops",
+        "placed", "plans", "repeats", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,7 @@ class TrieNode:
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
+        self.repeats: TrieNode | None = None
         self.forward = -1
         self.backward = False
         if node is not None:

@@ -28,7 +28,7 @@ from lazygt.runtime.messages import (
     Write,
     Wrote,
 )
-from lazygt.runtime.plan import PlanRecord, PlanRecords, again_message, swap_message
+from lazygt.runtime.plan_records import PlanRecord, PlanRecords, again_message, swap_message
 from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
 from lazygt.runtime.wire import Buffer, Part, bits, decode, size_of
 
@@ -161,7 +161,7 @@ class Client:
             self._renew(self._broken_since)
         outputs = 0
         if entry is not None:
-            outputs = len(entry.plan.graph.outputs)
+            outputs = entry.outputs
             if not entry.sent:
                 self._send_plan(entry, why)
         base = self._new_ids(outputs)

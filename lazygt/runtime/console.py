@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from lazygt.runtime.failures import Describe
     from lazygt.runtime.messages import Timings
-    from lazygt.runtime.plan import PlanRecord
+    from lazygt.runtime.plan_records import PlanRecord
 
 
 class InstructionLog:

@@ -1,9 +1,8 @@
-"""Graphs as they travel, without their source lines. Versioned."""
+"""Graphs as they travel, without their source lines, and what plans are called. Versioned."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from keyword import iskeyword
 from typing import Any
 
@@ -12,23 +11,16 @@ import msgspec
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
+from lazygt.graph.sizes import Size
 from lazygt.runtime.wire import TORCH_NAMES, Buffer, Count, Part, pack, unpack
 
 #: Both sides compare it in their hello.
-VERSION = 4
-
-#: The graph encoded last: a new plan is encoded to be named, and again to be sent.
-_latest: deque[tuple[Graph, bytes]] = deque(maxlen=1)
+VERSION = 5
 
 
 def encode_graph(graph: Graph) -> bytes:
     """A graph without its source lines."""
-    for known, encoded in tuple(_latest):
-        if known is graph:
-            return encoded
-    data = pack((VERSION, *_graph_fields(graph)))
-    _latest.append((graph, data))
-    return data
+    return pack((VERSION, *_graph_fields(graph)))
 
 
 def _graph_fields(graph: Graph) -> tuple[Any, ...]:
@@ -40,8 +32,11 @@ def _graph_fields(graph: Graph) -> tuple[Any, ...]:
     return graph.inputs, graph.params, nodes, graph.outputs
 
 
-def decode_graph(data: Buffer) -> Graph:
+def decode_graph(data: Buffer, symbolic: bool = False) -> Graph:
     """The graph that ``encode_graph`` encoded.
+
+    Args:
+        symbolic: it may have symbols for sizes (``graph.sizes``).
 
     Raises:
         ProtocolError: for another version or anything that is not a graph.
@@ -52,8 +47,9 @@ def decode_graph(data: Buffer) -> Graph:
     version, *fields = value
     if version != VERSION:
         raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
+    takes = _SYMBOLIC if symbolic else _ARGUMENTS
     try:
-        return _graph_from(msgspec.convert(fields, _GraphFields))
+        return _graph_from(msgspec.convert(fields, _GraphFields), takes)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a graph: {error}") from error
 
@@ -76,41 +72,46 @@ class _GraphFields(Part):
     outputs: tuple[Count, ...]
 
 
-def _graph_from(fields: _GraphFields) -> Graph:
-    nodes = tuple([_node_from(node) for node in fields.nodes])
+def _graph_from(fields: _GraphFields, takes: tuple[type, ...]) -> Graph:
+    nodes = tuple([_node_from(node, takes) for node in fields.nodes])
     return Graph(fields.inputs, fields.params, nodes, fields.outputs)
 
 
-def _node_from(fields: _NodeFields) -> Node:
+def _node_from(fields: _NodeFields, takes: tuple[type, ...]) -> Node:
     op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
     for name, arg in kwargs:
         if not name.isidentifier() or iskeyword(name):
             raise ValueError(f"{name!r} is no name of an argument of {op}")
-        _check_argument(op, arg)
-    _check_argument(op, args)
-    inner = None if body is None else _graph_from(body)
+        _check_argument(op, arg, takes)
+    _check_argument(op, args, takes)
+    inner = None if body is None else _graph_from(body, takes)
     return Node(op, args, kwargs, fresh, writes, written, dynamic, inner)
 
 
-def _check_argument(op: str, arg: Any) -> None:
+def _check_argument(op: str, arg: Any, takes: tuple[type, ...]) -> None:
     if type(arg) is tuple:
         for item in arg:
-            _check_argument(op, item)
-    elif not isinstance(arg, _ARGUMENTS) and arg is not DEVICE:
+            _check_argument(op, item, takes)
+    elif not isinstance(arg, takes) and arg is not DEVICE:
         raise ValueError(f"{op} takes no {type(arg).__name__}")
 
 
 #: What an argument may be, or have in it.
 _ARGUMENTS = (Ref, Param, int, float, str, complex, type(None), TensorMeta, *TORCH_NAMES)
+_SYMBOLIC = (*_ARGUMENTS, Size)
 
 
-def plan_name(data: Buffer, salt: bytes = b"") -> bytes:
-    """16 bytes that name an encoded graph.
+def template_name(data: Buffer) -> bytes:
+    """16 bytes that name an encoded graph."""
+    return hashlib.sha256(data).digest()[:16]
+
+
+def plan_name(template: bytes, sizes: tuple[int, ...], salt: bytes = b"") -> bytes:
+    """16 bytes that name a plan.
 
     Args:
+        template: the name of its template.
         salt: of a plan whose ranks have different graphs: tells it from others in which this
             rank has the same.
     """
-    digest = hashlib.sha256(data)
-    digest.update(salt)
-    return digest.digest()[:16]
+    return hashlib.sha256(template + pack(sizes) + salt).digest()[:16]

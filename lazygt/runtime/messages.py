@@ -7,15 +7,12 @@ ProtocolError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph
-from lazygt.runtime.graph_codec import encode_graph
-from lazygt.runtime.wire import Buffer, Count, Part, encode
+from lazygt.runtime.wire import Count, Part
 
 #: The kind of failure of a collective: another rank's failure, most likely, is the cause.
 COLLECTIVE_ERROR = "CollectiveError"
@@ -97,17 +94,24 @@ class Reply(Part):
 
 
 class Ship(Part, tag=1):
-    """Know a plan; its graph is the next buffer. The one after it, if any: its foreign ops' code.
+    """Know a plan: a template in these sizes.
+
+    The template is the next buffer, and the one after it its foreign ops' code, if it has any; no
+    buffer: it has been sent before. Who does not know it any more asks when the plan is run.
 
     Attributes:
-        digest: its name.
+        digest: the plan's name.
         fresh: its id lists begin anew.
+        template: the template's name.
+        sizes: for each symbol in it.
         forget: plans never used again.
         salt: of a plan whose ranks have different graphs; see ``plan_name``.
     """
 
     digest: Name
     fresh: bool
+    template: Name
+    sizes: tuple[Count, ...] = ()
     forget: tuple[Name, ...] = ()
     salt: bytes = b""
 
@@ -231,20 +235,3 @@ class Relaid(Part, tag=11):
 
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
 TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid)
-
-
-def encode_plan(
-    digest: bytes,
-    graph: Graph,
-    fresh: bool,
-    forget: Sequence[bytes] = (),
-    salt: bytes = b"",
-    code: Buffer = b"",
-) -> list[Buffer]:
-    """A plan and its graph; see ``Ship``.
-
-    Args:
-        code: where the code of its foreign ops is (``runtime.foreign.schema``), if it has any.
-    """
-    frames: list[Buffer] = [encode_graph(graph), *([code] if code else [])]
-    return encode(Ship(digest, fresh, tuple(forget), salt), frames)

@@ -1,13 +1,13 @@
-"""Plan: what a rank runs. Frozen, printable, priced and validated; also what travels.
+"""Plan: what a rank runs. Printable, priced and validated; also what travels.
 
-A `PlanRecord` is what the client keeps of the plans that the ranks run together, and what the
-workers have been told of them.
+A plan is a template, in which symbols stand for sizes, and these sizes. Templates travel, and are
+decoded, checked and analysed, once; a plan in other sizes is their name and a few numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lazygt.graph.alias import Writes, analyse, draws, last_uses
@@ -15,11 +15,12 @@ from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph
+from lazygt.graph.ops import Foreign
+from lazygt.graph.sizes import Sizes, SymbolicGraph
 from lazygt.graph.verify import verify
 from lazygt.runtime.foreign import schema
-from lazygt.runtime.graph_codec import encode_graph, plan_name
-from lazygt.runtime.messages import Swap, encode_plan
-from lazygt.runtime.wire import Buffer, DeltaCodec, encode
+from lazygt.runtime.graph_codec import decode_graph, encode_graph, plan_name, template_name
+from lazygt.runtime.wire import Buffer
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,108 @@ class Schedule:
         ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the passes made of a graph, ready to run.
+class PlanTemplate:
+    """What plans have in common that differ in sizes alone; decoded, checked and analysed once.
 
     Attributes:
+        symbolic: the graph, with symbols for sizes.
+        told: ranks that have been sent it.
+        keeps: what has to live as long as it does.
+    """
+
+    def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"") -> None:
+        self.symbolic = symbolic
+        self.told: set[int] = set()
+        self.keeps: Sequence[object] = ()
+        self._encoded = encoded
+
+    @staticmethod
+    def decoded(data: Buffer) -> PlanTemplate:
+        """The template that was encoded.
+
+        Raises:
+            ProtocolError: there is no graph in it.
+            GraphError: the graph breaks its own rules.
+        """
+        graph = decode_graph(data, symbolic=True)
+        verify(graph)
+        symbolic = SymbolicGraph(graph)
+        symbolic.check()
+        return PlanTemplate(symbolic, bytes(data))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As it travels."""
+        return self._encoded or encode_graph(self.symbolic.graph)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that name it: a hash of its content."""
+        return template_name(self.encoded)
+
+    @property
+    def ops(self) -> set[str]:
+        """The ops of its steps."""
+        return {node.op for node in self._schedule.graph.nodes}
+
+    @cached_property
+    def foreign(self) -> Sequence[Foreign]:
+        """The foreign ops that it names."""
+        return schema.foreign_ops(self.symbolic.graph)
+
+    @cached_property
+    def origins(self) -> tuple[int, ...]:
+        """See ``Plan.origins``."""
+        graph = self.symbolic.graph
+        if all(node.body is None for node in graph.nodes):
+            return graph.origins
+        origins: list[int] = []
+        for number, node in enumerate(graph.nodes):
+            if node.body is None:
+                origins.append(graph.origin(number))
+            else:
+                origins.extend(map(node.body.origin, range(len(node.body.nodes))))
+        return tuple(origins)
+
+    def steps(self, sizes: Sizes) -> Schedule:
+        """The schedule of a plan's steps. What is written where, and dies when, is up to no size
+        but by being equal to another, which symbols say."""
+        return replace(self._schedule, graph=self._steps.in_sizes(sizes))
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return Schedule.of(expand_fused(self.symbolic.graph))
+
+    @cached_property
+    def _steps(self) -> SymbolicGraph:
+        graph = self._schedule.graph
+        return self.symbolic if graph is self.symbolic.graph else SymbolicGraph(graph)
+
+
+class Plan:
+    """What the passes made of a graph, ready to run. It does not change.
+
+    Args:
         graph: as the passes left it, with fused nodes.
         decided: the schedule of its steps, if it is not the one that follows from the graph.
         mesh: the ranks that it is run on, for those who ask; no part of what it is.
         backward: numbers of the recorded ops that autograd ran; no part of it either.
+        form: the template that it is, and the sizes; they say what the graph is, if it is not
+            given.
     """
 
-    graph: Graph
-    decided: Schedule | None = None
-    mesh: Mesh | None = field(default=None, compare=False)
-    backward: frozenset[int] = field(default=frozenset(), compare=False)
+    def __init__(
+        self,
+        graph: Graph | None = None,
+        decided: Schedule | None = None,
+        mesh: Mesh | None = None,
+        backward: frozenset[int] = frozenset(),
+        *,
+        form: tuple[PlanTemplate, Sizes] | None = None,
+    ) -> None:
+        assert graph is not None or form is not None
+        self._graph, self._form = graph, form
+        self.decided, self.mesh, self.backward = decided, mesh, backward
 
     @staticmethod
     def build(graph: Graph) -> Plan:
@@ -76,24 +164,68 @@ class Plan:
         verify(graph)
         return Plan(graph)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (self.graph, self.decided) == (other.graph, other.decided)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def _split(self) -> tuple[PlanTemplate, Sizes]:
+        if self._form is not None:
+            return self._form
+        assert self._graph is not None
+        symbolic, sizes = SymbolicGraph.of(self._graph)
+        return PlanTemplate(symbolic), sizes
+
+    @property
+    def template(self) -> PlanTemplate:
+        """What it has in common with plans that differ from it in sizes alone."""
+        return self._split[0]
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those that make a plan of its template."""
+        return self._split[1]
+
+    def with_backward(self, ops: frozenset[int]) -> Plan:
+        """The same plan; autograd ran the recorded ops of these numbers."""
+        return Plan(self._graph, self.decided, self.mesh, ops, form=self._split)
+
+    def resized(self, sizes: Sizes) -> Plan:
+        """The same program in other sizes."""
+        return Plan(mesh=self.mesh, backward=self.backward, form=(self.template, sizes))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """As the passes left it, with fused nodes."""
+        if self._graph is not None:
+            return self._graph
+        return self.template.symbolic.in_sizes(self.sizes)
+
+    @property
+    def outline(self) -> Graph:
+        """Its graph, or the symbolic one if that is at hand: for whoever asks nothing of sizes."""
+        return self._graph or self.template.symbolic.graph
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping it takes, about; in the client and in each worker."""
+        return self.outline.nbytes
+
     @cached_property
     def steps(self) -> Schedule:
         """The nodes one by one, fused ones opened. Who only ships a plan need not ask."""
+        if self.decided is None and self._form is not None:
+            return self.template.steps(self.sizes)
         return self.decided or Schedule.of(expand_fused(self.graph))
 
     @property
     def origins(self) -> tuple[int, ...]:
         """For each of the steps the recorded op that it comes from; empty: the same numbers."""
-        graph = self.graph
-        if all(node.body is None for node in graph.nodes):
-            return graph.origins
-        origins: list[int] = []
-        for number, node in enumerate(graph.nodes):
-            if node.body is None:
-                origins.append(graph.origin(number))
-            else:
-                origins.extend(map(node.body.origin, range(len(node.body.nodes))))
-        return tuple(origins)
+        return self.template.origins
 
     def with_fused(self, kept: Collection[int]) -> tuple[Schedule, tuple[int, ...]]:
         """The schedule in which only the fused nodes of these numbers are opened no further.
@@ -123,12 +255,13 @@ class Plan:
     @property
     def asks(self) -> bool:
         """Whether the last node's results have to be described to the client."""
-        return bool(self.graph.nodes) and self.graph.nodes[-1].dynamic
+        nodes = self.outline.nodes
+        return bool(nodes) and nodes[-1].dynamic
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that name the plan: a hash of its graph's content."""
-        return plan_name(encode_graph(self.graph))
+        """16 bytes that name the plan: a hash of its template's name and its sizes."""
+        return plan_name(self.template.digest, self.sizes)
 
     def __str__(self) -> str:
         shown = Schedule.of(self.graph)
@@ -147,160 +280,3 @@ def _frees(graph: Graph) -> tuple[tuple[int, ...], ...]:
             if last < len(graph.nodes):
                 frees[last].append(value)
     return tuple(tuple(values) for values in frees)
-
-
-class PlanRecord:
-    """What the ranks run, with what they are known to remember of its last run.
-
-    Args:
-        plans: each rank's plan, or one that all of them run.
-    """
-
-    __slots__ = (
-        "considered",
-        "foreign",
-        "frees",
-        "inputs",
-        "names",
-        "numbers",
-        "plan",
-        "plans",
-        "runs",
-        "salt",
-        "sent",
-        "ships",
-        "size",
-        "swap",
-    )
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.plans = tuple(plans)
-        #: rank 0's
-        self.plan = self.plans[0]
-        self.salt, self.names = _names(self.plans)
-        #: for each of ``plans`` the foreign ops that it names
-        self.foreign = tuple([schema.foreign_ops(plan.graph) for plan in self.plans])
-        self.inputs, self.frees = DeltaCodec(), DeltaCodec()
-        #: the bits of the last run's run-time numbers
-        self.numbers: bytes | None = None
-        self.sent = False
-        self.runs = 0
-        #: how often it was shipped, and the bytes of one such message
-        self.ships = self.size = 0
-        #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
-        self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
-        #: whether it has been decided what of it is compiled
-        self.considered = False
-
-    @property
-    def nbytes(self) -> int:
-        """What keeping it takes of the client's memory, about."""
-        return sum(plan.graph.nbytes for plan in self.plans)
-
-    def of(self, rank: int) -> int:
-        """Which of ``plans`` a rank runs."""
-        return rank if len(self.plans) > 1 else 0
-
-    def name(self, rank: int) -> bytes:
-        """What the rank's plan is called on the wire."""
-        return self.names[self.of(rank)]
-
-
-class PlanRecords:
-    """The entries of the plans that may run again, and the swaps that are under way.
-
-    Args:
-        ranks: how many workers are told of them.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._known: dict[bytes, PlanRecord] = {}
-        #: no longer known; workers have not been told yet
-        self._forgotten: list[PlanRecord] = []
-        #: plans that are being swapped -> ranks that have not said so yet
-        self.swapping: dict[bytes, int] = {}
-
-    def __iter__(self) -> Iterator[PlanRecord]:
-        """Oldest first."""
-        return iter(self._known.values())
-
-    def of(self, plans: Sequence[Plan]) -> PlanRecord:
-        """The entry of the ranks' plans: the one there is for the same content, or a new one.
-
-        Args:
-            plans: each rank's, or one that all ranks run.
-        """
-        entry = PlanRecord(plans)
-        return self._known.setdefault(entry.names[0], entry)
-
-    def forget(self, entries: Sequence[PlanRecord]) -> None:
-        """Plans that will never be used again: workers drop them with the next plan."""
-        for entry in entries:
-            if self._known.get(entry.names[0]) is entry:
-                del self._known[entry.names[0]]
-                self._forgotten.append(entry)
-
-    # -- messages ------------------------------------------------------------------------
-
-    def plan_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """What brings each rank its plan, and tells it which others to forget."""
-        forgotten, self._forgotten = self._forgotten, []
-        messages: dict[int, list[Buffer]] = {}
-        for rank in range(self._ranks):
-            which = entry.of(rank)
-            if which not in messages:
-                name = entry.names[which]
-                forget = [old.name(rank) for old in forgotten if old.name(rank) != name]
-                graph = entry.plans[which].graph
-                messages[which] = encode_plan(
-                    name,
-                    graph,
-                    True,
-                    forget,
-                    entry.salt,
-                    schema.encode(entry.foreign[which]),
-                )
-        return [messages[entry.of(rank)] for rank in range(self._ranks)]
-
-    def swap_messages(self, entry: PlanRecord) -> list[list[Buffer]]:
-        """What has each rank run an entry's compiled code; the swap is under way from here on."""
-        self.swapping[entry.names[0]] = self._ranks
-        return [swap_message(entry, rank) for rank in range(self._ranks)]
-
-    # -- swaps ---------------------------------------------------------------------------
-
-    def swapped(self, rank: int, digest: bytes) -> None:
-        """A rank has answered the swap of the plan that it knows by this name."""
-        name = next((e.names[0] for e in self if e.name(rank) == digest), digest)
-        if name in self.swapping:
-            self.swapping[name] -= 1
-            if not self.swapping[name]:
-                del self.swapping[name]
-
-
-def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
-    """What has a rank run an entry's compiled code from its next run on."""
-    which = entry.of(rank)
-    return encode(Swap(entry.names[which], tuple(entry.swap[which])))
-
-
-def again_message(entry: PlanRecord, rank: int) -> list[Buffer]:
-    """What brings a rank the plan that it has forgotten."""
-    which = entry.of(rank)
-    foreign = schema.encode(entry.foreign[which])
-    return encode_plan(
-        entry.name(rank), entry.plans[which].graph, False, salt=entry.salt, code=foreign
-    )
-
-
-def _names(plans: tuple[Plan, ...]) -> tuple[bytes, list[bytes]]:
-    """The salt, and the name of each plan on the wire.
-
-    Two entries may have the same plan for one rank and different ones for another; the rank
-    remembers the last run of each entry, so it must not take one for the other.
-    """
-    if len(plans) == 1:
-        return b"", [plans[0].digest]
-    salt = plan_name(b"".join(plan.digest for plan in plans))
-    return salt, [plan_name(encode_graph(plan.graph), salt) for plan in plans]

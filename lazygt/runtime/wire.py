@@ -20,10 +20,12 @@ import torch
 from lazygt.errors import ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, short_dtype
 from lazygt.graph.node import DEVICE, Param, Ref
+from lazygt.graph.sizes import Size
 
 #: the last format of marshal that says only what a number is, and not how often Python holds it
 _MARSHAL = 2
-_REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META = 1, 2, 3, 4, 5, 6
+_REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META, _SIZE = 1, 2, 3, 4, 5, 6, 7
+_NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
 #: torch's own: a session has another in its place, which minds the default device
 _empty = torch.empty
 TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
@@ -97,8 +99,9 @@ def unpack(data: Buffer) -> Any:
 
 def _to_ext(value: Any) -> Any:
     kind = type(value)
-    if kind is Ref or kind is Param:
-        return _numbered_ext(_REF if kind is Ref else _PARAM, value.index)
+    code = _NUMBERED.get(kind)
+    if code is not None:
+        return _numbered_ext(code, value.index)
     if kind is complex:  # 0.0 and -0.0 are equal, and would share a place in the cache
         return msgpack.ExtType(_COMPLEX, msgpack.packb((value.real, value.imag)))
     if isinstance(value, Part):
@@ -133,6 +136,8 @@ def _from_ext(code: int, data: bytes) -> Any:
         return Ref(_integer(data))
     if code == _PARAM:
         return Param(_integer(data))
+    if code == _SIZE:
+        return Size(_integer(data))
     if code == _TORCH:
         return _torch_name(data.decode())
     if code == _DEVICE:

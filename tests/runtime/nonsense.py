@@ -22,7 +22,7 @@ import lazygt
 from lazygt.errors import LazyGTError, ProtocolError
 from lazygt.runtime import graph_codec
 from lazygt.runtime.launch.link import InlineLink
-from lazygt.runtime.messages import Renew, Swap, Write
+from lazygt.runtime.messages import Renew, Ship, Swap, Write
 from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
 from lazygt.transfer.copier import copier_for
@@ -38,7 +38,8 @@ VALUES: tuple[Any, ...] = (
     b"", b"\xff", bytes(16), b"0" * 17, [], [0], [1, [2, [3]]], [[]] * 3, {}, {"a": 1}, {1: None},
     msgpack.ExtType(1, b"\x05"), msgpack.ExtType(2, b"\x00"), msgpack.ExtType(3, b"torch.float32"),
     msgpack.ExtType(3, b"torch.os"), msgpack.ExtType(4, b""), msgpack.ExtType(5, b"\x92\x01"),
-    msgpack.ExtType(6, b"\x95\xa3f32\x91\x04\xc0\x00\x00"), msgpack.ExtType(99, b"?"),
+    msgpack.ExtType(6, b"\x95\xa3f32\x91\x04\xc0\x00\x00"), msgpack.ExtType(7, b"\x00"),
+    msgpack.ExtType(7, b"\xcd\xff\xff"), msgpack.ExtType(7, b"\xff"), msgpack.ExtType(99, b"?"),
 )  # fmt: skip
 
 
@@ -160,12 +161,21 @@ def _other(value: Any, draw: random.Random) -> Any:
     return value
 
 
+def ship(graph: bytes, sizes: tuple[int, ...] = ()) -> Frames:
+    """The message that brings a plan, by its right name."""
+    template = graph_codec.template_name(graph)
+    name = graph_codec.plan_name(template, sizes)
+    return [*encode(Ship(name, True, template, sizes)), graph]
+
+
 def _named(frames: Frames) -> Frames:
     """A changed plan under the name that its new content has, so that it is looked at."""
     try:
         header = msgpack.unpackb(frames[0], strict_map_key=False)
         if isinstance(header, list) and header[0] == 1 and len(frames) > 1:
-            header[1] = graph_codec.plan_name(frames[1], *header[4:5])
+            header[3] = graph_codec.template_name(frames[1])
+            sizes, salt = tuple(header[4]) if len(header) > 4 else (), header[6:7]
+            header[1] = graph_codec.plan_name(header[3], sizes, *salt)
             return [msgpack.packb(header), *frames[1:]]
     except (ValueError, TypeError, IndexError):
         return frames

@@ -13,10 +13,12 @@ from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
 from lazygt.runtime.client import Client
 from lazygt.runtime.failures import Failures
-from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Done, Failure, Fetched
-from lazygt.runtime.plan import Plan, PlanRecords
+from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, TO_WORKER, Done, Failure, Fetched
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecords
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.values import Fetches, Uploads, wanted
+from lazygt.runtime.wire import decode
 
 META = intern((4,), contiguous_stride((4,)), torch.float32)
 
@@ -50,7 +52,7 @@ def arena():
 
 
 def forgotten(frames: list[wire.Buffer]) -> tuple[bytes, ...]:
-    return tuple(wire.unpack(frames[0])[3])
+    return decode(frames, TO_WORKER).forget  # type: ignore[attr-defined]
 
 
 def test_one_entry_for_the_same_content() -> None:

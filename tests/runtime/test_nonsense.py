@@ -47,7 +47,7 @@ GAPS = intern((4,), (2,), torch.float32)
 NAME = bytes(range(16))
 
 EVERY: tuple[Part, ...] = (
-    Ship(NAME, False), Ship(NAME, True, (NAME,), NAME),
+    Ship(NAME, False, NAME), Ship(NAME, True, NAME, (7, 3), (NAME,), NAME),
     Run(1), Run(2, NAME, 9, (0, (1, 2)), (1, (0, 5)), (0.5, True, 1 + 2j), [Put(1, META, 64)], (7,),
                 (9,), True),
     Swap(NAME, ((0, "key"),)), Write(-3, ("a", (), None)), Renew(1, 0),
@@ -176,10 +176,14 @@ def test_a_reply_of_another_op_is_refused() -> None:
         ([wire.pack((2, 1, b"short"))], "not a Run message"),
         ([wire.pack((2, 1, NAME, 0, (2, ())))], "not a Run message"),
         ([wire.pack((2, 1, NAME, 0, (0, (-1,))))], "not a Run message"),
-        ([wire.pack((1, NAME, True, ([],))), b""], "not a Ship message"),
+        ([wire.pack((1, NAME, True, NAME, ([],))), b""], "not a Ship message"),
         ([wire.pack((5, NAME, ((0, 7),)))], "not a Swap message"),
         ([wire.pack((7,))], "not a Write message"),
-        (encode(Ship(NAME, True)), "does not match its name"),
+        (encode(Ship(NAME, True, NAME)), "plan's content does not match its name"),
+        (
+            encode(Ship(graph_codec.plan_name(NAME, ()), True, NAME), [b"else"]),
+            "template's content does not match its name",
+        ),
     ],
 )
 def test_a_client_that_sends_nonsense_is_told(message: list[Any], said: str) -> None:
@@ -202,7 +206,7 @@ def test_a_client_that_sends_nonsense_is_told(message: list[Any], said: str) -> 
 def test_a_plan_of_nonsense_is_refused(node: Any, said: str) -> None:
     graph = wire.pack((graph_codec.VERSION, (META,), (), (node,), (1,)))
     with pytest.raises(ProtocolError, match=said):
-        Worker().handle([*encode(Ship(graph_codec.plan_name(graph), True)), graph])
+        Worker().handle(nonsense.ship(graph))
 
 
 def test_ids_that_do_not_fit_the_list_before_are_refused() -> None:

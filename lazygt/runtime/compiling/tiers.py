@@ -18,7 +18,8 @@ from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
 from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
-from lazygt.runtime.plan import Plan, PlanRecord
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecord
 
 #: Groups of one structure that are remembered for the sizes in which they differ.
 _LIKE = 8

@@ -1,0 +1,264 @@
+"""Sizes: a graph with symbols for them, and the same graph in given ones.
+
+Programs are run in other sizes more often than they change (a last batch that is smaller, a
+sequence that grows). A *symbolic* graph has a `Size` in the place of every number of 2 or more
+that is a size in an argument, and in its metas the number of that symbol plus 2; 0, 1 and negative
+numbers stand for themselves. Symbols are numbered as they appear, and equal sizes have the same
+one, so a graph has one symbolic graph and one list of sizes, and these make it again.
+
+Nothing is to be computed from a symbolic meta: its sizes do not fit each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from lazygt.graph.alias import WRITE_BACK, op_facts
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.node import Arg, Graph, Node
+
+Sizes = tuple[int, ...]
+Args = tuple[Arg, ...]
+Kwargs = tuple[tuple[str, Arg], ...]
+
+#: The smallest number that has a symbol.
+LEAST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A size, by number, in an argument of a symbolic graph."""
+
+    index: int
+
+
+@lru_cache(maxsize=4096)
+def sized(op: str) -> frozenset[int | str]:
+    """The positions and keywords of an op in which a whole number is a size, and not data."""
+    if op == WRITE_BACK:
+        return frozenset({2})
+    facts = None if op.startswith("lazygt.") else op_facts(Node(op, ()))
+    if facts is None:
+        return frozenset()
+    places = {place for place, data in enumerate(facts.hoist) if not data}
+    return frozenset(places | {name for name, data in facts.hoist_named.items() if not data})
+
+
+class SymbolicGraph:
+    """A graph without its sizes.
+
+    Args:
+        graph: the symbolic one.
+        first: the sizes that it was seen in first, and the graph in these.
+
+    Attributes:
+        count: how many sizes it has.
+    """
+
+    def __init__(self, graph: Graph, first: tuple[Sizes, Graph] | None = None) -> None:
+        self.graph, self._first = graph, first
+        symbols = _SymbolsIn()
+        for meta in graph.inputs:
+            symbols.meta(meta)
+        self._inside = [symbols.node(node) for node in graph.nodes]
+        self._numbers = symbols.numbers
+        self.count = len(symbols.numbers)
+
+    @staticmethod
+    def of(graph: Graph) -> tuple[SymbolicGraph, Sizes]:
+        """A graph without its sizes, and these."""
+        symbols = _ToSymbols()
+        symbolic = symbols.graph(graph)
+        sizes = tuple(symbols.numbers)
+        return SymbolicGraph(symbolic, (sizes, graph)), sizes
+
+    def in_sizes(self, sizes: Sizes) -> Graph:
+        """The graph in these sizes; nodes in which none has changed are shared with the first."""
+        if self._first is None:
+            self._first = sizes, _FromSymbols(sizes).graph(self.graph)
+        before, first = self._first
+        changed = {number for number in range(self.count) if sizes[number] != before[number]}
+        if not changed:
+            return first
+        write = _FromSymbols(sizes)
+        nodes = [
+            known if inside.isdisjoint(changed) else write.node(node)
+            for node, known, inside in zip(self.graph.nodes, first.nodes, self._inside, strict=True)
+        ]
+        inputs = tuple([write.meta(meta) for meta in self.graph.inputs])
+        return replace(first, inputs=inputs, nodes=tuple(nodes))
+
+    def check(self) -> None:
+        """Check that its symbols are numbered without gaps.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self._numbers != set(range(self.count)):
+            raise ValueError("its sizes are not numbered from 0 without gaps")
+
+
+def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
+    """Check that a graph may be in these sizes.
+
+    Raises:
+        ValueError: they are not as many, equal sizes have two symbols, or one needs none.
+    """
+    if len(sizes) != symbolic.count or len(set(sizes)) != len(sizes):
+        raise ValueError(f"{symbolic.count} different ones are wanted, and {len(sizes)} given")
+    if min(sizes, default=LEAST) < LEAST:
+        raise ValueError(f"what is less than {LEAST} has no symbol")
+
+
+class _Rewriting:
+    """A graph, node or meta with something else in the place of each size."""
+
+    def __init__(self) -> None:
+        self._metas: dict[int, TensorMeta] = {}
+
+    def graph(self, graph: Graph) -> Graph:
+        inputs = tuple([self.meta(meta) for meta in graph.inputs])
+        return replace(graph, inputs=inputs, nodes=tuple([self.node(node) for node in graph.nodes]))
+
+    def node(self, node: Node) -> Node:
+        """The node, its members too."""
+        args, kwargs = self.arguments(node)
+        fresh = [None if meta is None else self.meta(meta) for meta in node.fresh]
+        written = [self.meta(meta) for meta in node.written]
+        body = None if node.body is None else self.graph(node.body)
+        return Node(node.op, args, kwargs, tuple(fresh), node.writes, tuple(written), node.dynamic,
+                    body)  # fmt: skip
+
+    def meta(self, meta: TensorMeta) -> TensorMeta:
+        """The meta, the same object for the same one."""
+        written = self._metas.get(id(meta))
+        if written is None:
+            shape = tuple([self.number(size) for size in meta.shape])
+            stride = tuple([self.number(step) for step in meta.stride])
+            offset = self.number(meta.offset)
+            written = intern(shape, stride, meta.dtype, offset, meta.conj, meta.neg)
+            self._metas[id(meta)] = written
+        return written
+
+    def number(self, number: int) -> int:
+        """A size, stride or offset of a meta."""
+        raise NotImplementedError
+
+    def arguments(self, node: Node) -> tuple[Args, Kwargs]:
+        """What the node is called with."""
+        raise NotImplementedError
+
+
+class _ToSymbols(_Rewriting):
+    """Makes a graph symbolic.
+
+    Attributes:
+        numbers: size -> its number, in the order of their appearance.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[int, int] = {}
+
+    def number(self, number: int) -> int:
+        if number < LEAST:
+            return number
+        return self.numbers.setdefault(number, len(self.numbers)) + LEAST
+
+    def arguments(self, node: Node) -> tuple[Args, Kwargs]:
+        if node.op == WRITE_BACK:
+            base, value, chain = node.args
+            return (base, value, tuple([self._view(*step) for step in chain])), ()
+        return self._call(node.op, node.args, node.kwargs)
+
+    def _view(self, op: str, position: int, args: Args, kwargs: Kwargs, which: int) -> Arg:
+        """One of the views that a write_back goes through: as the node that makes it."""
+        args, kwargs = self._call(op, args, kwargs)
+        return op, position, args, kwargs, which
+
+    def _call(self, op: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        places = sized(op)
+        called = [self._arg(arg) if place in places else arg for place, arg in enumerate(args)]
+        named = [(name, self._arg(arg) if name in places else arg) for name, arg in kwargs]
+        return tuple(called), tuple(named)
+
+    def _arg(self, arg: Arg) -> Arg:
+        kind = type(arg)
+        if kind is tuple:
+            return tuple([self._arg(item) for item in arg])
+        if kind is int and arg >= LEAST:
+            return Size(self.numbers.setdefault(arg, len(self.numbers)))
+        return arg
+
+
+class _FromSymbols(_Rewriting):
+    """Puts sizes in the place of symbols."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def number(self, number: int) -> int:
+        return number if number < LEAST else self._sizes[number - LEAST]
+
+    def arguments(self, node: Node) -> tuple[Args, Kwargs]:
+        args = tuple([self._arg(arg) for arg in node.args])
+        return args, tuple([(name, self._arg(arg)) for name, arg in node.kwargs])
+
+    def _arg(self, arg: Arg) -> Arg:
+        kind = type(arg)
+        if kind is Size:
+            return self._sizes[arg.index]
+        return tuple([self._arg(item) for item in arg]) if kind is tuple else arg
+
+
+class Resize(_Rewriting):
+    """Metas with other sizes in the place of those that they have."""
+
+    def __init__(self, have: Sizes, wanted: Sizes) -> None:
+        super().__init__()
+        self._sizes = dict(zip(have, wanted, strict=True))
+
+    def number(self, number: int) -> int:
+        return number if number < LEAST else self._sizes[number]
+
+
+class _SymbolsIn:
+    """The symbols in nodes and metas, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self._metas: dict[int, frozenset[int]] = {}
+
+    def node(self, node: Node) -> frozenset[int]:
+        """Those of a node and of its members."""
+        inside: set[int] = set()
+        for arg in (node.args, *[arg for _, arg in node.kwargs]):
+            self._arg(arg, inside)
+        for meta in node.results:
+            if meta is not None:
+                inside |= self.meta(meta)
+        if node.body is not None:
+            for meta in node.body.inputs:
+                inside |= self.meta(meta)
+            inside.update(*[self.node(member) for member in node.body.nodes])
+        self.numbers |= inside
+        return frozenset(inside)
+
+    def meta(self, meta: TensorMeta) -> frozenset[int]:
+        """Those of a meta."""
+        inside = self._metas.get(id(meta))
+        if inside is None:
+            numbers = (*meta.shape, *meta.stride, meta.offset)
+            inside = frozenset([number - LEAST for number in numbers if number >= LEAST])
+            self._metas[id(meta)] = inside
+            self.numbers |= inside
+        return inside
+
+    def _arg(self, arg: Arg, inside: set[int]) -> None:
+        if type(arg) is Size:
+            inside.add(arg.index)
+        elif type(arg) is tuple:
+            for item in arg:
+                self._arg(item, inside)

@@ -1,0 +1,146 @@
+"""Outlines: whether a trace is an earlier one in other sizes, found without building its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lazygt.graph.exact import exact
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Param, Ref
+from lazygt.graph.sizes import LEAST, sized
+from lazygt.record.trie import TrieNode
+
+Steps = Sequence[TrieNode]
+
+
+def outline_key(steps: Steps) -> tuple[Any, ...]:
+    """What two traces have in common that may be one in several sizes: ops and inputs, in order."""
+    return tuple([
+        step.input.dtype if step.node is None and step.input is not None else step.node.op  # type: ignore[union-attr]
+        for step in steps
+    ])  # fmt: skip
+
+
+class Outline:
+    """A trace that was planned, to be compared with others."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = [step.input if step.node is None else step.node for step in steps]
+        self._sizes = [() if step.node is None else _sizes_in(step.node) for step in steps]
+
+    def resized(self, steps: Steps) -> dict[int, int] | None:
+        """The sizes that a trace has in the place of this one's; None: it is another program.
+
+        Args:
+            steps: with the same ``outline_key``.
+        """
+        match = _Match()
+        for mine, sizes, step in zip(self._steps, self._sizes, steps, strict=True):
+            node = step.node
+            if type(mine) is TensorMeta:
+                fits = match.meta(mine, step.input)
+            else:
+                assert isinstance(mine, Node)
+                fits = node is not None and match.node(mine, sizes, node)
+            if not fits:
+                return None
+        return match.sizes
+
+
+def _sizes_in(node: Node) -> tuple[int, ...]:
+    """The sizes that stand in a node's arguments."""
+    places = sized(node.op)
+    arguments = [arg for place, arg in enumerate(node.args) if place in places]
+    arguments += [arg for name, arg in node.kwargs if name in places]
+    return tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
+
+
+def _numbers(arg: Arg) -> Iterator[int]:
+    if type(arg) is tuple:
+        for item in arg:
+            yield from _numbers(item)
+    elif type(arg) is int and arg >= LEAST:
+        yield arg
+
+
+class _Match:
+    """Finds the size that stands in the place of each, one and the same everywhere.
+
+    Attributes:
+        sizes: old -> new; different ones for different ones.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._metas: dict[int, TensorMeta] = {}
+
+    def size(self, old: int, new: int) -> bool:
+        """Whether a number may stand where another did."""
+        if old < LEAST or new < LEAST:
+            return old == new
+        return self.sizes.setdefault(old, new) == new and self._old.setdefault(new, old) == old
+
+    def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
+        """Whether a tensor may stand where another did."""
+        if old is None or new is None:
+            return old is new
+        known = self._metas.get(id(old))
+        if known is not None:
+            return known is new or known == new
+        if (old.dtype, len(old.shape), old.conj, old.neg) != (
+            new.dtype, len(new.shape), new.conj, new.neg):  # fmt: skip
+            return False
+        self._metas[id(old)] = new
+        return (
+            self.size(old.offset, new.offset)
+            and all(map(self.size, old.shape, new.shape))
+            and all(map(self.size, old.stride, new.stride))
+        )
+
+    def node(self, old: Node, sizes: tuple[int, ...], new: Node) -> bool:
+        """Whether a node may stand where another did.
+
+        Args:
+            sizes: in the arguments of the old one.
+        """
+        if old.args is new.args and old.kwargs is new.kwargs:
+            alike = all(map(self.size, sizes, sizes))
+        else:
+            alike = self._arguments(old, new)
+        return (
+            alike
+            and old.op == new.op
+            and old.writes == new.writes
+            and old.dynamic == new.dynamic
+            and len(old.fresh) == len(new.fresh)
+            and len(old.written) == len(new.written)
+            and all(map(self.meta, old.results, new.results))
+        )
+
+    def _arguments(self, old: Node, new: Node) -> bool:
+        if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
+            return False
+        places = sized(old.op)
+        for place, (a, b) in enumerate(zip(old.args, new.args, strict=True)):
+            if not self._argument(a, b, place in places):
+                return False
+        return all(
+            name == other and self._argument(a, b, name in places)
+            for (name, a), (other, b) in zip(old.kwargs, new.kwargs, strict=True)
+        )
+
+    def _argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+        kind = type(old)
+        if kind is not type(new):
+            return False
+        if kind is Ref or kind is Param:
+            return bool(old.index == new.index)
+        if kind is tuple:
+            return len(old) == len(new) and all(
+                self._argument(a, b, sizes) for a, b in zip(old, new, strict=True)
+            )
+        if kind is int and sizes:
+            return self.size(old, new)
+        return bool(exact(old) == exact(new))
