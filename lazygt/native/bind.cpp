@@ -142,6 +142,13 @@ void bind_recorder(py::module_& m) {
         for (size_t i = 0; i < kinds.size(); ++i) ops[i] = py::handle(kinds[i]->op->object);
         return ops;
       })
+      // its views are at the positions that their steps say, so that none moves
+      .def_property_readonly("numbers", [](const View&) { return py::tuple(); })
+      .def_property_readonly("params", [](const View&) { return py::tuple(); })
+      .def_property_readonly("shift", [](const View&) { return 0; })
+      .def_property_readonly("meta", [](const View& view) {
+        return py::object(py::handle(view.kinds().back()->op->object).attr("meta"));
+      })
       .def("copy", [](const View& view) { return c10::make_intrusive<View>(view.link, 0, 0, 0); });
   py::class_<Lock>(m, "Lock")
       .def("acquire", &Lock::acquire)

@@ -79,6 +79,8 @@ class NativeTrace(Trace):
     """A trace of which C++ has the newest part, until the next one begins."""
 
     __slots__ = ("_call_sites", "_inputs", "_native", "_params", "_step")
+    #: C++ makes handles without positions of their own: each is a step
+    moves = False
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference

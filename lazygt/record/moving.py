@@ -22,6 +22,8 @@ class StepTaker(Protocol):
     params: list[Any]
     serial: int
     split: int
+    #: whether its steps may take positions when they run
+    moves: bool
     step: TrieNode
     trie: TraceTrie
 
@@ -62,6 +64,8 @@ def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
         what: the op, and what it is called with besides its tensors and positions.
     """
     if NATIVE is not None:
+        return False
+    if not trace.moves:
         return False
     place = user_call_site(1), trace.step.ops - trace.split, what
     return trace.trie.places.change(place, numbers)

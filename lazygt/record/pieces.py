@@ -131,7 +131,7 @@ def at_one_place(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs)
 
 def place_fixed(recorder: PieceRecorder, t: Any) -> Any:
     """The same view, whose position is part of the step; ``t`` itself where it is so already."""
-    view = view_of(t) if is_lazy(t) else None
+    view = view_of(t) if recorder.trace.moves and is_lazy(t) else None
     if view is None:
         return t
     recorder.trace.index_of(t)  # takes the view again, perhaps at a position that is a number now

@@ -86,6 +86,9 @@ class Trace:
     __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
                  "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
 
+    #: whether its steps may take positions when they run
+    moves = True
+
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
         self.serial = new_serial()
