@@ -59,7 +59,7 @@ test-slow: $(STAMP) $(NATIVE)
 	$(PYTEST) -m timed
 
 test-deep: $(STAMP) $(NATIVE)
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes --timeout 3600
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes tests/native --timeout 3600
 	LAZYGT_ALL_SAMPLES=1 $(BIN)/python -m pytest tests/conformance/test_op_db.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
 

@@ -19,6 +19,9 @@ pytestmark = [
     pytest.mark.anew,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(
+        os.environ.get("HYPOTHESIS_PROFILE") != "deep", reason="minutes: `make test-deep`"
+    ),
 ]
 ROOT = Path(__file__).parents[2]
 _FAULTY = """
