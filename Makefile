@@ -40,7 +40,7 @@ PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What the recorder has part in; once more with the one in Python, where the other one is chosen.
-RECORDING = tests/record tests/property tests/models -m "not slow" $(PARALLEL)
+RECORDING = tests/record tests/property tests/models tests/native -m "not slow" $(PARALLEL)
 RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
 
 test: $(STAMP) $(NATIVE)

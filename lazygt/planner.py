@@ -142,7 +142,9 @@ class Planner:
         kept = self._resized(steps, outputs, lines, kinds)
         if kept is None:
             kept = self._planned(steps, outputs, lines, kinds)
-        self._history.missed(self._why_missed(trace, outputs, reason), kept.entry.plan, begin)
+        self._history.missed(
+            self._why_missed(trace, outputs, lines, reason), kept.entry.plan, begin
+        )
         if not kept.entry.sent:
             self._history.plans_built += 1
         self._tiers.built(kept.entry)
@@ -208,11 +210,13 @@ class Planner:
         known = (earlier, *(self._outlines.get(key) or ()))[:_MOST_ALIKE]
         self._outlines.keep(key, known, sum(each.nbytes for each in known))
 
-    def _why_missed(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> Miss:
+    def _why_missed(
+        self, trace: Trace, outputs: tuple[int, ...], lines: tuple[str, ...], reason: str
+    ) -> Miss:
         if trace.first_miss is not None:
             return Miss.at(reason, trace.first_miss, line_of)
         plans = trace.step.plans
-        recorded = build_graph(trace.step.path(), outputs, (), ())
+        recorded = build_graph(trace.step.path(), outputs, lines, ())
         return Miss(reason, None, ended=bool(plans), alive=newly_alive(recorded, outputs, plans))
 
     def _plans(

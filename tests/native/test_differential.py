@@ -17,7 +17,8 @@ from tests.native.mutations import MUTATIONS
 
 pytestmark = pytest.mark.timeout(600)
 needs_native = pytest.mark.skipif(
-    not hasattr(native.load().module, "Cell"), reason="the native recorder is not built"
+    native.choice().recorder != "native",
+    reason="the native recorder is not chosen: make test-native",
 )
 
 FAST: dict[str, list[Any]] = {"drawn": [0, 40], "operators": [5, 24, 1], "models": [["adamw"], 2]}

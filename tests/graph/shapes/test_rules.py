@@ -190,6 +190,16 @@ def slicing(draw: Draw) -> Call:
     return [t, dim_of(draw, t), *bounds[: draw(st.integers(0, 3))]], {}
 
 
+def narrow(draw: Draw) -> Call:
+    t = tensor(draw)
+    return [
+        t,
+        dim_of(draw, t),
+        perhaps(draw, 0, draw(st.integers(-1, 3))),
+        draw(st.integers(0, 2)),
+    ], {}
+
+
 def select(draw: Draw) -> Call:
     t = tensor(draw)
     return [t, dim_of(draw, t), draw(st.integers(-3, 3))], {}
@@ -351,6 +361,7 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "aten._unsafe_view.default": view,
     "aten.expand.default": expand,
     "aten.slice.Tensor": slicing,
+    "aten.narrow.default": narrow,
     "aten.select.int": select,
     "aten.unbind.int": one_dim,
     "aten.unsqueeze.default": unsqueeze,
@@ -503,6 +514,7 @@ ODD: dict[str, Call] = {
     "aten.t.default": ([contiguous((2, 3, 4))], {}),
     "aten.select.int": ([contiguous((2, 3)), 0, 2], {}),
     "aten.slice.Tensor": ([contiguous((2, 3)), 5], {}),
+    "aten.narrow.default": ([contiguous((2, 3)), 0, 1, 2], {}),
     "aten.unsqueeze.default": ([contiguous((2, 3)), 4], {}),
     "aten.cat.default": ([[contiguous((2, 3)), contiguous((2, 4))]], {}),
     "aten.stack.default": ([[contiguous((2, 3)), contiguous((2, 4))]], {}),
