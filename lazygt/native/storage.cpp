@@ -203,6 +203,12 @@ void set_storage_type(py::handle type) {
               "storages are shown as a subclass of Cell");
   auto* shown = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
   TORCH_CHECK(shown->tp_basicsize == storage_base()->tp_basicsize, "it must have no slots");
+  // Python finalises what its collector tracks once only, and a proxy is brought back often
+  shown->tp_flags &= ~Py_TPFLAGS_HAVE_GC;
+  shown->tp_traverse = nullptr;
+  shown->tp_clear = nullptr;
+  shown->tp_free = PyObject_Free;
+  PyType_Modified(shown);
   shown_as = shown;
 }
 

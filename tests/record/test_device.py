@@ -254,6 +254,14 @@ def test_ties_survive_saving(s: lazygt.Session, tmp_path: Path, where: str | Non
     assert loaded["t"].tolist() == [[0, 3], [0, 4], [0, 5]]
 
 
+def test_a_storage_stays_the_same_however_often_it_is_asked(s: lazygt.Session) -> None:
+    x = torch.arange(6.0)
+    view = x[2:]
+    assert {t.untyped_storage().data_ptr() for t in (x, view) * 3} == {x.data_ptr()}
+    assert {view.data_ptr() for _ in range(3)} == {x.data_ptr() + 2 * x.itemsize}
+    assert x.clone().data_ptr() != x.data_ptr()
+
+
 def test_saving_twice_saves_the_newer_values(s: lazygt.Session, tmp_path: Path) -> None:
     x, step = torch.arange(6.0), torch.tensor(1.0)
     kept = x.__reduce_ex__(2), step.__reduce_ex__(2)
