@@ -188,5 +188,6 @@ void bind_recorder(py::module_& m) {
     set_library_test(std::move(is_library));
   });
   m.def("register_device", &register_device);
+  m.def("record_whole", &record_whole, py::call_guard<py::gil_scoped_release>());
 }
 }  // namespace lazygt

@@ -1,13 +1,15 @@
 #include "device.h"
 
 #include "recorder.h"
-#include "typed.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/library.h>
+
+#include <map>
+#include <mutex>
 
 namespace lazygt {
 namespace {
@@ -22,6 +24,16 @@ void refuse(const Facts& f, Stack& stack) {
   auto result = checked(PyObject_CallFunctionObjArgs(without_session, f.func, positional.ptr(), named.ptr(), nullptr));
   torch::jit::drop(stack, f.arguments());
   push_results(f.op, result, stack);
+}
+
+void record_boxed(Facts& f, Stack& stack) {
+  Recorder* recorder = active_recorder();
+  if (C10_UNLIKELY(recorder == nullptr)) {
+    refuse(f, stack);
+    return;
+  }
+  Hold hold(recorder->lock);
+  recorder->record(f, stack);
 }
 
 struct Kernel final : c10::OperatorKernel {
@@ -69,7 +81,6 @@ void register_kernels(const std::set<std::string>& elsewhere, const std::set<std
   static auto* everything = new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
   static auto* aten = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
   everything->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  const auto typed = register_typed(*aten);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -77,7 +88,7 @@ void register_kernels(const std::set<std::string>& elsewhere, const std::set<std
     if (!op || !takes_tensors(op->schema())) continue;
     auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     bool decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-    if (elsewhere.count(full) || typed.count(full) || (decomposed && !composite.count(full))) continue;
+    if (elsewhere.count(full) || (decomposed && !composite.count(full))) continue;
     aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>()));
   }
 }
@@ -113,16 +124,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 }  // namespace
 
-void record_boxed(Facts& f, Stack& stack) {
-  Recorder* recorder = active_recorder();
-  if (C10_UNLIKELY(recorder == nullptr)) {
-    refuse(f, stack);
-    return;
-  }
-  Hold hold(recorder->lock);
-  recorder->record(f, stack);
-}
-
 void register_device(const std::set<std::string>& elsewhere, const std::set<std::string>& composite,
                      py::object no_session) {
   TORCH_CHECK(without_session == nullptr, "device lazygt is registered already");
@@ -131,5 +132,15 @@ void register_device(const std::set<std::string>& elsewhere, const std::set<std:
   static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::PrivateUse1, new Guard());
   py::gil_scoped_release release;
   register_kernels(elsewhere, composite);
+}
+
+void record_whole(const std::string& space, const std::string& op) {
+  static std::mutex lock;
+  static auto* libraries = new std::map<std::string, torch::Library>();
+  static auto* known = new std::set<std::string>();
+  std::lock_guard<std::mutex> guard(lock);
+  if (!known->insert(space + "::" + op).second) return;
+  auto [place, _] = libraries->try_emplace(space, torch::Library::IMPL, space, KEY, __FILE__, __LINE__);
+  place->second.impl(op.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 }  // namespace lazygt

@@ -33,8 +33,6 @@ struct Recorder {
   void record(Facts& f, Stack& stack);
   // So, by the Python recorder.
   void record_in_python(const Facts& f, Stack& stack);
-  // A step whose results are one fresh tensor, one view or the first argument, for typed kernels.
-  Step* hit(const Words& key);
 
   // -- what storages and handles ask for -----------------------------------------------------------
   int32_t index_of(Handle* t);

@@ -23,10 +23,15 @@ from torch._library.simple_registry import singleton as fake_kernels
 from torch.library import Library
 
 from lazygt.record.patches import Patch
+from lazygt.record.tensor import NATIVE
 
 #: Dispatch keys of kernels that compute on any device.
 ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional",
               "CompositeImplicitAutograd")  # fmt: skip
+#: Those that torch takes before a backend's fallback.
+_BEFORE_FALLBACK = ANY_DEVICE[:2]
+#: Namespaces of ops that every process has.
+_TORCHS_OWN = ("aten", "prim", "prims")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: What a library names that is linked with torch's.
 _LINKED = (b"libc10", b"libtorch")
@@ -85,6 +90,18 @@ def note_defined() -> None:
     """Note what was defined before lazygt was imported; torch does not tell by whom."""
     for qualname in torch.library._defs:
         _noted[qualname] = Noted(times=1)
+    if NATIVE is not None:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        for qualname in torch.library._defs:
+            if any(has(qualname, key) for key in _BEFORE_FALLBACK):
+                _record_whole(qualname)
+
+
+def _record_whole(qualname: str) -> None:
+    """Have C++ record an op that torch would compute there by its kernel for any device."""
+    space, _, op = qualname.partition("::")
+    if NATIVE is not None and space not in _TORCHS_OWN:
+        NATIVE.record_whole(space, op)
 
 
 @functools.wraps(_define)
@@ -102,6 +119,8 @@ def _noting_impl(
 ) -> Any:
     result = _impl(self, op_name, fn, dispatch_key, **kwargs)
     key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
+    if key in _BEFORE_FALLBACK:
+        _record_whole(_qualname(self, op_name))
     if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
         note = _noted.setdefault(_qualname(self, op_name), Noted())
         note.kernels[key] = fn
@@ -136,7 +155,7 @@ def _registering_module() -> str:
 
 def is_foreign(func: Any) -> bool:
     """Whether an overload is one that a process has only once somebody has defined it."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prim", "prims"):
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
         return False
     qualname = func.name()
     if qualname in OPDEFS or qualname in torch.library._defs:
