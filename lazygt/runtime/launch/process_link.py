@@ -187,14 +187,13 @@ class ProcessLink:
     def _open(self, rank: int, message: bytes) -> list[memoryview] | None:
         """The frames of a message for the session; None for one of our own."""
         kind, frames = channel.unpack(message)
-        now = self._hear(rank)
+        self._hear(rank)
         if kind == channel.DATA:
             boxes = self._pool.workers[rank].boxes
             if boxes is not None:
                 boxes.received += 1
             return frames
         if kind == channel.WELCOME:
-            self._watch.handle(supervise.Welcomed(rank), now)
             return None
         text = bytes(frames[0]).decode(errors="replace") if frames else repr(kind)
         self._refused[rank] = text
@@ -261,11 +260,10 @@ class ProcessLink:
         self._follow(self._watch.handle(supervise.Tick(), now))
         self._look_at = now + self._watch.seconds_to_next(now)
 
-    def _hear(self, rank: int) -> float:
+    def _hear(self, rank: int) -> None:
         """Note that a worker gave a sign of life, now."""
         self._heard[rank] = now = time.monotonic()
         self._look_at = min(self._look_at, now + self._watch.silence)
-        return now
 
     def _tell_watch(self) -> None:
         """Tell the watch who was heard meanwhile."""

@@ -22,15 +22,8 @@ _ABSENT_AFTER = 3 * TICK_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Welcomed:
-    """The worker has started and accepted us."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Heard:
-    """Anything came from the worker: a reply, a pong."""
+    """Anything came from the worker, so it has started: a welcome, a reply, a pong."""
 
     rank: int
 
@@ -76,7 +69,7 @@ class ReportFrozen:
     deadline: float
 
 
-Event = Welcomed | Heard | Worked | Ended | Tick
+Event = Heard | Worked | Ended | Tick
 Instruction = Ping | ReportDied | ReportFrozen
 
 
@@ -132,9 +125,6 @@ class Watch:
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """What follows from an event seen at ``now``; times must not run backwards."""
         match event:
-            case Welcomed(rank):
-                self._states[rank].started = True
-                self._hear(rank, now)
             case Heard(rank):
                 self._hear(rank, now)
             case Worked(rank):
@@ -147,7 +137,7 @@ class Watch:
 
     def _hear(self, rank: int, now: float) -> None:
         state = self._states[rank]
-        state.heard, state.due, state.frozen = now, None, False
+        state.started, state.heard, state.due, state.frozen = True, now, None, False
 
     def _see_work(self, state: _State, now: float) -> None:
         if state.due is not None:

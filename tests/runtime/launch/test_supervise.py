@@ -13,7 +13,6 @@ from lazygt.runtime.launch.supervise import (
     ReportFrozen,
     Tick,
     Watch,
-    Welcomed,
     Worked,
 )
 
@@ -31,7 +30,7 @@ def ticks(begin, end, step=TICK_SECONDS):
 def started(frozen_after=10.0, start_timeout=60.0, world_size=1):
     watch = Watch(world_size, 0.0, frozen_after, start_timeout)
     for rank in range(world_size):
-        watch.handle(Welcomed(rank), 0.0)
+        watch.handle(Heard(rank), 0.0)
     return watch
 
 
@@ -138,3 +137,11 @@ def test_how_long_a_wait_may_last(events, now, seconds):
     watch = started()
     run(watch, events)
     assert watch.seconds_to_next(now) == seconds
+
+
+def test_a_worker_that_answers_has_started():
+    watch = Watch(1, 0.0, 1.0, 60.0)
+    watch.handle(Heard(0), 1.0)
+    assert watch.is_started(0)
+    frozen = [step for _, step in run(watch, ticks(1, 10))]
+    assert ReportFrozen(0, 1.0) in frozen
