@@ -92,7 +92,7 @@ def note_defined() -> None:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for qualname in torch.library._defs:
+        for qualname in torch._C._dispatch_get_all_op_names():
             if any(has(qualname, key) for key in _BEFORE_FALLBACK):
                 _record_whole(qualname)
 
