@@ -70,6 +70,8 @@ def run_on_metas(
             returned = (None,) * len(f.outputs)  # it has no result but what it writes
     if f.name in _ONE_DTYPE:
         _check_one_dtype(f, tensors)
+    elif f.name in _KEEPING_DTYPE:
+        _check_cast(f, margs)
     results = _described(f, returned, margs, mkwargs)
     fresh = _corrected(f, list(results.fresh), tensors, device_type)
     wide = _widened(metas) if f.pointwise and f.outputs == ("f",) else None
@@ -158,6 +160,18 @@ def _check_one_dtype(f: OpFacts, tensors: list[torch.Tensor]) -> None:
     if len(dtypes) > 1:
         names = " != ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{f.name}: expected tensors of the same dtype, but got {names}")
+
+
+#: Ops whose meta kernels let pass a result that does not fit into what they write.
+_KEEPING_DTYPE = frozenset({"aten.add_.Tensor", "aten.sub_.Tensor", "aten.mul_.Tensor"})
+
+
+def _check_cast(f: OpFacts, args: Sequence[Any]) -> None:
+    result, target = torch.result_type(args[0], args[1]), args[0].dtype
+    if not torch.can_cast(result, target):
+        raise RuntimeError(
+            f"{f.name}: result type {result} can't be cast to the desired output type {target}"
+        )
 
 
 #: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.

@@ -144,3 +144,32 @@ def test_strides_that_find_no_element_are_those_of_the_kernel(name: str, first: 
 
     with lazygt.session(launcher="dry"):
         assert strides("lazygt") == strides("cpu")
+
+
+@pytest.mark.parametrize("op", ["add_", "sub_", "mul_"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.float32, torch.complex64], ids=str
+)
+def test_writes_that_lose_the_kind_of_number_are_refused_where_they_stand(
+    op: str, dtype: torch.dtype
+) -> None:
+    others = [2, 0.5, 1j, *[torch.ones(shape, dtype=of)
+                            for of in (torch.int64, torch.float64, torch.complex64)
+                            for shape in ((), (3,))]]  # fmt: skip
+
+    def refused(device: str) -> list[bool]:
+        answers = []
+        for other in others:
+            target = torch.ones(3, dtype=dtype, device=device)
+            operand = other.to(device) if isinstance(other, torch.Tensor) else other
+            try:
+                getattr(target, op)(operand)
+            except RuntimeError:
+                answers.append(True)
+            else:
+                answers.append(False)
+        return answers
+
+    expected = refused("cpu")
+    with lazygt.session(launcher="inline"):
+        assert refused("lazygt") == expected
