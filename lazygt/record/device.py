@@ -25,6 +25,7 @@ from torch.utils.backend_registration import (
 from lazygt.record import (
     autograd,
     bridge,
+    copies,
     dataloader,
     factories,
     host_rng,
@@ -369,6 +370,9 @@ def register() -> None:
     optimizers.register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)
-    tensor.connect(_torch_dispatch, Above(swap.move_to_host, autograd.deferring))
+    tensor.connect(
+        _torch_dispatch,
+        Above(swap.move_to_host, autograd.deferring, copies.deep_copy, copies.saved_form),
+    )
     registry.note_defined()
     _ALWAYS.apply()

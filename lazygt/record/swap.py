@@ -17,6 +17,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from lazygt.record.autograd import defer_hooks
+from lazygt.record.copies import host_copy
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
 from lazygt.record.subclasses import is_convertible, lazy_class, new_parameter
@@ -26,7 +27,6 @@ from lazygt.record.tensor import (
     OF_LAZY,
     LazyTensor,
     host_class,
-    host_copy,
     is_lazy,
     storage_of,
 )

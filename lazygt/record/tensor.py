@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -252,6 +251,10 @@ class Above(NamedTuple):
     move_to_host: Callable[[LazyTensor, torch.Tensor], bool]
     #: a hook whose exceptions go aside while autograd runs
     deferring: Callable[[Callable[..., Any]], Callable[..., Any]]
+    #: ``copy.deepcopy``, with its memo
+    deep_copy: Callable[[LazyTensor, dict[int, Any]], LazyTensor]
+    #: the CPU tensor that is saved in its place
+    saved_form: Callable[[LazyTensor], torch.Tensor]
 
 
 _above: Above
@@ -420,31 +423,11 @@ class LazyTensor(torch.Tensor, metaclass=_LAZY_CLASS):  # type: ignore[metaclass
             storage_of(self).owner.keep_sharding(self, before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment."
-            )
-        twin = _deep_copy(self, memo)
-        twin.requires_grad_(self.requires_grad)
-        memo[id(self)] = twin
-        if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        for name, value in attributes(self).items():
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-        if type(self) is not type(twin):
-            object.__setattr__(twin, "__class__", type(self))
-        return twin
+        return _above.deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as an ordinary CPU tensor, so that a checkpoint needs no lazygt to be read."""
-        host = host_copy(self)
-        twin: torch.Tensor = _make_subclass(host_class(self), host, self.requires_grad)
-        twin.__dict__.update(attributes(self))
-        twin.__dict__.pop("_is_param", None)
-        return twin.__reduce_ex__(protocol)
+        return _above.saved_form(self).__reduce_ex__(protocol)
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """As torch's; what it raises reaches the user when the backward pass has ended."""
@@ -491,7 +474,6 @@ def _is_values(given: Any) -> bool:
 
 #: What a lazy tensor has in its ``__dict__`` and one of the host has not.
 OF_LAZY = frozenset({"_storage", "_view"} if NATIVE is None else ())
-_make_subclass = torch.Tensor._make_subclass
 _register_hook: Any = torch.Tensor.register_hook
 _register_accumulated_hook: Any = torch.Tensor.register_post_accumulate_grad_hook
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -581,52 +563,3 @@ def rebind(t: LazyTensor, meta: TensorMeta, storage: Storage, view: ViewChain | 
 def alias(t: LazyTensor) -> LazyTensor:
     """Another handle for the same values, with a version counter of its own."""
     return wrapper(meta_of(t), storage_of(t), view_of(t))
-
-
-# -- copies --------------------------------------------------------------------------------
-
-
-def _deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
-    """A handle like ``t`` on a copied storage; handles that shared a storage share the copy."""
-    storage = storage_of(t)
-    twin = memo.get(id(storage))
-    if twin is None:
-        base = wrapper(storage.meta, storage, None)
-        with torch.no_grad():
-            copied = cast(LazyTensor, base.clone())
-        storage.owner.keep_sharding(copied, storage)
-        twin = storage_of(copied)
-        memo[id(storage)] = twin
-    view = view_of(t)
-    shown = None if view is None else view.copy()
-    return wrapper(TensorMeta.of(t), twin, shown)
-
-
-def host_copy(t: LazyTensor) -> torch.Tensor:
-    """A CPU tensor with the values, shape and strides of ``t``, for saving.
-
-    Handles that share a storage get tensors that share one, so they are tied in the file too.
-    """
-    storage, meta = storage_of(t), TensorMeta.of(t)
-    if view_of(t) is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
-        return cast(torch.Tensor, storage.owner.fetch(t, "save"))
-    saved = _saved(storage)
-    if saved is None:
-        whole = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")
-        if whole.stride() != storage.meta.stride:
-            laid_out = torch.empty_strided(
-                storage.meta.shape, storage.meta.stride, dtype=whole.dtype, device="cpu"
-            )
-            whole = laid_out.copy_(whole)
-        saved = whole.untyped_storage()
-        storage.saved = weakref.ref(saved), storage.remote
-    flat = torch.empty(0, dtype=meta.dtype, device="cpu")
-    return flat.set_(saved, meta.offset, meta.shape, meta.stride)
-
-
-def _saved(storage: Storage) -> torch.UntypedStorage | None:
-    """The CPU storage that another handle was saved with, in the same ``torch.save``."""
-    reference, remote = getattr(storage, "saved", (None, None))
-    if reference is None or remote is None or remote is not storage.remote:
-        return None
-    return cast("torch.UntypedStorage | None", reference())

@@ -1,0 +1,101 @@
+"""Copies of lazy tensors: deep ones, and those on the host that are saved."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, cast
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.record.tensor import (
+    LazyTensor,
+    Storage,
+    attributes,
+    host_class,
+    storage_of,
+    view_of,
+    wrapper,
+)
+
+_make_subclass = torch.Tensor._make_subclass
+
+
+def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
+    """What ``copy.deepcopy`` gives.
+
+    Raises:
+        RuntimeError: it is no leaf of the autograd graph.
+    """
+    if id(t) in memo:
+        return memo[id(t)]  # type: ignore[no-any-return]
+    if not t.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+            "protocol at the moment."
+        )
+    twin = _copied(t, memo)
+    twin.requires_grad_(t.requires_grad)
+    memo[id(t)] = twin
+    if t.grad is not None:
+        twin.grad = copy.deepcopy(t.grad, memo)
+    for name, value in attributes(t).items():
+        twin.__dict__[name] = copy.deepcopy(value, memo)
+    if type(t) is not type(twin):
+        object.__setattr__(twin, "__class__", type(t))
+    return twin
+
+
+def saved_form(t: LazyTensor) -> torch.Tensor:
+    """An ordinary CPU tensor of the same class on the host, with what the user has set on it."""
+    twin: torch.Tensor = _make_subclass(host_class(t), host_copy(t), t.requires_grad)
+    twin.__dict__.update(attributes(t))
+    twin.__dict__.pop("_is_param", None)
+    return twin
+
+
+def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
+    """A handle like ``t`` on a copied storage; handles that shared a storage share the copy."""
+    storage = storage_of(t)
+    twin = memo.get(id(storage))
+    if twin is None:
+        base = wrapper(storage.meta, storage, None)
+        with torch.no_grad():
+            copied = cast(LazyTensor, base.clone())
+        storage.owner.keep_sharding(copied, storage)
+        twin = storage_of(copied)
+        memo[id(storage)] = twin
+    view = view_of(t)
+    shown = None if view is None else view.copy()
+    return wrapper(TensorMeta.of(t), twin, shown)
+
+
+def host_copy(t: LazyTensor) -> torch.Tensor:
+    """A CPU tensor with the values, shape and strides of ``t``, for saving.
+
+    Handles that share a storage get tensors that share one, so they are tied in the file too.
+    """
+    storage, meta = storage_of(t), TensorMeta.of(t)
+    if view_of(t) is not None and (meta.conj or meta.neg or meta.dtype != storage.meta.dtype):
+        return cast(torch.Tensor, storage.owner.fetch(t, "save"))
+    saved = _saved(storage)
+    if saved is None:
+        whole = storage.owner.fetch(wrapper(storage.meta, storage, None), "save")
+        if whole.stride() != storage.meta.stride:
+            laid_out = torch.empty_strided(
+                storage.meta.shape, storage.meta.stride, dtype=whole.dtype, device="cpu"
+            )
+            whole = laid_out.copy_(whole)
+        saved = whole.untyped_storage()
+        storage.saved = weakref.ref(saved), storage.remote
+    flat = torch.empty(0, dtype=meta.dtype, device="cpu")
+    return flat.set_(saved, meta.offset, meta.shape, meta.stride)
+
+
+def _saved(storage: Storage) -> torch.UntypedStorage | None:
+    """The CPU storage that another handle was saved with, in the same ``torch.save``."""
+    reference, remote = getattr(storage, "saved", (None, None))
+    if reference is None or remote is None or remote is not storage.remote:
+        return None
+    return cast("torch.UntypedStorage | None", reference())
