@@ -6,10 +6,7 @@ with lazygt.session() as s:
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ from lazygt.errors import (
     WorkerDied,
     WorkerFrozen,
 )
+from lazygt.uncollected import uncollected as _uncollected
 
 __version__ = "0.1.0"
 
@@ -93,20 +91,6 @@ if TYPE_CHECKING:
     from lazygt.observe.timeline import profile
     from lazygt.observe.why import why
     from lazygt.record.tensor import Viewer as _Viewer
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Import without the garbage collector: a walk through all that torch has loaded takes as long
-    as everything else here."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
 
 with _uncollected():
     from lazygt import transfer

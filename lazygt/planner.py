@@ -16,7 +16,6 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes
 from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
-from lazygt.passes.base import uncollected
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Optimised, Template, Templates
 from lazygt.record.outline import Outline, outline_key
@@ -28,6 +27,7 @@ from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
+from lazygt.uncollected import uncollected
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.axis import AxisStep

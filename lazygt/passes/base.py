@@ -6,10 +6,8 @@ all in the numbers of the graph it was given; ``rebuild`` renumbers.
 
 from __future__ import annotations
 
-import gc
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -19,6 +17,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Ref, params_in, ref
 from lazygt.graph.ops import viewed_argument
 from lazygt.graph.verify import verify
+from lazygt.uncollected import uncollected
 
 
 class Pass(Protocol):
@@ -47,18 +46,6 @@ class Placed(NamedTuple):
     node: Node
     results: Sequence[int]
     source: int
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Put garbage collection off: a plan is made of many small objects, and leaves no cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @uncollected()
