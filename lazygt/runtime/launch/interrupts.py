@@ -5,6 +5,9 @@ function looks for signals. Between taking an answer and noting it, that would l
 torch's guard of a device that is written in Python it would end the process: every op asks the
 guard, where nothing may be raised, and pybind11 looks for signals on the way.
 
+Torch's own Python is no better prepared: between the lines of ``no_grad.__exit__``, and of what an
+optimizer's step ends with, gradients would not be recorded any more.
+
 So SIGINT comes here first as long as a session is open, and the user's own handler is called at
 once where the main thread is in the user's own code. Elsewhere it is called a moment later: when a
 sync point or a backward pass ends, in the midst of a wait, or when the signal, sent again and
@@ -25,7 +28,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from lazygt.graph.source import PACKAGE
+from lazygt.graph.source import PACKAGE, is_library
 
 #: Frames that are looked at, innermost first.
 _MOST = 128
@@ -63,10 +66,24 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent a
 _ELSEWHERE = tuple(
     PACKAGE + part for part in ("cli/", "observe/", "graph/", "passes/", "transfer/")
 )
+#: Torch's functions that set a mode of this thread and set it back, not always in a ``with`` block:
+#: context managers, and what is around an optimizer's step.
+_CHANGING_MODES = frozenset(("__enter__", "__exit__", "_use_grad"))
+
+
+def _torch_changes_a_mode(frame: FrameType | None) -> bool:
+    """Whether torch, called by the user's code, may not have set back yet what it has set."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if frame.f_code.co_name in _CHANGING_MODES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_users_code(frame: FrameType | None) -> bool:
-    """Whether this thread, with this frame, is neither in a session's work nor in an op."""
+    """Whether this thread, with this frame, is neither in a session's work nor in torch's."""
+    if _torch_changes_a_mode(frame):
+        return False
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE) and not name.startswith(_ELSEWHERE):

@@ -5,11 +5,15 @@ Moments that nobody has chosen: tests/faults/test_interrupts.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -196,3 +200,67 @@ def test_a_forked_child_keeps_nothing_of_the_parents() -> None:
             os._exit(interrupts.DEFER_INTERRUPT._pending)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         DEFER_INTERRUPT.forked()
+
+
+# -- torch's own Python ----------------------------------------------------------------------
+
+
+class AtMoment:
+    """Has Ctrl-C come at the n-th moment of a call at which the interpreter looks for signals."""
+
+    def __init__(self, n: int) -> None:
+        self.left, self.place = n, ""
+
+    def run(self, work: Callable[[], None]) -> None:
+        outer = sys.getprofile()
+        sys.setprofile(self.look)
+        try:
+            work()
+        finally:
+            sys.setprofile(outer)
+
+    def look(self, frame: FrameType, event: str, _: Any) -> None:
+        mine = frame.f_code is AtMoment.run.__code__
+        if event in ("call", "c_return") and not self.place and not mine:
+            self.left -= 1
+            if self.left < 0:
+                self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                DEFER_INTERRUPT.arrived(frame)
+
+
+def without_gradients() -> None:
+    with torch.no_grad():
+        torch.ones(2, device="cpu")
+
+
+@torch.no_grad()
+def decorated() -> None:
+    torch.ones(2, device="cpu")
+
+
+def on_a_device() -> None:
+    with torch.device("cpu"):
+        torch.ones(2)
+
+
+def update() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device="cpu"))
+    weight.grad = torch.ones(2, device="cpu")
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
+@pytest.mark.parametrize("work", [without_gradients, decorated, on_a_device, update])
+def test_torchs_modes_are_set_back_whenever_it_comes(work: Callable[[], None]) -> None:
+    with lazygt.session(launcher="inline"):
+        work()  # imports are made, classes known
+        modes = torch.overrides._get_current_function_mode_stack()
+        for n in itertools.count():
+            coming = AtMoment(n)
+            with suppress(KeyboardInterrupt):
+                coming.run(work)
+                DEFER_INTERRUPT.deliver()
+            assert torch.is_grad_enabled(), coming.place
+            assert torch.overrides._get_current_function_mode_stack() == modes, coming.place
+            if not coming.place:
+                break
+        assert n > 5, "hardly a moment was tried"
