@@ -14,13 +14,14 @@ os.environ["LAZYGT_COMPILE"] = "off"
 
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lazygt.runtime.compiling import compiler
 from tests import forking
 from tests.patience import patience
 
@@ -79,12 +80,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compile_like_others() -> Iterator[None]:
+def compile_like_others() -> Iterator[Callable[[int], None]]:
     """The compile process gets only what nobody else wants, which on a busy machine is nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "setpriority", lambda *which: None)
-        patch.setattr(os, "sched_setscheduler", lambda *which: None)
-        yield
+        theirs = compiler.leave_only_spare_time
+        patch.setattr(compiler, "leave_only_spare_time", lambda pid: None)
+        yield theirs
 
 
 @pytest.fixture(scope="session", autouse=True)

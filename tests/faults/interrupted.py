@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import random
 import select
 import signal
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 import lazygt
+from lazygt.runtime.compiling import compiler
 
 STEPS = 8
 #: Seconds within which an interrupt comes: some steps.
@@ -211,7 +211,7 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # a compile process at idle priority gets nowhere on a busy machine
-    os.setpriority = os.sched_setscheduler = lambda *which: None  # type: ignore[assignment]
+    compiler.leave_only_spare_time = lambda pid: None
     settings: dict[str, Any] = {"compile": given.compile, "cache_dir": given.cache}
     with lazygt.session(workers=given.workers, threads=1, **settings) as session:
         stress = Stress(Training(session), given.seed)

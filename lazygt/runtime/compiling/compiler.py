@@ -179,6 +179,16 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
+def leave_only_spare_time(pid: int) -> None:
+    """Let a process, which leads a session of the kernel's, have only what nobody else wants."""
+    os.setpriority(os.PRIO_PROCESS, pid, 19)
+    with contextlib.suppress(PermissionError):  # a container may forbid more than the above
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    # Where the kernel has autogroups, both count only among the processes of one session.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text("19", encoding="ascii")
+
+
 def _start(cache: Path) -> subprocess.Popen[bytes]:
     # why: a session loads its launcher when it opens, not when lazygt is imported
     from lazygt.runtime.launch.local import same_package
@@ -207,10 +217,7 @@ def _start(cache: Path) -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,
     )
-    # At once, since loading torch is work too: it gets only what nobody else wants.
-    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    with contextlib.suppress(PermissionError):  # a container may forbid more than the above
-        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+    leave_only_spare_time(process.pid)  # at once, since loading torch is work too
     with contextlib.suppress(PermissionError):  # this user's pipes may be at their limit
         fcntl.fcntl(_pipe(process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return process

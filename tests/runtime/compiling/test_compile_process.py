@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,19 @@ def test_it_ends_while_it_loads_torch(tmp_path: Path, end: str) -> None:
             process.wait()
         for pipe in (client.stdin, service.stdin, service.stderr):
             pipe.close()
+
+
+@pytest.mark.anew
+@pytest.mark.timeout(60)
+def test_it_gets_only_what_nobody_else_wants(compile_like_others: Callable[[int], None]) -> None:
+    service = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+    group = Path(f"/proc/{service.pid}/autogroup")
+    try:
+        compile_like_others(service.pid)
+        assert os.getpriority(os.PRIO_PROCESS, service.pid) == 19
+        assert os.sched_getscheduler(service.pid) == os.SCHED_IDLE
+        if os.access(group, os.W_OK):  # the kernel has autogroups
+            assert group.read_text().endswith("nice 19\n")
+    finally:
+        service.kill()
+        service.communicate()
