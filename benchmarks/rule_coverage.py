@@ -87,17 +87,22 @@ def _call(op: str, args: Any, kwargs: dict[str, Any]) -> Call | None:
     return Call(build.nodes[0], tuple(build.metas))
 
 
-def calls(entries: int | None, wanted: Callable[[str], bool]) -> Iterator[Call]:
-    """What the first entries of the database call, of the overloads that are wanted."""
+def calls(
+    entries: int | None, wanted: Callable[[str], bool], stopped: Counter[str]
+) -> Iterator[Call]:
+    """What the first entries of the database call, of the overloads that are wanted.
+
+    Counts in ``stopped`` the samples, by the name of their entry, that do not run to their end:
+    this build of torch has no kernel, or modes are refused.
+    """
     for op in islice((op for op in op_db if _runs(op)), entries):
         for sample in islice(_samples(op), SAMPLES):
             seen = _Calls(wanted)
             try:
                 with seen:
-                    made = op(sample.input, *sample.args, **sample.kwargs)
-                    _sum(made).backward()
+                    _backward(op(sample.input, *sample.args, **sample.kwargs))
             except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError):
-                pass  # not for this build of torch, not for modes, or it has no gradient
+                stopped[op.name] += 1
             yield from seen.calls
 
 
@@ -110,11 +115,12 @@ def _samples(op: Any) -> Iterator[Any]:
     yield from op.sample_inputs("cpu", torch.float64, requires_grad=differentiable)
 
 
-def _sum(made: Any) -> torch.Tensor:
-    """Of all that has a gradient."""
+def _backward(made: Any) -> None:
+    """From the sum of all that has a gradient, if anything has."""
     results = made if isinstance(made, (list, tuple)) else [made]
     sums = [t.sum() for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack(sums).sum()
+    if sums:
+        torch.stack(sums).sum().backward()
 
 
 class Coverage(NamedTuple):
@@ -124,11 +130,13 @@ class Coverage(NamedTuple):
         by_hand: a rule of their own, or they are pointwise.
         derived: strategies from torch's decomposition alone.
         without: none.
+        stopped: samples that did not run to their end, by entry of the database.
     """
 
     by_hand: tuple[str, ...]
     derived: tuple[str, ...]
     without: tuple[str, ...]
+    stopped: Counter[str]
 
     @property
     def count(self) -> int:
@@ -144,13 +152,14 @@ def coverage(entries: int | None = None) -> Coverage:
     """Of what the first entries of the database call; of all of them by default."""
     covered: dict[str, bool] = {}
     looked: Counter[str] = Counter()
+    stopped: Counter[str] = Counter()
 
     def wanted(op: str) -> bool:
         return not covered.get(op) and looked[op] < CALLS
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of samples
-        for call in calls(entries, wanted):
+        for call in calls(entries, wanted, stopped):
             op = call.node.op
             if wanted(op):
                 looked[op] += 1
@@ -161,20 +170,26 @@ def coverage(entries: int | None = None) -> Coverage:
         tuple(op for op in having if rule_of(op) is not DERIVED),
         derived,
         tuple(sorted(op for op, is_covered in covered.items() if not is_covered)),
+        stopped,
     )
 
 
 def measure(args: argparse.Namespace) -> Report:
-    found = coverage(args.entries)
+    covered = coverage(args.entries)
     report = Report(
         "rule_coverage",
-        f"aten overloads that torch's operator database calls: {found.count}",
+        f"aten overloads that torch's operator database calls: {covered.count}",
         ["strategies", "overloads", "share"],
     )
-    for name, ops in (("by hand", found.by_hand), ("derived", found.derived),
-                      ("none", found.without)):  # fmt: skip
-        report.add(name, str(len(ops)), f"{len(ops) / found.count:.1%}")
-    report.remarks.append(f"without: {', '.join(op.removeprefix('aten.') for op in found.without)}")
+    for name, ops in (("by hand", covered.by_hand), ("derived", covered.derived),
+                      ("none", covered.without)):  # fmt: skip
+        report.add(name, str(len(ops)), f"{len(ops) / covered.count:.1%}")
+    if covered.stopped:
+        samples = f"{covered.stopped.total()} samples did not run to their end"
+        report.remarks.append(f"{samples}: {', '.join(sorted(covered.stopped))}")
+    report.remarks.append(
+        f"without: {', '.join(op.removeprefix('aten.') for op in covered.without)}"
+    )
     return report
 
 

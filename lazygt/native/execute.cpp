@@ -272,10 +272,12 @@ class Program {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!op) return false;
     auto boxed = std::make_unique<Boxed>(node, *op);
+    const auto before = conversions_.size();
     try {
       give(*boxed, args, py::dict(kwargs));
     } catch (const std::exception&) {
       PyErr_Clear();
+      conversions_.erase(conversions_.begin() + before, conversions_.end());
       return false;
     }
     boxed->places = places_of(places);
