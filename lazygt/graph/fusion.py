@@ -1,7 +1,8 @@
 """Which nodes may be members of a fused node: what pass and compiler agree on.
 
-A member is a pointwise op or a reduction on dense tensors of ordinary dtypes. A run-time number
-may stand where a tensor of one element would give the same result, which the compiler puts there.
+A member is a pointwise op, a reduction or a normalization on dense tensors of ordinary dtypes. A
+run-time number may stand where a tensor of one element would give the same result, which the
+compiler puts there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,30 @@ REDUCTIONS = frozenset(
         "aten.amax.default",
         "aten.amin.default",
         "aten.linalg_vector_norm.default",
+        "aten.var.correction",
+        "aten.std.correction",
+        "aten.logsumexp.default",
+        "aten.mse_loss.default",
+        "aten.smooth_l1_loss.default",
+        "aten.huber_loss.default",
+        "aten.binary_cross_entropy_with_logits.default",
+    }
+)
+#: Reduce, and walk over the elements again; some have several results. Not the losses that look
+#: classes up: compiled code would end the worker for a class out of range.
+NORMALIZATIONS = frozenset(
+    {
+        "aten._softmax.default",
+        "aten._softmax_backward_data.default",
+        "aten._log_softmax.default",
+        "aten._log_softmax_backward_data.default",
+        "aten.mse_loss_backward.default",
+        "aten.native_layer_norm.default",
+        "aten.native_layer_norm_backward.default",
+        "aten.native_group_norm.default",
+        "aten.native_group_norm_backward.default",
+        "aten.native_batch_norm.default",
+        "aten.native_batch_norm_backward.default",
     }
 )
 #: Pointwise although torch does not tag them so.
@@ -44,21 +69,35 @@ NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.mul.Tensor": (1,),
     "aten.div.Tensor": (1,),
     "aten.rsub.Scalar": (1,),
+    "aten.add.Scalar": (1, "alpha"),
+    "aten.sub.Scalar": (1, "alpha"),
+    "aten.mul.Scalar": (1,),
+    "aten.div.Scalar": (1,),
     "aten.addcmul.default": ("value",),
     "aten.addcdiv.default": ("value",),
     "aten.lerp.Scalar": (2,),
+    "aten.masked_fill.Scalar": (2,),
+    "aten.threshold_backward.default": (2,),
+    "aten.eq.Scalar": (1,),
+    "aten.ne.Scalar": (1,),
     "aten.gt.Scalar": (1,),
     "aten.ge.Scalar": (1,),
     "aten.lt.Scalar": (1,),
     "aten.le.Scalar": (1,),
+    "aten.var.correction": ("correction",),
+    "aten.std.correction": ("correction",),
+    "aten.native_layer_norm.default": (4,),
+    "aten.native_group_norm.default": (7,),
+    "aten.native_batch_norm.default": (6, 7),
+    "aten.native_batch_norm_backward.default": (8,),
 }
 
 
 def is_fusible(node: Node, metas: Metas) -> bool:
     """Whether a node may be a member of a fused node; ``metas`` has the meta of every value."""
-    if node.op in REDUCTIONS:
-        return bool(node.fresh) and _ordinary(node, metas) and not numbers_of(node)
-    if len(node.results) != 1 or not _is_pointwise(node.op):
+    if node.op in REDUCTIONS or node.op in NORMALIZATIONS:
+        return bool(node.fresh) and _ordinary(node, metas) and _takes_numbers(node, metas)
+    if len(node.results) != 1 or not is_pointwise(node.op):
         return False
     if node.op in _COPIES and any(key != "dtype" and arg is not None for key, arg in node.kwargs):
         return False
@@ -66,7 +105,7 @@ def is_fusible(node: Node, metas: Metas) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _is_pointwise(op: str) -> bool:
+def is_pointwise(op: str) -> bool:
     """Whether each element of the result follows from those of the operands at its place."""
     if op in _COPIES:
         return True
@@ -83,7 +122,10 @@ def _is_pointwise(op: str) -> bool:
 
 def _ordinary(node: Node, metas: Metas) -> bool:
     """Whether all tensors have elements, an ordinary dtype and no lazy bits."""
-    tensors = [metas[value] for value in node.refs()] + list(node.results)
+    results = node.results
+    if node.op in NORMALIZATIONS:  # gradients that nobody asked for, statistics that were given
+        results = tuple(meta for meta in results if meta is not None and 0 not in meta.shape)
+    tensors = [metas[value] for value in node.refs()] + list(results)
     return bool(tensors) and all(
         m is not None and 0 not in m.shape and m.dtype in _DTYPES and not (m.conj or m.neg)
         for m in tensors
@@ -129,8 +171,11 @@ def _takes_numbers(node: Node, metas: Metas) -> bool:
     numbers = numbers_of(node)
     if not numbers:
         return True
-    allowed = NUMBERS.get(pure_form(node.op)[0], ())
+    pure = pure_form(node.op)[0]
+    allowed = NUMBERS.get(pure, ())
     dtypes = {m.dtype for value in node.refs() if (m := metas[value]) is not None}
+    if pure == "aten.masked_fill.Scalar":
+        dtypes.discard(torch.bool)
     return all(place in allowed for place, _ in numbers) and dtypes <= set(_EXACT) \
         and len(dtypes) == 1  # fmt: skip
 

@@ -106,6 +106,18 @@ class Surroundings:
             if value in self.kept or not members.issuperset(self.readers[value])
         ]
 
+    def written(self, group: Sequence[int]) -> dict[int, int]:
+        """The operands that a group's members write, with their versions after the last member."""
+        latest: dict[int, int] = {}
+        origin = {value: value for value in self.operands(group)}  # version -> where it lives
+        for row in (self.rows[number] for number in group):
+            versions = row.results[len(row.node.fresh) :]
+            for target, version in zip(row.node.writes, versions, strict=True):
+                if target in origin:
+                    origin[version] = origin[target]
+                    latest[origin[target]] = version
+        return latest
+
     def operands(self, group: Sequence[int]) -> list[int]:
         """The values that a group's members take from elsewhere, in the order of their use."""
         inner = {value for number in group for value in self.rows[number].results}
@@ -143,7 +155,7 @@ def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta,
         times.update({*around.rows[number].node.refs()})
         times.update(around.rows[number].results)
     times.subtract(around.operands(group))
-    times.subtract(around.escaping(group))
+    times.subtract({*around.escaping(group), *around.written(group).values()})
     metas = ((around.metas[value], count) for value, count in times.items() if count)
     return [(meta, count) for meta, count in metas if meta is not None]
 
@@ -294,18 +306,8 @@ def _unit(around: Surroundings, unit: list[int]) -> Placed:
     rows = [around.rows[number] for number in unit]
     if len(rows) == 1:
         return rows[0]
-    operands = around.operands(unit)
-    latest = {value: value for value in operands}  # operand -> its version after the last member
-    origin = dict(latest)  # version -> the operand whose memory it lives in
-    written: dict[int, None] = {}
-    for row in rows:
-        versions = row.results[len(row.node.fresh) :]
-        for target, version in zip(row.node.writes, versions, strict=True):
-            if target in origin:
-                origin[version] = origin[target]
-                latest[origin[target]] = version
-                written[origin[target]] = None
-    final = [latest[operand] for operand in written]
+    operands, written = around.operands(unit), around.written(unit)
+    final = list(written.values())
     fresh = [value for value in around.escaping(unit) if value not in final]
     body, params = _body(around, rows, operands, [*fresh, *final])
     metas = around.metas

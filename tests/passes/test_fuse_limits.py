@@ -103,12 +103,12 @@ def test_a_part_and_the_whole_that_is_written() -> None:
     # exp reads the first row, neg_ writes both rows: reading is before writing, but the two
     # are operands of different shapes in one memory
     text = """
-        %0: f32[1, 9000] = input
-        %1: f32[9000] = aten.select.int(%0, 0, 0)
-        %2: f32[9000] = aten.exp.default(%1)
-        %3: f32[9000] = aten.abs.default(%2)
-        %4: f32[1, 9000] = aten.neg_.default(%0) writes %0
-        %5: f32[1, 9000] = aten.add.Tensor(%4, %3)
+        %0: f32[1, 90000] = input
+        %1: f32[90000] = aten.select.int(%0, 0, 0)
+        %2: f32[90000] = aten.exp.default(%1)
+        %3: f32[90000] = aten.abs.default(%2)
+        %4: f32[1, 90000] = aten.neg_.default(%0) writes %0
+        %5: f32[1, 90000] = aten.add.Tensor(%4, %3)
         return %5
         """
     assert fused(text) == [["exp", "abs"], ["neg_", "add"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from lazygt.graph.exact import exact
-from lazygt.graph.fusion import REDUCTIONS, numbers_of, pure_form
+from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
+from lazygt.runtime.compiling.by_tensor import BY_TENSOR, WRITE_UNSAID
 
 aten = torch.ops.aten
 
@@ -42,73 +43,44 @@ class Members(torch.nn.Module):
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """The fresh outputs."""
         count = len(self.body.inputs)
-        values = dict(enumerate(operands[:count]))
+        values: dict[int, Any] = dict(enumerate(operands[:count]))
         for node, results in self.body.numbered():
-            values[results[0]] = _member(node, values, operands[count:])
+            values.update(zip(results, _member(node, values, operands[count:]), strict=True))
         for operand, output in self.writes:
             operands[operand].copy_(values[self.body.outputs[output]])
         return tuple(values[value] for value in self.body.outputs[: self.fresh])
 
 
-def _member(node: Node, values: dict[int, Tensor], numbers: tuple[Tensor, ...]) -> Tensor:
+def _member(
+    node: Node, values: Mapping[int, Tensor | None], numbers: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """The results of a member: the fresh ones, then what it writes."""
     op, dropped = pure_form(node.op)
-    dtype = next(values[value].dtype for value in node.refs())
+    first = next(tensor for value in node.refs() if (tensor := values[value]) is not None)
 
     def leaf(arg: Arg) -> Any:
         if type(arg) is Ref:
             return values[arg.index]
         if type(arg) is Param:
-            return numbers[arg.index].to(dtype)  # as torch does with a Python number
+            return numbers[arg.index].to(first.dtype)  # as torch does with a Python number
         if type(arg) is tuple:
             return [leaf(item) for item in arg]
-        return values[node.refs()[0]].device if arg is DEVICE else arg
+        return first.device if arg is DEVICE else arg
 
     args = [leaf(arg) for arg in node.args]
     kwargs = {name: leaf(arg) for name, arg in node.kwargs if name != dropped}
     if node.op == "aten.copy_.default":
-        return torch.empty_like(args[0]).copy_(args[1])
-    by_tensor = _BY_TENSOR.get(op) if numbers_of(node) else None
-    result: Tensor = (by_tensor or overload(op))(*args, **kwargs)
-    meta = node.results[0]
-    assert meta is not None
-    return result if result.dtype == meta.dtype else result.to(meta.dtype)
+        return [torch.empty_like(args[0]).copy_(args[1])]
+    by_tensor = BY_TENSOR.get(op) if numbers_of(node) or op in WRITE_UNSAID else None
+    returned = (by_tensor or overload(op))(*args, **kwargs)
+    results = [returned] if isinstance(returned, Tensor) else list(returned)
+    return [_cast(result, meta) for result, meta in zip(results, node.results, strict=True)]
 
 
-def _add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    return torch.add(a, b * alpha)
-
-
-def _sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    return torch.sub(a, b * alpha)
-
-
-def _rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    return torch.sub(b, a * alpha)
-
-
-def _addcmul(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
-    return a + value * b * c
-
-
-def _addcdiv(a: Any, b: Any, c: Any, value: Any = 1) -> Any:
-    return a + value * b / c
-
-
-#: Ops that take a number, as they are with a tensor of one element in its stead.
-_BY_TENSOR: dict[str, Callable[..., Any]] = {
-    "aten.add.Tensor": _add,
-    "aten.sub.Tensor": _sub,
-    "aten.mul.Tensor": torch.mul,
-    "aten.div.Tensor": torch.div,
-    "aten.rsub.Scalar": _rsub,
-    "aten.addcmul.default": _addcmul,
-    "aten.addcdiv.default": _addcdiv,
-    "aten.lerp.Scalar": torch.lerp,
-    "aten.gt.Scalar": torch.gt,
-    "aten.ge.Scalar": torch.ge,
-    "aten.lt.Scalar": torch.lt,
-    "aten.le.Scalar": torch.le,
-}
+def _cast(result: Tensor | None, meta: TensorMeta | None) -> Tensor | None:
+    if result is None or meta is None or result.dtype == meta.dtype:
+        return result
+    return result.to(meta.dtype)
 
 
 #: Part of every key: an artifact of another version is not found.
@@ -197,7 +169,7 @@ def _is_flat(body: Graph) -> bool:
     shape = body.inputs[0].shape
     return body.inputs[0].numel > 1 and all(
         meta is not None and meta.shape == shape and meta.is_contiguous() for meta in metas
-    ) and not any(node.op in REDUCTIONS for node in body.nodes)  # fmt: skip
+    ) and all(is_pointwise(node.op) for node in body.nodes)  # fmt: skip
 
 
 @cache
