@@ -4,8 +4,8 @@ An answer comes only where it is sure; an error, and whatever is unusual, is lef
 kernels, so every error stays torch's own. A rule, one small function an op, has the parameters of
 its op, tensors as metas, and answers None for whatever is unusual; none is asked about tensors with
 lazy bits or without elements. There are rules for the ops of common training steps. Pointwise ops
-need no rule: their results' dtypes are learned from the first meta kernel that ran for the same
-operands in other sizes.
+need no rule: their results' dtypes are learned, from a sample of the op or from the first meta
+kernel that ran for the same operands in other sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lazygt.graph.node import Arg, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes.base import Metas, Results, Rule, broadcast, contiguous, is_contiguous
 from lazygt.graph.shapes.layers import LAYERS
+from lazygt.graph.shapes.sample import sampled_dtype
 from lazygt.graph.shapes.tensors import TENSORS, WRITING
 from lazygt.graph.shapes.views import VIEWS
 
@@ -65,7 +66,13 @@ class Shapes:
             answer = _ask(rule, args, kwargs, metas, params)
             return None if answer is None else Results((), answer)  # type: ignore[arg-type]
         key = _pointwise_key(f, args, kwargs, metas, params)
-        dtype = self._learned.get(key) if key is not None else None
+        if key is None:
+            return None
+        dtype = self._learned.get(key)
+        if dtype is None and key not in self._learned:
+            dtype = sampled_dtype(f, args, kwargs, metas, params)
+            if dtype is not None and len(self._learned) < _LEARNED_LIMIT:
+                self._learned[key] = dtype
         return None if dtype is None else _pointwise(f, args, metas, dtype)
 
     def learn(

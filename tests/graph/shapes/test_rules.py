@@ -1,5 +1,7 @@
 """Shapes by rule are those that torch's own meta kernels find, over drawn shapes and layouts."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -480,19 +482,53 @@ def test_pointwise_is_learned(name: str) -> None:
     assert 3 * sum(answers) >= len(answers) > 20, f"{sum(answers)} of {len(answers)} were quick"
 
 
-def test_nothing_is_known_of_a_pointwise_op_at_first() -> None:
-    recorded = Recorded("aten.relu.default", [contiguous((2, 3))], {})
-    assert Shapes().results(*recorded.call) is None
+@pytest.mark.parametrize("name", POINTWISE)
+def test_a_sample_of_a_pointwise_op_agrees_with_torch(name: str) -> None:
+    answers: list[bool] = []
+
+    @given(st.data())
+    def compare(data: st.DataObject) -> None:
+        shape, dtype = data.draw(SHAPES), data.draw(DTYPES)
+        operands: list[Any] = []
+        for kind in POINTWISE[name]:
+            own = torch.bool if kind == "b" else perhaps(data.draw, dtype, data.draw(DTYPES))
+            shaped = perhaps(data.draw, shape, near(data.draw, shape))
+            operands.append(kind if isinstance(kind, Number) else contiguous(shaped, own))
+        answers.append(agrees(Shapes(), name, (operands, {})))
+
+    compare()
+    assert 3 * sum(answers) >= len(answers) > 20, f"{sum(answers)} of {len(answers)} were quick"
+
+
+def test_a_result_that_is_not_row_major_is_no_sample() -> None:
+    turned = TensorMeta((2, 3), (1, 2), torch.float32)
+    assert Shapes().results(*Recorded("aten.relu.default", [turned], {}).call) is None
+
+
+@pytest.mark.anew
+def test_the_first_pointwise_op_loads_neither_dynamo_nor_sympy() -> None:
+    """They take a second, and torch's meta kernels of pointwise ops load both."""
+    program = """
+import sys
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Ref
+from lazygt.graph.ops import facts, overload
+from lazygt.record.infer import Inference
+import torch
+meta = TensorMeta((2, 3), (3, 1), torch.float32)
+args = facts(overload("aten.add.Tensor")), (Ref(0), Ref(1)), (), {0: meta, 1: meta}, []
+assert Inference("cpu").results(*args).fresh == (meta,)
+sys.exit(not {"sympy", "torch._dynamo"}.isdisjoint(sys.modules))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_learned_dtypes_keep_kinds_of_numbers_apart() -> None:
     shapes = Shapes()
-    whole = contiguous((2, 3), torch.int64)
-    by_int = Recorded("aten.mul.Tensor", [whole, 2], {})
-    shapes.learn(*by_int.call, Results((whole,)))
-    assert shapes.results(*by_int.call) == Results((whole,))
-    assert shapes.results(*Recorded("aten.mul.Tensor", [whole, 2.0], {}).call) is None
-    assert shapes.results(*Recorded("aten.mul.Tensor", [whole, True], {}).call) is None
+    whole, halves = contiguous((2, 3), torch.int64), contiguous((2, 3), torch.float32)
+    for number, expected in ((2, whole), (2.0, halves), (True, whole), (2, whole)):
+        recorded = Recorded("aten.mul.Tensor", [whole, number], {})
+        assert shapes.results(*recorded.call) == Results((expected,))
 
 
 def test_a_layout_that_no_rule_foresees_is_not_learned() -> None:
@@ -563,9 +599,10 @@ def test_tensors_without_elements_and_with_lazy_bits_are_torchs(meta: TensorMeta
 def test_inference_counts_quick_answers_and_runs() -> None:
     inference = Inference("cpu")
     for width in (3, 4, 5):
-        for name in ("aten.relu.default", "aten.t.default"):
-            inference.results(*Recorded(name, [contiguous((2, width))], {}).call)
-    assert (inference.quick, inference.runs) == (5, 1)
+        for name in ("aten.relu.default", "aten.t.default", "aten.cumsum.default"):
+            given = [contiguous((2, width)), *([0] if "cumsum" in name else [])]
+            inference.results(*Recorded(name, given, {}).call)
+    assert (inference.quick, inference.runs) == (6, 3)
 
 
 # -- what a new shape costs the worker -------------------------------------------------------
