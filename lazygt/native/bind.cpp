@@ -16,6 +16,13 @@ const at::Tensor& tensor_of(py::handle t) {
 
 py::object wrap(at::Tensor t) { return checked(THPVariable_Wrap(std::move(t))); }
 
+template <class Items, class Function>
+py::tuple tuple_of(const Items& items, Function function) {
+  py::tuple tuple(items.size());
+  for (size_t i = 0; i < items.size(); ++i) tuple[i] = function(items[i]);
+  return tuple;
+}
+
 // -- by METH_O: they are asked often -------------------------------------------------------------
 
 PyObject* is_lazy_object(PyObject*, PyObject* object) {
@@ -137,19 +144,20 @@ void bind_recorder(py::module_& m) {
       .def_readwrite("base", &View::base)
       .def_readwrite("index", &View::index)
       .def_property_readonly("ops", [](const View& view) {
-        auto kinds = view.kinds();
-        py::tuple ops(kinds.size());
-        for (size_t i = 0; i < kinds.size(); ++i) ops[i] = py::handle(kinds[i]->op->object);
-        return ops;
+        auto last = view.now().first;
+        return tuple_of(chain(last), [](Link* link) { return py::handle(link->kind->op->object); });
       })
-      // its views are at the positions that their steps say, so that none moves
-      .def_property_readonly("numbers", [](const View&) { return py::tuple(); })
-      .def_property_readonly("params", [](const View&) { return py::tuple(); })
-      .def_property_readonly("shift", [](const View&) { return 0; })
-      .def_property_readonly("meta", [](const View& view) {
-        return py::object(py::handle(view.kinds().back()->op->object).attr("meta"));
+      .def_property_readonly("numbers", [](const View& view) {
+        auto last = view.now().first;
+        auto links = chain(last);
+        links.erase(std::remove_if(links.begin(), links.end(), [](Link* l) { return !l->kind->moves; }), links.end());
+        return tuple_of(links, [](Link* link) { return py::int_(link->position); });
       })
-      .def("copy", [](const View& view) { return c10::make_intrusive<View>(view.link, 0, 0, 0); });
+      .def_property_readonly("params", [](const View& view) {
+        return tuple_of(view.now().second, [](int32_t param) { return py::int_(param); });
+      })
+      .def_property_readonly("shift", [](const View& view) { return view.now().first->shift; })
+      .def("copy", [](const View& view) { return c10::make_intrusive<View>(view.now().first, 0, 0, 0); });
   py::class_<Lock>(m, "Lock")
       .def("acquire", &Lock::acquire)
       .def("release", &Lock::release)

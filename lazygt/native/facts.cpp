@@ -62,6 +62,7 @@ void read_facts(Facts& f, py::handle facts) {
     f.outs.push_back(kind_of(letters));
   }
   f.pointwise = py::cast<bool>(attribute(facts, "pointwise"));
+  if (!attribute(facts, "position").is_none()) f.rule = move_rule(py::cast<std::string>(attribute(facts, "name")));
   f.facts = facts.inc_ref().ptr();
 }
 

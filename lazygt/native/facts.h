@@ -1,5 +1,6 @@
 // What recording needs to know of an op: read from Python's graph.ops.OpFacts, at its first use.
 #pragma once
+#include "positions.h"
 #include "python.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -41,6 +42,7 @@ struct Facts {
   std::vector<int> returned;  // of each result the argument that it is, or -1
   int viewed = 0;             // the argument that results are views of
   bool pointwise = false;
+  MoveRule rule = nullptr;  // of an op with a position
 
   size_t arguments() const { return hoist.size(); }
 };

@@ -1,6 +1,12 @@
 #include "handle.h"
 
+#include <mutex>
+
 namespace lazygt {
+namespace {
+std::mutex links;  // those of views that are taken again
+}  // namespace
+
 void forget_proxy(PyObject* proxy);  // storage.cpp
 
 void Cell::release_resources() {
@@ -13,11 +19,28 @@ void Cell::release_resources() {
   Py_DECREF(std::exchange(proxy, nullptr));
 }
 
-c10::SmallVector<ViewKind*, 4> View::kinds() const {
-  c10::SmallVector<ViewKind*, 4> ops;
-  for (Link* l = link.get(); l != nullptr; l = l->before.get()) ops.push_back(l->kind.get());
+Link::Link(c10::intrusive_ptr<Link> previous, ViewKindP op, int64_t position)
+    : before(std::move(previous)), kind(std::move(op)), position(position), shift(before ? before->shift : 0) {
+  if (C10_UNLIKELY(kind->moves)) shift += (position - SAMPLE) * kind->pitch;
+  if (C10_UNLIKELY(kind->absolute)) shift = 0;
+}
+
+c10::SmallVector<Link*, 4> chain(const LinkP& last) {
+  c10::SmallVector<Link*, 4> ops;
+  for (Link* l = last.get(); l != nullptr; l = l->before.get()) ops.push_back(l);
   std::reverse(ops.begin(), ops.end());
   return ops;
+}
+
+void View::take(LinkP again, std::vector<int32_t> numbers) {
+  std::lock_guard<std::mutex> guard(links);
+  link.swap(again);
+  params.swap(numbers);
+}
+
+std::pair<LinkP, std::vector<int32_t>> View::now() const {
+  std::lock_guard<std::mutex> guard(links);
+  return {link, params};
 }
 
 Handle::Handle(const Meta* meta, CellP cell, ViewP view)

@@ -2,11 +2,13 @@
 // calls it a Storage), directly or through a chain of views.
 #pragma once
 #include "meta.h"
-#include "words.h"
+#include "positions.h"
 
 #include <c10/core/TensorImpl.h>
 
 #include <typeinfo>
+#include <utility>
+#include <vector>
 
 namespace lazygt {
 struct Recorder;
@@ -43,8 +45,13 @@ struct ViewKind final : c10::intrusive_ptr_target {
   uint64_t id;                  // told apart by it in keys; 0: Python alone can take the view again
   std::vector<uint64_t> words;  // of the step that made it
   uint32_t at = 0;              // where in them the tensor is
+  MoveRule rule = nullptr;      // of an op whose position is in them
   int32_t which;
   const Meta* meta;
+  bool moves = false;              // its position is a number of the run
+  int64_t pitch = 0;               // then: bytes from one position to the next
+  bool absolute = false;           // it says itself where it begins
+  bool beginning_matters = false;  // it looks at where its operand begins
   HeldP op;  // record.tensor.ViewOp
   ViewKind(uint64_t id, int32_t which, const Meta* meta, HeldP op)
       : id(id), which(which), meta(meta), op(std::move(op)) {}
@@ -54,20 +61,25 @@ using ViewKindP = c10::intrusive_ptr<ViewKind>;
 struct Link final : c10::intrusive_ptr_target {
   c10::intrusive_ptr<Link> before;
   ViewKindP kind;
-  Link(c10::intrusive_ptr<Link> before, ViewKindP kind)
-      : before(std::move(before)), kind(std::move(kind)) {}
+  int64_t position;  // if the kind moves
+  int64_t shift;     // bytes from where metas of graphs say that it begins to where it does
+  Link(c10::intrusive_ptr<Link> before, ViewKindP kind, int64_t position);
 };
 using LinkP = c10::intrusive_ptr<Link>;
+// The ops that lead to the last one, the cell's end first.
+c10::SmallVector<Link*, 4> chain(const LinkP& last);
 
 // How a handle and its detached twins look at their cell, and where that stands in the trace.
 struct View final : c10::intrusive_ptr_target {
   LinkP link;  // the last op
+  std::vector<int32_t> params;  // the numbers of the trace that are its positions
   uint64_t serial;
   int32_t base, index;
   View(LinkP link, uint64_t serial, int32_t base, int32_t index)
       : link(std::move(link)), serial(serial), base(base), index(index) {}
-  // the ops, the cell's end first
-  c10::SmallVector<ViewKind*, 4> kinds() const;
+  // It was taken again, at positions. Whoever has not the recorder's lock looks by `now`.
+  void take(LinkP again, std::vector<int32_t> numbers);
+  std::pair<LinkP, std::vector<int32_t>> now() const;
 };
 using ViewP = c10::intrusive_ptr<View>;
 
@@ -78,6 +90,8 @@ struct Handle final : c10::TensorImpl {
   Handle(const Meta* meta, CellP cell, ViewP view);
   const Meta* meta() const { return view ? view->link->kind->meta : cell->meta; }
   void show(const Meta* meta);
+  // Begins where it does, and not where the metas of graphs say.
+  void shift() { if (view) storage_offset_ += view->link->shift / int64_t(itemsize()); }
   // A view of an ordinary tensor is an ordinary one, in inference_mode too.
   void be_like(Handle& source);
 

@@ -58,6 +58,7 @@ void Recorder::record(Facts& f, Stack& stack) {
       if (f.road == Road::TWIN || argument(0).toTensor().sizes() == argument(1).toDimVector()) {
         auto* source = handle(argument(0).toTensor());
         auto twin = c10::make_intrusive<Handle>(source->meta(), source->cell, source->view);
+        twin->shift();
         twin->be_like(*source);
         replace(stack, n, at::Tensor(std::move(twin)));
         return;
@@ -137,7 +138,8 @@ bool Recorder::ordinary(Facts& f, Stack& stack) {
       return false;
     }
     Step* next = step->find(key);
-    if (C10_UNLIKELY(next == nullptr || next->make == Make::UNKNOWN)) next = miss(f, args, key, view_at);
+    if (C10_UNLIKELY(!next)) next = moved_step(f, args, key, view_at);
+    if (C10_UNLIKELY(next->make == Make::UNKNOWN)) next = miss(f, args, key, {}, view_at);
     step = StepP::reclaim_copy(next);
     marks.push_back(user_mark());
     results(*next, f, stack);
@@ -148,17 +150,31 @@ bool Recorder::ordinary(Facts& f, Stack& stack) {
   }
 }
 
-Step* Recorder::miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at) {
+// The step of an op that has none by its key: one that takes its position as a number, or a new one.
+Step* Recorder::moved_step(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at) {
+  Moved moved;
+  if (f.rule != nullptr && is_lazy(args[0].toTensor())) f.rule(key, args[0].toTensor().sizes(), moved);
+  Step* next = moved.key.empty() ? nullptr : step->find(moved.key);
+  if (next == nullptr || next->make == Make::UNKNOWN) return miss(f, args, key, moved.key, view_at);
+  params.insert(params.end(), moved.numbers.begin(), moved.numbers.end());
+  return next;
+}
+
+Step* Recorder::miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& plain, const Words& moved,
+                     uint32_t view_at) {
   Gil gil;
   c10::impl::ExcludeDispatchKeyGuard below(above_python());
   auto [positional, named] = python_arguments(f, args);
   auto node = call_method(python, "step_for", py::handle(f.facts), positional, named);
   auto next = step_of(node);
   prepare(*next, f);
+  const Words& key = next->moves ? moved : plain;
+  TORCH_CHECK(!key.empty(), f.op.schema().name(), ": its position is a number in Python alone");
   for (auto& kind : next->kinds) {
     if (!kind->words.empty()) continue;
     kind->words.assign(key.begin(), key.end());
     kind->at = view_at;
+    kind->rule = f.rule;
   }
   step->add(key, next);
   return next.get();  // its TrieNode holds it
@@ -260,10 +276,14 @@ at::Tensor Recorder::show(int32_t index, const Meta* meta) {
 
 at::Tensor Recorder::show_view(Step& next, Handle& source, size_t which) {
   const auto& kind = next.kinds[which];
-  auto link = c10::make_intrusive<Link>(source.view ? source.view->link : LinkP(), kind);
+  auto link = c10::make_intrusive<Link>(source.view ? source.view->link : LinkP(), kind,
+                                        kind->moves ? last_number() : 0);
   auto view = c10::make_intrusive<View>(std::move(link), serial, source.cell->index,
                                         next.first + int32_t(which));
+  if (source.view) view->params = source.view->params;
+  if (kind->moves) view->params.push_back(next.params - 1);
   auto impl = c10::make_intrusive<Handle>(kind->meta, source.cell, std::move(view));
+  impl->shift();
   impl->be_like(source);
   return at::Tensor(std::move(impl));
 }

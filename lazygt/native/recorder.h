@@ -40,6 +40,7 @@ struct Recorder {
   void own(const CellP& cell, int32_t index);
   at::Tensor show(int32_t index, const Meta* meta);
   at::Tensor show_view(Step& step, Handle& source, size_t which);
+  int64_t last_number();  // of the trace, a position
   void write(const at::Tensor& t, int32_t index);
   void advance(StepP next);  // by an op; marks it
   void reserve(const Step& of);
@@ -55,12 +56,15 @@ struct Recorder {
  private:
   bool ordinary(Facts& f, Stack& stack);
   bool put_all(Words& key, const Facts& f, c10::ArrayRef<c10::IValue> args, uint32_t& view_at);
-  Step* miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at);
+  Step* moved_step(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at);
+  Step* miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, const Words& moved, uint32_t view_at);
   void results(Step& step, Facts& f, Stack& stack);
   void results_in_python(const Facts& f, Stack& stack);
   bool shows_written(const Step& step, const Facts& f, c10::ArrayRef<c10::IValue> args) const;
   void write_blank(const CellP& cell);
   void replay(View& view, const CellP& cell);
+  void take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move);
+  void take_in_python(View& view, Link& link, int32_t index, const Meta* meta);
   void host_item(Stack& stack);
 };
 

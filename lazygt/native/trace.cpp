@@ -120,29 +120,71 @@ void Recorder::write_blank(const CellP& cell) {
 void Recorder::replay(View& view, const CellP& cell) {
   int32_t index = cell->index;
   const Meta* meta = cell->meta;
-  for (ViewKind* kind : view.kinds()) {
-    Words key;
-    key.append(kind->words.begin(), kind->words.end());
-    Step* next = nullptr;
-    if (!key.empty()) {
-      key[kind->at] = tensor_word(index);
-      next = step->find(key);
-    }
-    if (next != nullptr) {
-      advance(StepP::reclaim_copy(next));
-    } else {
-      Gil gil;
-      c10::impl::ExcludeDispatchKeyGuard below(above_python());
-      auto before = step;
-      call_method(trace, "view_again", py::handle(kind->op->object), number(index), tensor_meta(meta));
-      if (!key.empty()) before->add(key, step);
+  LinkP last = view.link, again;  // the chain, and once there are positions what it is from now on
+  std::vector<int32_t> numbers;
+  auto links = chain(last);
+  bool may_move = std::none_of(links.begin(), links.end(), [](Link* l) { return l->kind->beginning_matters; });
+  for (Link* link : links) {
+    take_again(view, *link, index, meta, may_move);
+    const auto& kind = step->kinds[link->kind->which];
+    if (C10_UNLIKELY(step->moves || again)) {
+      if (!again) again = link->before;
+      again = c10::make_intrusive<Link>(again, kind, step->moves ? last_number() : 0);
+      if (step->moves) numbers.push_back(step->params - 1);
     }
     index = step->first + kind->which;
     meta = kind->meta;
   }
+  if (again) view.take(std::move(again), std::move(numbers));
   view.index = index;
   view.base = cell->index;
   view.serial = serial;
+}
+
+// Advances by an op of a chain that is taken of value `index`.
+void Recorder::take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move) {
+  ViewKind& kind = *link.kind;
+  if (kind.words.empty()) return take_in_python(view, link, index, meta);
+  Words key;
+  Moved moved;
+  key.append(kind.words.begin(), kind.words.end());
+  key[kind.at] = tensor_word(index);
+  Step* next = step->find(key);
+  if (next != nullptr) {
+    if (kind.moves) params.emplace_back(link.position);
+    return advance(StepP::reclaim_copy(next));
+  }
+  if (may_move && !kind.moves && kind.rule != nullptr) kind.rule(key, meta->sizes, moved);
+  if (!moved.key.empty()) next = step->find(moved.key);
+  if (next != nullptr) {
+    params.insert(params.end(), moved.numbers.begin(), moved.numbers.end());
+    return advance(StepP::reclaim_copy(next));
+  }
+  auto before = step;
+  take_in_python(view, link, index, meta);
+  const Words& known = step->moves && !kind.moves ? moved.key : key;
+  before->add(known, step);
+  for (auto& made : step->kinds) {
+    if (!made->words.empty()) continue;
+    made->words.assign(known.begin(), known.end());
+    made->at = kind.at;
+    made->rule = kind.rule;
+  }
+}
+
+void Recorder::take_in_python(View& view, Link& link, int32_t index, const Meta* meta) {
+  Gil gil;
+  c10::impl::ExcludeDispatchKeyGuard below(above_python());
+  auto shown = py::cast(ViewP::reclaim_copy(&view));
+  call_method(trace, "view_again", shown, py::handle(link.kind->op->object), number(link.position),
+              number(index), tensor_meta(meta));
+  kinds_of(*step);
+}
+
+int64_t Recorder::last_number() {
+  if (!params.empty()) return params.back().toInt();
+  Gil gil;  // Python has taken them over
+  return py::cast<int64_t>(attribute(trace, "last_number"));
 }
 
 void Recorder::write(const at::Tensor& t, int32_t index) {
@@ -156,10 +198,11 @@ void Recorder::write(const at::Tensor& t, int32_t index) {
   key.put(tensor_word(lazy->cell->index));
   key.put(tensor_word(index));
   bool known = true;
-  for (ViewKind* kind : lazy->view->kinds()) {
-    key.put(kind->id);
-    known = known && !kind->words.empty();
+  for (Link* link : chain(lazy->view->link)) {
+    key.put(link->kind->id);
+    known = known && !link->kind->words.empty();
   }
+  for (int32_t param : lazy->view->params) key.put(word(PARAM, uint32_t(param)));
   Step* next = known ? step->find(key) : nullptr;
   if (next == nullptr) {
     Gil gil;

@@ -52,6 +52,15 @@ Make make_of(const Step& step, const Facts& f, py::handle node) {
   });
   return tensors ? Make::TENSORS : Make::PYTHON;
 }
+ViewKindP kind_of(py::handle op, int32_t which) {
+  auto kind = c10::make_intrusive<ViewKind>(++last_kind, which, meta_of(attribute(op, "meta")),
+                                            c10::make_intrusive<Held>(op.ptr()));
+  kind->moves = !attribute(op, "pitch").is_none();
+  if (kind->moves) kind->pitch = int_attribute(op, "pitch");
+  kind->absolute = attribute(op, "absolute").ptr() == Py_True;
+  kind->beginning_matters = attribute(attribute(op, "facts"), "beginning_matters").ptr() == Py_True;
+  return kind;
+}
 }  // namespace
 
 Step::Step(py::handle trie_node)
@@ -61,7 +70,8 @@ Step::Step(py::handle trie_node)
       params(int32_t(int_attribute(trie_node, "params"))),
       inputs(int32_t(int_attribute(trie_node, "inputs"))),
       ops(int32_t(int_attribute(trie_node, "ops"))),
-      full(attribute(trie_node, "full").ptr() == Py_True) {}
+      full(attribute(trie_node, "full").ptr() == Py_True),
+      moves(attribute(trie_node, "moves").ptr() == Py_True) {}
 
 bool Step::Child::matches(const Words& words) const {
   return key.size() == words.size() &&
@@ -138,11 +148,7 @@ const std::vector<ViewKindP>& kinds_of(Step& step) {
   if (!step.kinds.empty()) return step.kinds;
   auto ops = checked(PyObject_CallFunctionObjArgs(view_ops_of, step.node, nullptr));
   int32_t which = 0;
-  for (auto op : ops) {
-    auto meta = meta_of(attribute(op, "meta"));
-    step.kinds.push_back(c10::make_intrusive<ViewKind>(++last_kind, which++, meta,
-                                                       c10::make_intrusive<Held>(op.ptr())));
-  }
+  for (auto op : ops) step.kinds.push_back(kind_of(op, which++));
   return step.kinds;
 }
 

@@ -23,6 +23,7 @@ struct Step final : c10::intrusive_ptr_target {
   PyObject* node;  // its TrieNode, which owns this; null when the trie has forgotten it
   int32_t first, values, params, inputs, ops;  // as TrieNode's
   bool full;
+  bool moves;  // takes its position when it runs
   Make make = Make::UNKNOWN;
   std::vector<const Meta*> fresh, written;  // of its results; null: an undefined tensor
   std::vector<ViewKindP> kinds;             // of its results, if they are views

@@ -13,6 +13,7 @@ enum Tag : uint8_t {
   NONE,
   DEFAULT,  // what the schema says
   PARAM,    // a number that the run is given: its kind
+  POSITION,  // so, the place of something
   INT,
   WIDE_INT,  // and the number in a word of its own
   DOUBLE,    // its bits in a word of its own

@@ -11,7 +11,6 @@ from typing import Any
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node, Ref
 from lazygt.graph.ops import (
     MASKABLE,
     UNDECLARED_WRITES,
@@ -25,7 +24,16 @@ from lazygt.record import chains, handlers, host_values, views
 from lazygt.record.infer import Inference
 from lazygt.record.miss import on_miss
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import NATIVE, LazyTensor, Owner, Storage, ViewOp, is_lazy, storage_of
+from lazygt.record.tensor import (
+    NATIVE,
+    LazyTensor,
+    Owner,
+    Storage,
+    ViewChain,
+    ViewOp,
+    is_lazy,
+    storage_of,
+)
 from lazygt.record.trace import Trace, TracePoint, new_serial
 from lazygt.record.trie import TraceTrie, TrieNode
 
@@ -79,8 +87,6 @@ class NativeTrace(Trace):
     """A trace of which C++ has the newest part, until the next one begins."""
 
     __slots__ = ("_call_sites", "_inputs", "_native", "_params", "_step")
-    #: C++ makes handles without positions of their own: each is a step
-    moves = False
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -192,19 +198,21 @@ class NativeTrace(Trace):
 
     # -- what C++ asks for on a miss ---------------------------------------------------------------
 
-    def view_again(self, op: ViewOp, index: int, meta: TensorMeta) -> None:
-        """Take a view of value ``index`` as it was taken of another."""
-        at = op.position + 1
-        key = (*op.key[:at], index, *op.key[at + 1 :])
-        step = self.step.children.get(key)
-        if step is None:
-            f, args = op.facts, (*op.args[: at - 1], Ref(index), *op.args[at:])
-            results = self.inference.results(f, args, op.kwargs, {index: meta}, self.params)
-            assert results is not None, f"{f.name} was inferred before"
-            self.note_miss(key, f, None)
-            node = Node(f.name, args, op.kwargs, results.fresh)
-            step = self.trie.add(TrieNode(self.step, key, node, facts=f))
-        self.reach(step)
+    def view_again(
+        self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
+    ) -> None:
+        """Take a view of value ``index``, at position ``number``, as it was taken of another."""
+        try:
+            self.reach(chains.step_again(self, view, op, number, index, meta))
+        except BaseException:
+            self.settle()
+            raise
+
+    @property
+    def last_number(self) -> int:
+        """The number that was noted last, a position."""
+        number: int = self.params[-1]
+        return number
 
     def write_back(self, t: LazyTensor, index: int) -> None:
         """A view was written: its storage has another value."""

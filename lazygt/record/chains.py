@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from lazygt.graph.alias import ViewStepKey, view_step
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param, Ref
@@ -50,8 +48,8 @@ def _add(chain: ViewChain, op: ViewOp, trace: StepTaker, param: int) -> None:
         number = trace.params[param]
         chain.numbers, chain.params = (*chain.numbers, number), (*chain.params, param)
         chain.shift += (number - SAMPLE) * op.pitch
-    elif op.facts.func is _AS_STRIDED:
-        chain.shift = 0  # it begins where it says, whatever it is a view of
+    elif op.absolute:
+        chain.shift = 0
 
 
 def steps(view: ViewChain) -> tuple[ViewStepKey, ...]:
@@ -70,7 +68,24 @@ def _with(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
     return tuple([param if type(arg) is Param else arg for arg in args])
 
 
-def missing_step(
+def step_again(
+    trace: StepTaker, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
+) -> TrieNode:
+    """The step of an op of a chain that is taken of value ``index``.
+
+    Args:
+        number: its position, where that is given when it runs; the trace's from here on.
+        meta: of the value.
+    """
+    at = op.position + 1
+    key = (*op.key[:at], index, *op.key[at + 1 :])
+    if op.pitch is not None:
+        trace.params.append(number)
+    step = trace.step.children.get(key)
+    return _missing_step(trace, view, op, key, index, meta) if step is None else step
+
+
+def _missing_step(
     trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
 ) -> TrieNode:
     """The step of a view op that the trie does not have under this key, for value ``index``."""
@@ -89,7 +104,8 @@ def missing_step(
     assert results is not None, f"{f.name} was inferred before"
     trace.note_miss(key, f, None)
     step = TrieNode(trace.step, key, Node(f.name, args, op.kwargs, results.fresh), facts=f)
-    step.pitch = None if op.pitch is None else pitch(key, meta)
+    step.moves = op.pitch is not None
+    step.pitch = pitch(key, meta) if step.moves else None
     return trace.trie.add(step)
 
 
@@ -101,6 +117,3 @@ def take_note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: i
         first += step.pitch is not None
     view.ops, view.numbers = again.ops, again.numbers
     view.params, view.shift = again.params, again.shift
-
-
-_AS_STRIDED = torch.ops.aten.as_strided.default

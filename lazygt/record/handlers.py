@@ -199,19 +199,6 @@ def _out_of_place(func: Any) -> Any:
     raise NotImplementedError(f"{func} has no out-of-place form")
 
 
-def _as_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Strides are over the storage, so the view is taken of all of it, not of a view of it."""
-    t, size, stride = args[:3]
-    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-    if offset is not None and view_of(t) is None:
-        return NotImplemented
-    where = t.storage_offset() if offset is None else offset
-    base = t
-    if view_of(t) is not None and storage_of(t).meta.dtype == t.dtype:
-        base = wrapper(storage_of(t).meta, storage_of(t), None)
-    return recorder.record_plain(func, (base, size, stride, where), {})
-
-
 def _resize(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     t, size = args[0], tuple(args[1])
     if tuple(t.shape) == size:
@@ -370,7 +357,7 @@ _HANDLERS: dict[Any, Handler] = {
     aten.histc.default: _histc,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.as_strided.default: _as_strided,
+    aten.as_strided.default: pieces.as_strided,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,

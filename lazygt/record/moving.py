@@ -11,7 +11,6 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record.infer import Inference
 from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
-from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 
 
@@ -19,13 +18,14 @@ class StepTaker(Protocol):
     """What is needed of a trace."""
 
     inference: Inference
-    params: list[Any]
     serial: int
     split: int
-    #: whether its steps may take positions when they run
-    moves: bool
     step: TrieNode
     trie: TraceTrie
+
+    @property
+    def params(self) -> list[Any]:
+        """The numbers that its run gets."""
 
     def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
         """A step is about to be added."""
@@ -45,8 +45,6 @@ def moving(trace: StepTaker, f: OpFacts, key: Key, source: TensorMeta | None) ->
         key: of the step that it has otherwise.
         source: the meta of its first argument.
     """
-    if NATIVE is not None:
-        return None  # its steps know every position
     op = moved(f, key, source)
     if op is None or op.key in trace.step.children or f is NARROW:
         return op
@@ -63,17 +61,13 @@ def changes(trace: StepTaker, what: Key, numbers: tuple[int, ...]) -> bool:
     Args:
         what: the op, and what it is called with besides its tensors and positions.
     """
-    if NATIVE is not None:
-        return False
-    if not trace.moves:
-        return False
     place = user_call_site(1), trace.step.ops - trace.split, what
     return trace.trie.places.change(place, numbers)
 
 
 def known_step(trace: StepTaker, op: Moved) -> TrieNode | None:
     """The step of such an op, if there is one; its numbers are the trace's from here on."""
-    trace.params += op.numbers
+    trace.params.extend(op.numbers)
     return trace.step.children.get(op.key)
 
 
@@ -93,6 +87,7 @@ def new_step(trace: StepTaker, op: Moved, metas: Mapping[int, TensorMeta]) -> Tr
     trace.note_miss(op.key, f, user_call_site(1))
     trace.trie.superseded += _single(trace.step, op, source)
     step = TrieNode(trace.step, op.key, Node(f.name, args, (), results.fresh), facts=f)
+    step.moves = True
     if f.views:
         step.make = None
         step.pitch = pitch(op.key, source)

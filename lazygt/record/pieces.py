@@ -5,14 +5,15 @@ Where positions change (``moving.changes``), that is; elsewhere they are recorde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from lazygt.graph.meta import TensorMeta
 from lazygt.record.moving import changes
-from lazygt.record.tensor import is_lazy, meta_of, rebind, storage_of, view_of
+from lazygt.record.tensor import is_lazy, meta_of, rebind, storage_of, view_of, wrapper
 from lazygt.record.trace import Trace, TraceOwner
 
 aten = torch.ops.aten
@@ -112,6 +113,56 @@ def _put(recorder: PieceRecorder, whole: Any, piece: tuple[int, int, int], sourc
     return whole
 
 
+def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A part of a storage: strides are over all of it, not over a view of it.
+
+    A backward pass through a write into a part asks for that part so.
+    """
+    t, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else None
+    where = t.storage_offset() if offset is None else offset
+    whole = _all_of(t)
+    cuts = _cuts(meta_of(whole), size, stride, where)
+    if cuts is None or not changes(recorder.trace, (func, *size, *stride), (where,)):
+        return recorder.record_plain(func, (whole, size, stride, where), {})
+    part = whole
+    with _split(recorder.trace):
+        for dim, (start, length) in enumerate(cuts):
+            if length != whole.shape[dim]:
+                narrowed = (part, dim, start, length or 1)
+                part = recorder.record(aten.narrow.default, narrowed, None)
+        for dim in reversed(range(len(cuts))):
+            if not cuts[dim][1]:
+                part = recorder.record(aten.select.int, (part, dim, 0), None)
+    return part
+
+
+def _all_of(t: Any) -> Any:
+    """A handle for the whole storage, where that has the dtype that ``t`` shows."""
+    storage = storage_of(t)
+    if view_of(t) is None or storage.meta.dtype != t.dtype:
+        return t
+    return wrapper(storage.meta, storage, None)
+
+
+def _cuts(
+    whole: TensorMeta, size: Sequence[int], stride: Sequence[int], where: int
+) -> list[tuple[int, int]] | None:
+    """For each dim of a row-major tensor, where a part of it begins and its length; 0: the dim is
+    none of the part's. None: it is no such part.
+    """
+    if not whole.plain or not whole.nbytes:
+        return None
+    cuts, wanted = [], [*zip(size, stride, strict=True)]
+    for length, step in zip(whole.shape, whole.stride, strict=True):
+        start, where = divmod(where, step)
+        if not 0 <= start < length:
+            return None
+        alike = bool(wanted) and wanted[0][1] == step and 0 < wanted[0][0] <= length - start
+        cuts.append((start, wanted.pop(0)[0] if alike else 0))
+    return None if wanted or where else cuts
+
+
 @contextmanager
 def _split(trace: Trace, count: int = 1) -> Iterator[None]:
     """What is recorded within counts as ``count`` ops where places are told apart."""
@@ -131,11 +182,11 @@ def at_one_place(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs)
 
 def place_fixed(recorder: PieceRecorder, t: Any) -> Any:
     """The same view, whose position is part of the step; ``t`` itself where it is so already."""
-    view = view_of(t) if recorder.trace.moves and is_lazy(t) else None
+    view = view_of(t) if is_lazy(t) else None
     if view is None:
         return t
     recorder.trace.index_of(t)  # takes the view again, perhaps at a position that is a number now
     if not view.numbers:
         return t
-    place = (t, tuple(t.shape), t.stride(), t.storage_offset())
-    return recorder.record(aten.as_strided.default, place, None)
+    place = (_all_of(t), tuple(t.shape), t.stride(), t.storage_offset())
+    return recorder.record_plain(aten.as_strided.default, place, None)

@@ -157,9 +157,7 @@ else:
         set_host = Storage.set_host
 
     NATIVE.set_storage_type(NativeStorage)
-    # where C++ records, every position is a part of its step
-    NATIVE.View.meta = property(lambda view: view.ops[-1].meta)
-    NATIVE.View.numbers, NATIVE.View.params, NATIVE.View.shift = (), (), 0
+    NATIVE.View.meta = property(lambda view: moved_by(view.ops[-1].meta, view.shift))
     new_storage = NativeStorage
 
 
@@ -187,6 +185,11 @@ class ViewOp:
         self.facts, self.key, self.position = facts, key, position
         self.args, self.kwargs, self.which = args, kwargs, which
         self.meta, self.pitch = meta, pitch
+
+    @property
+    def absolute(self) -> bool:
+        """Whether it begins where it says, whatever it is a view of."""
+        return self.facts.func is torch.ops.aten.as_strided.default
 
 
 class ViewChain:

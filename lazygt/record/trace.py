@@ -86,9 +86,6 @@ class Trace:
     __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
                  "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
 
-    #: whether its steps may take positions when they run
-    moves = True
-
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
         self.serial = new_serial()
@@ -174,13 +171,8 @@ class Trace:
         numbers, taken = iter(view.numbers), []
         try:
             for op in view.ops:
-                at = op.position + 1
-                key = (*op.key[:at], index, *op.key[at + 1 :])
-                if op.pitch is not None:
-                    self.params.append(next(numbers))
-                step = self.step.children.get(key)
-                if step is None:
-                    step = chains.missing_step(self, view, op, key, index, meta)
+                number = 0 if op.pitch is None else next(numbers)
+                step = chains.step_again(self, view, op, number, index, meta)
                 self.reach(step)
                 assert step.node is not None
                 index, result = step.first + op.which, step.node.fresh[op.which]

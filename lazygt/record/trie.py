@@ -41,6 +41,7 @@ class TrieNode:
         nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
             gone since they were last counted included.
         placed: something up to here is laid out on the mesh.
+        moves: it takes its position when it runs.
         native: the same step in the native recorder, once it has been there.
         first: number of the op's first result.
         repeats: the step of an earlier trace that this one is in other sizes.
@@ -49,9 +50,8 @@ class TrieNode:
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
-        "itself", "key", "make", "native", "nbytes", "node", "numbers", "ops", "params", "parent",
-        "pitch",
-        "placed", "plans", "repeats", "values", "view_ops",
+        "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "ops", "params",
+        "parent", "pitch", "placed", "plans", "repeats", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,7 @@ class TrieNode:
         self.first = self.values
         self.full = False
         self.native: Any = None
-        self.itself = False
+        self.itself = self.moves = False
         self.view_ops: tuple[ViewOp, ...] | None = None
         self.pitch: int | None = None
         self.make: TensorMeta | None = None

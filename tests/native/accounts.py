@@ -25,6 +25,7 @@ from lazygt.graph.source import expand
 from lazygt.runtime.plan import Plan
 from tests.models import zoo
 from tests.native import mutations
+from tests.property import test_positions
 from tests.property.programs import ACTIONS, State, Step
 
 Account = dict[str, Any]
@@ -119,6 +120,29 @@ def run(program: list[Step]) -> list[Any]:
     return [state.tensors, state.read, errors]
 
 
+def positions(first: int, count: int) -> Iterator[Account]:
+    """Programs whose positions change from turn to turn, some of them shipped after each turn.
+
+    None goes backward through a write into a part: torch asks for that part by its strides where
+    handles are its own tensors, and takes the view again where they are of a Python class.
+    """
+    steps = sorted(test_positions.STEPS.keys() - {"gradient"})
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        program = [
+            (draw.choice(steps), *(draw.randrange(12) for _ in range(3)))
+            for _ in range(draw.randint(1, 8))
+        ]
+        ship = partial(torch.ones, (), device="lazygt") if seed % 4 == 0 else read_one
+        turns = partial(test_positions.run, "lazygt", program, seed, ship)
+        yield account(f"positions {seed}", turns, turns)
+
+
+def read_one() -> None:
+    """Ship what is recorded."""
+    torch.ones((), device="lazygt").tolist()
+
+
 def operators(first: int, every: int, samples: int) -> Iterator[Account]:
     """torch's operator database, forward and backward: each operator that comes ``every`` so many
     from number ``first`` on."""
@@ -146,7 +170,7 @@ def models(optimizers: list[str], steps: int) -> Iterator[Account]:
             yield account(f"{name} with {optimizer}", training)
 
 
-KINDS = {"drawn": drawn, "operators": operators, "models": models}
+KINDS = {"drawn": drawn, "positions": positions, "operators": operators, "models": models}
 
 
 def main() -> None:

@@ -21,9 +21,15 @@ needs_native = pytest.mark.skipif(
     reason="the native recorder is not chosen: make test-native",
 )
 
-FAST: dict[str, list[Any]] = {"drawn": [0, 40], "operators": [5, 24, 1], "models": [["adamw"], 2]}
+FAST: dict[str, list[Any]] = {
+    "drawn": [0, 40],
+    "positions": [0, 40],
+    "operators": [5, 24, 1],
+    "models": [["adamw"], 2],
+}
 DEEP: dict[str, list[Any]] = {
     "drawn": [1_000, 600],
+    "positions": [1_000, 400],
     "operators": [0, 1, 1],
     "models": [["sgd", "adam_foreach", "adamw_fused"], 3],
 }

@@ -14,13 +14,9 @@ import lazygt
 from benchmarks.generation import Decoder
 from benchmarks.models import GPTSize
 from lazygt.graph.node import params_in
-from lazygt.record.tensor import NATIVE
 from lazygt.session import Session
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(NATIVE is not None, reason="the C++ recorder has a step for each position"),
-]
+pytestmark = pytest.mark.timeout(120)
 
 SIZE = 103
 Turn = Callable[[torch.Tensor, int], torch.Tensor]
