@@ -112,6 +112,7 @@ void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& t
       .def("take_inputs", take_inputs)
       .def("alive", alive)
       .def("advance", [](Recorder& r, py::object node) { r.advance(step_of(node)); })
+      .def_property_readonly("room", [](Recorder& r) { return r.owners.size(); })
       .def("reserve", [](Recorder& r) { r.reserve(*r.step); })
       .def("settle", &Recorder::settle)
       .def("index_of", [](Recorder& r, py::object t) { return r.index_of(handle(tensor_of(t))); })

@@ -61,19 +61,21 @@ void Recorder::record(Facts& f, Stack& stack) {
         twin->shift();
         twin->be_like(*source);
         replace(stack, n, at::Tensor(std::move(twin)));
-        return;
+        recorded = true;
+      } else {
+        recorded = ordinary(f, stack);
       }
-      recorded = ordinary(f, stack);
       break;
     case Road::ITSELF:
       replace(stack, n, argument(0));
-      return;
+      recorded = true;
+      break;
     case Road::ITEM:
       if (argument(0).isTensor() && is_lazy(argument(0).toTensor()) &&
           handle(argument(0).toTensor())->cell->host.defined() &&
           !handle(argument(0).toTensor())->view && handle(argument(0).toTensor())->cell->owner == this) {
         host_item(stack);
-        return;
+        recorded = true;
       }
       break;
     case Road::MASKED:
@@ -95,7 +97,7 @@ void Recorder::record(Facts& f, Stack& stack) {
       recorded = ordinary(f, stack);
   }
   if (!recorded) record_in_python(f, stack);
-  overflow_if_full();
+  overflow_if_full();  // after what is no step, too: an op that failed may have left it full
 }
 
 void Recorder::overflow_if_full() {

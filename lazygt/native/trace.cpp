@@ -11,6 +11,14 @@ std::atomic<Recorder*> active{nullptr};
 PyObject* closed_owner = nullptr;
 
 py::object wrapped(const at::Tensor& t) { return checked(THPVariable_Wrap(t)); }
+
+// Cuts a list of the trace in Python off; what is left of it. No Python runs that Ctrl-C could end.
+size_t cut(py::handle trace, const char* name, int32_t length) {
+  auto list = attribute(trace, name);
+  if (PyList_SetSlice(list.ptr(), length, PY_SSIZE_T_MAX, nullptr) < 0) throw_python();
+  return size_t(PyList_GET_SIZE(list.ptr()));
+}
+
 py::object number(int64_t value) { return checked(PyLong_FromLongLong(value)); }
 }  // namespace
 
@@ -38,8 +46,7 @@ void Recorder::begin(uint64_t number, StepP root, py::handle new_trace) {
 void Recorder::settle() {
   {
     Gil gil;
-    auto left = call_method(trace, "cut", number(step->params), number(step->inputs));
-    auto [numbers, slots] = py::cast<std::pair<size_t, size_t>>(left);
+    size_t numbers = cut(trace, "_params", step->params), slots = cut(trace, "_inputs", step->inputs);
     params.resize(std::min(params.size(), size_t(step->params) - numbers));
     size_t entered = std::min(inputs.size(), size_t(step->inputs) - slots);
     inputs.erase(inputs.begin() + int64_t(entered), inputs.end());

@@ -137,13 +137,11 @@ PATCHES = (
 )
 
 
-def defer_hooks(t: torch.Tensor) -> None:
-    """Give a tensor that changed its TensorImpl the hooks registered on it before, deferring."""
-    if NATIVE is not None:
-        return
+def hand_on_hooks(t: torch.Tensor) -> None:
+    """Give a tensor that changed its TensorImpl the hooks registered on it before."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(t, name)
         if hooks is not None:
-            for number, hook in hooks.items():
-                hooks[number] = deferring(hook)
+            if NATIVE is None:
+                hooks.update({number: deferring(hook) for number, hook in hooks.items()})
             setattr(t, name, hooks)  # torch hands them to the TensorImpl

@@ -144,12 +144,6 @@ class NativeTrace(Trace):
     def inputs(self, inputs: list[Any]) -> None:
         self._inputs = inputs
 
-    def cut(self, params: int, inputs: int) -> tuple[int, int]:
-        """Drop what C++ has handed over of an op that failed; how many are left of each."""
-        del self._params[params:]
-        del self._inputs[inputs:]
-        return len(self._params), len(self._inputs)
-
     # -- values ------------------------------------------------------------------------------------
 
     def index_of(self, t: LazyTensor) -> int:
@@ -190,6 +184,12 @@ class NativeTrace(Trace):
     def reserve(self, step: TrieNode) -> None:
         """Have room for the storages of its values."""
         self._native.reserve()
+
+    @property
+    def room(self) -> int:
+        """How many values there is room for."""
+        room: int = self._native.room
+        return room
 
     def settle(self) -> None:
         """Make the lists agree with the step that was reached."""

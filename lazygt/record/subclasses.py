@@ -136,12 +136,7 @@ def new_parameter(cls: type, data: Any = None, requires_grad: bool = True) -> An
 
 
 _OWN_CLASS = "lazy tensors can be of the user's classes too"
-#: None where C++ records: its handles can be of any class.
 PATCHES = (
-    (
-        Patch(_tensor, "_make_subclass", staticmethod(make_subclass), _OWN_CLASS),
-        Patch(_tensor, "as_subclass", as_subclass, _OWN_CLASS),
-    )
-    if NATIVE is None
-    else ()
+    Patch(_tensor, "_make_subclass", staticmethod(make_subclass), _OWN_CLASS),
+    Patch(_tensor, "as_subclass", as_subclass, _OWN_CLASS),
 )

@@ -16,7 +16,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
-from lazygt.record.autograd import defer_hooks
+from lazygt.record.autograd import hand_on_hooks
 from lazygt.record.copies import host_copy
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
@@ -176,7 +176,7 @@ def _exchange(
     grad, needs_grad = t.grad, t.requires_grad
     _swap(t, twin, cls)
     t.requires_grad, twin.grad = needs_grad, None
-    defer_hooks(t)
+    hand_on_hooks(t)
     if needs_grad:
         twin.register_hook(_left_behind)
     if grad is not None and moved_grad is not None:

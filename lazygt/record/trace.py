@@ -246,6 +246,11 @@ class Trace:
         self.call_sites.extend([user_call_site(1)] * (step.ops - len(self.call_sites)))
         self.reserve(step)
 
+    @property
+    def room(self) -> int:
+        """How many values there is room for."""
+        return len(self.storages)
+
     def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
         """The storages that still show a value of this trace, and those values' numbers."""
         storages, indices = [], []

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import lazygt
+from lazygt.record.tensor import NATIVE
 from lazygt.session import Session
 
 pytestmark = pytest.mark.timeout(120)
@@ -215,10 +216,9 @@ def test_batch_norm_updates_its_running_statistics() -> None:
 
 # -- Ctrl-C ----------------------------------------------------------------------------------
 
-RECORDING = {
-    str(Path(lazygt.__file__).parent / "record" / f"{name}.py")
-    for name in ("host_values", "recorder", "trace", "tensor", "trie", "views")
-}
+MODULES = ("bridge", "chains", "host_values", "miss", "recorder", "tensor", "trace", "trie",
+           "views")  # fmt: skip
+RECORDING = {str(Path(lazygt.__file__).parent / "record" / f"{name}.py") for name in MODULES}
 
 
 class InterruptAt:
@@ -237,7 +237,8 @@ class InterruptAt:
         return kind is KeyboardInterrupt and bool(self.line)
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in RECORDING:
+        code = frame.f_code
+        if code.co_filename not in RECORDING or code.co_name == "__del__":  # which can't raise
             return None
         if event == "line" and not self.line:
             self.left -= 1
@@ -266,10 +267,21 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+#: Of them, those that the recorder in C++ knows at the second time: nothing to interrupt is left.
+HITS_OF_CPP = {"add with a number", "in place", "view", "written view", "several results",
+               "several views", "list in place", "list", "detach"}  # fmt: skip
+STEPLESS = {"detach"}
+
+
 def wrong_sizes(x: torch.Tensor) -> torch.Tensor:
     with suppress(RuntimeError):  # so that Ctrl-C also comes while that is dealt with
         torch.add(x, x[1:], alpha=3)
     return x
+
+
+def two_values(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = base.to("lazygt")
+    return x, x * 2
 
 
 def host_values(result: Any) -> list[list[Any]]:
@@ -291,25 +303,29 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
     name: str, known: bool
 ) -> None:
     operation = OPERATIONS[name]
+    with lazygt.session(launcher="inline"):  # what is learnt of an op once a process
+        operation(*two_values(torch.ones(8, device="cpu")))
     for n in itertools.count():
         size = 8 if known else 8 + 4 * n  # a new shape is a miss at every step
         possible = states(operation, size)
         with lazygt.session(launcher="inline") as s:
             base = torch.arange(size, device="cpu") + 1.0
             if known:
-                operation(base.to("lazygt"), base.to("lazygt") * 2)
+                operation(*two_values(base))
                 s.flush()
-            x = base.to("lazygt")
-            y = x * 2
+            x, y = two_values(base)
             with InterruptAt(n) as interrupt:
                 operation(x, y)
             reached = s.recorder.trace
             step = reached.step
-            assert (len(reached.call_sites), len(reached.storages)) == (step.ops, step.values)
+            assert (len(reached.call_sites), reached.room) == (step.ops, step.values)
             assert (len(reached.params), len(reached.inputs)) == (step.params, step.inputs)
             later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same trace
             assert host_values([x, y]) in possible, f"interrupted at {interrupt.line}"
             assert later.tolist() == (base * 5).tolist(), f"interrupted at {interrupt.line}"
         if not interrupt.line:
             break
-    assert n > 10, "hardly a line was interrupted"
+    if NATIVE is not None and name in (HITS_OF_CPP if known else STEPLESS):
+        assert n == 0, "Python ran"
+    else:
+        assert n > 10, "hardly a line was interrupted"

@@ -175,6 +175,20 @@ def _loop(steps: int) -> list[float]:
     return x.tolist()
 
 
+def test_a_failed_op_leaves_no_trace_too_long() -> None:
+    """What it has taken in counts, and what comes next cuts it, though that is no op itself."""
+    with lazygt.session(launcher="inline", max_graph_nodes=4) as s:
+        x, *others = (torch.ones(size, device="cpu").to("lazygt") for size in (2, 3, 4, 5))
+        doubled = x * 2
+        for other in others:
+            with pytest.raises(RuntimeError, match="broadcast"):
+                torch.add(x, other)
+        assert s.stats()["flushes"] == {}
+        x.detach()
+        assert s.stats()["flushes"] == {"trace too long": 1}
+        assert doubled.tolist() == [2.0, 2.0]
+
+
 def test_over_long_traces_flush_where_they_come_again() -> None:
     expected = torch.ones(16, device="cpu")
     for _ in range(200):

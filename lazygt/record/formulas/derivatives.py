@@ -29,12 +29,12 @@ def register_derivatives() -> torch.library.Library:
     _register(library, aten.prod.dim_int, _product_along)
 
     def filled(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        plain = value.requires_grad and computes_values()
-        return _Filled.apply(x, mask, value) if plain else NotImplemented  # type: ignore[no-untyped-call]
+        wanted = value.requires_grad
+        return _Filled.apply(x, mask, value) if wanted else NotImplemented  # type: ignore[no-untyped-call]
 
     def filled_(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        plain = value.requires_grad and computes_values()
-        return x.copy_(x.masked_fill(mask, value)) if plain else NotImplemented
+        wanted = value.requires_grad
+        return x.copy_(x.masked_fill(mask, value)) if wanted else NotImplemented
 
     _register(library, aten.masked_fill.Tensor, filled)
     _register(library, aten.masked_fill_.Tensor, filled_)
@@ -154,7 +154,8 @@ def _products_of_others(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.
 
 
 class _Filled(torch.autograd.Function):
-    """The gradient of the number is the sum over what it filled: a sync point, as on a GPU."""
+    """The gradient of the number is the sum over what it filled: a sync point, as on a GPU, except
+    where nothing is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -165,4 +166,7 @@ class _Filled(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (mask,) = ctx.saved_tensors
         rest = grad.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
-        return rest, None, grad.masked_select(mask).sum() if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[2]:
+            return rest, None, None
+        filled = grad.masked_select(mask) if computes_values() else torch.where(mask, grad, 0)
+        return rest, None, filled.sum()

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import swa_utils
-from torch.optim.optimizer import _foreach_supported_types
+from torch.optim import optimizer, swa_utils
+from torch.utils import _foreach_utils
 
 from lazygt.record.context import NAME, workers_device
 from lazygt.record.patches import Patch
@@ -32,8 +32,9 @@ _ROUNDS_DIFFERENTLY: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def register_optimizers() -> None:
-    """Let optimizers take foreach formulas where they give the bits of eager torch."""
-    _foreach_supported_types.append(LazyTensor)
+    """Let optimizers, and gradients that are clipped, take foreach formulas as on any device."""
+    for asked in (optimizer, _foreach_utils):
+        asked._foreach_supported_types.append(LazyTensor)
 
 
 def _choosing(
