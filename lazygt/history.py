@@ -63,7 +63,7 @@ class FirstMiss(NamedTuple):
 
 @dataclass
 class Miss:
-    """Why a plan had to be built.
+    """Why a flush had no plan yet.
 
     Attributes:
         flush: the reason of the flush.
@@ -72,6 +72,7 @@ class Miss:
         ended: whether an earlier trace with the same steps had ended at the same place.
         alive: values that had not been outputs then, each as ``op meta  line``.
         line_of: finds the user's line of a step that was recorded earlier, or ``"?"``.
+        resized: the program was known in other sizes, so that no pass had to run.
         digest, seconds: the plan, and what building it took.
     """
 
@@ -81,6 +82,7 @@ class Miss:
     ended: bool = False
     alive: tuple[str, ...] = ()
     line_of: Callable[[TrieNode], str] = field(default=lambda step: "?", repr=False)
+    resized: bool = False
     digest: bytes = b""
     seconds: float = 0.0
 
@@ -171,8 +173,10 @@ class History:
     Attributes:
         flushes: reason -> how many there were.
         recent, misses: the last ones, oldest first.
+        resized: the last plans that are known programs in other sizes, oldest first.
         fallbacks: op -> the first time that it had to run on whole values.
         plans_built, plan_hits: how often a flush's plan was new, and how often it was there.
+        plans_resized: how many of the new ones were known programs in other sizes.
         last_plan: of the last flush that had one.
         probe: draws; None: no profile is being taken.
     """
@@ -182,16 +186,19 @@ class History:
         self.recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
         self.misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
         self.fallbacks: dict[str, ReplicateFallback] = {}
-        self.plans_built = self.plan_hits = 0
+        self.resized: deque[Miss] = deque(maxlen=_KEPT_MISSES)
+        self.plans_built = self.plan_hits = self.plans_resized = 0
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None
 
     def missed(self, miss: Miss, plan: Plan, begin: int) -> None:
-        """Note a miss whose plan has been built since ``begin``."""
+        """Note a new plan, made since ``begin``: a miss, or a known program in other sizes."""
         miss.digest, miss.seconds = plan.digest, (time.monotonic_ns() - begin) / 1e9
-        self.misses.append(miss)
+        (self.resized if miss.resized else self.misses).append(miss)
+        self.plans_resized += miss.resized
         if self.probe is not None:
-            self.probe.did("build plan", begin, miss.summary())
+            what = "resize plan" if miss.resized else "build plan"
+            self.probe.did(what, begin, miss.summary())
 
 
 # -- words ----------------------------------------------------------------------------

@@ -140,11 +140,12 @@ class Planner:
         lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
         kinds = tuple(type(value).__name__ for value in trace.params)
         kept = self._resized(steps, outputs, lines, kinds)
+        resized = kept is not None
         if kept is None:
             kept = self._planned(steps, outputs, lines, kinds)
-        self._history.missed(
-            self._why_missed(trace, outputs, lines, reason), kept.entry.plan, begin
-        )
+        miss = self._why_missed(trace, outputs, lines, reason)
+        miss.resized = resized
+        self._history.missed(miss, kept.entry.plan, begin)
         if not kept.entry.sent:
             self._history.plans_built += 1
         self._tiers.built(kept.entry)

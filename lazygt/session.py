@@ -311,6 +311,7 @@ class Session:
             "ops_recorded": self.recorder.ops,
             "flushes": dict(history.flushes),
             "plans_built": history.plans_built,
+            "plans_resized": history.plans_resized,
             "plan_hits": history.plan_hits,
             "plan_misses": [miss.summary() for miss in history.misses],
             "ops_inferred": self.recorder.inference.runs,

@@ -4,7 +4,8 @@ Programs are run in other sizes more often than they change (a last batch that i
 sequence that grows). A *symbolic* graph has a `Size` in the place of every number of 2 or more
 that is a size in an argument, and in its metas the number of that symbol plus 2; 0, 1 and negative
 numbers stand for themselves. Symbols are numbered as they appear, and equal sizes have the same
-one, so a graph has one symbolic graph and one list of sizes, and these make it again.
+one, so a graph has one symbolic graph and one list of sizes, and these make it again. In other
+sizes several symbols may stand for one number.
 
 Nothing is to be computed from a symbolic meta: its sizes do not fit each other.
 """
@@ -103,10 +104,10 @@ def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
     """Check that a graph may be in these sizes.
 
     Raises:
-        ValueError: they are not as many, equal sizes have two symbols, or one needs none.
+        ValueError: they are not as many, or one needs no symbol.
     """
-    if len(sizes) != symbolic.count or len(set(sizes)) != len(sizes):
-        raise ValueError(f"{symbolic.count} different ones are wanted, and {len(sizes)} given")
+    if len(sizes) != symbolic.count:
+        raise ValueError(f"{symbolic.count} are wanted, and {len(sizes)} given")
     if min(sizes, default=LEAST) < LEAST:
         raise ValueError(f"what is less than {LEAST} has no symbol")
 

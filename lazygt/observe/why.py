@@ -30,7 +30,7 @@ def why(session: Session) -> Why:
     history = session.history
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
-        session.compiles(), tuple(history.fallbacks.values()),
+        session.compiles(), tuple(history.fallbacks.values()), tuple(history.resized),
     )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ class Why:
         compiles: the groups for which compiled code was asked.
         fallbacks: the ops for which blocks were put together, since no rule says how they run on
             blocks; the first time of each.
+        resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
     flushes: Sequence[Flush]
@@ -52,6 +53,7 @@ class Why:
     misses: Sequence[Miss]
     compiles: Sequence[Compile] = ()
     fallbacks: Sequence[ReplicateFallback] = ()
+    resized: Sequence[Miss] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -61,6 +63,8 @@ class Why:
             ("fallbacks", self._fallback_rows()),
             ("compiles", [_compile_row(each) for each in self.compiles]),
         ]
+        if self.resized:
+            parts.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
         return "\n".join(
             row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )
@@ -81,6 +85,15 @@ class Why:
             + (f", {hits[key]} hits" if plan.startswith("plan") else "")
             for key, count in alike.items()
             for reason, line, ops, plan in [key]
+        ]
+
+    def _resized_rows(self) -> list[str]:
+        """One row for all that began at one line, with the latest of them."""
+        alike = Counter((miss.line, miss.flush) for miss in self.resized)
+        latest = {(miss.line, miss.flush): miss for miss in self.resized}
+        return [
+            f"{count}x {latest[key].reason}  {key[0]}, flush {key[1]!r}"
+            for key, count in alike.items()
         ]
 
     def _fallback_rows(self) -> list[str]:

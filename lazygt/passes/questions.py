@@ -1,19 +1,22 @@
 """Questions: what passes ask of sizes, noted, and asked again in other sizes.
 
-Whether two tensors have the same shape, strides or offset, and what is 0 or 1, a pass may look at
-as it likes: programs that differ there are different programs to `passes.template`. Whatever else
-it decides by sizes it asks here, so that who has its answers for some sizes can tell whether it
-would get the same ones for others.
+Whether two tensors have the same shape, strides or offset, whether two ops are called with the same
+sizes, and what is 0 or 1, a pass may look at as it likes: programs that differ there are different
+programs to `passes.template` (``told_apart``). Whatever else it decides by sizes it asks here, so
+that who has its answers for some sizes can tell whether it would get the same ones for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Ref, map_arg
 from lazygt.graph.sizes import Resize
 
 A = TypeVar("A")
@@ -80,6 +83,55 @@ def ask(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, .
     if asked is not None:
         asked.note(question, given, metas, answer)
     return answer
+
+
+def told_apart(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int:
+    """How many different shapes, strides, offsets and calls there are.
+
+    A program in sizes of which two have become equal is the same one to every pass where this is
+    what it was.
+
+    Args:
+        metas: of the inputs.
+    """
+    shapes: set[Any] = set()
+    strides: set[Any] = set()
+    offsets: set[int] = set()
+    calls: set[Any] = set()
+
+    def meta(each: TensorMeta | None) -> None:
+        if each is not None:
+            shapes.add(each.shape)
+            strides.add(each.stride)
+            offsets.add(each.offset)
+
+    def node(each: Node) -> None:
+        calls.update(_calls(each))
+        for result in each.results:
+            meta(result)
+        if each.body is not None:
+            for member in each.body.nodes:
+                node(member)
+
+    for each in metas:
+        meta(each)
+    for one in nodes:
+        node(one)
+    return len(shapes) + len(strides) + len(offsets) + len(calls)
+
+
+def _calls(node: Node) -> Iterator[Any]:
+    """How a node calls its op, or those of its chain, whatever the tensors."""
+    if node.op == WRITE_BACK:
+        for op, _, args, kwargs, _ in node.args[2]:
+            yield op, exact(args), exact(kwargs)
+    else:
+        args = tuple([map_arg(arg, _without_tensor) for arg in node.args])
+        yield node.op, exact(args), exact(node.kwargs)
+
+
+def _without_tensor(arg: Arg) -> Arg:
+    return None if type(arg) is Ref else arg
 
 
 # -- questions of several passes -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Resize, Sizes
 from lazygt.graph.verify import verify
 from lazygt.passes.base import Pass, run_passes
-from lazygt.passes.questions import Asked, noted
+from lazygt.passes.questions import Asked, noted, told_apart
 from lazygt.passes.skeleton import skeleton
 
 #: Of a program so many plans are kept for which passes have decided otherwise.
@@ -159,8 +159,16 @@ class Template(Generic[P]):
             if variant.asked.hold(Resize(variant.sizes, sizes)):
                 if place:
                     self._variants.insert(0, self._variants.pop(place))
-                return variant.plan.resized(tuple([sizes[place] for place in variant.places]))
+                plan = variant.plan.resized(tuple([sizes[place] for place in variant.places]))
+                if len(set(plan.sizes)) == len(plan.sizes) or _alike(variant.plan, plan):
+                    return plan
         return None
+
+
+def _alike(plan: Resizable, other: Resizable) -> bool:
+    """Whether two plans of one template differ in sizes only, although some have become equal."""
+    counts = [told_apart(each.graph.inputs, each.graph.nodes) for each in (plan, other)]
+    return counts[0] == counts[1]
 
 
 class _Variant(NamedTuple, Generic[P]):

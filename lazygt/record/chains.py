@@ -94,7 +94,7 @@ def _missing_step(
         change = moving(trace, f, key, meta)
     if change is not None:
         step = known_step(trace, change)
-        return step or trace.trie.add(new_step(trace, change, metas))
+        return step or _added(trace, new_step(trace, change, metas))
     at, args, samples = op.position, op.args, trace.params
     if op.pitch is not None:
         args = _with(args, Param(len(trace.params) - 1))
@@ -106,6 +106,13 @@ def _missing_step(
     step = TrieNode(trace.step, key, Node(f.name, args, op.kwargs, results.fresh), facts=f)
     step.moves = op.pitch is not None
     step.pitch = pitch(key, meta) if step.moves else None
+    return _added(trace, step)
+
+
+def _added(trace: StepTaker, step: TrieNode) -> TrieNode:
+    """A new step, which is in the trie from here on."""
+    assert step.node is not None
+    trace.repeat.follow(step, trace.repeat.internal(trace.step, step.key, step.node))
     return trace.trie.add(step)
 
 

@@ -13,7 +13,7 @@ from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
 from lazygt.record.host_values import foreign
 from lazygt.record.moving import known_step, moving, new_step
-from lazygt.record.repeats import Call, metas_of, repeated_op
+from lazygt.record.repeats import call_of, metas_of
 from lazygt.record.tensor import graph_meta, is_lazy
 from lazygt.record.trace import Trace, written_tensors
 from lazygt.record.trie import TrieNode
@@ -41,11 +41,18 @@ def on_miss(
         known = known_step(trace, change)
         if known is not None:
             return known
+        key = change.key
+    repeated = trace.repeat.op(trace.step, key, f)
+    step = None if repeated is None else trace.repeat.same(trace.step, key, repeated)
+    if step is not None:
+        trace.note_miss(key, f, user_call_site(1))
+    elif change is not None:
         step = new_step(trace, change, _metas(trace, args))
     else:
-        step = _step(trace, key, f, args, kwargs)
+        step = _step(trace, key, f, args, kwargs, repeated)
     step.forward = _link_backward(trace.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
+    trace.repeat.follow(step, repeated)
     return trace.trie.add(step, trace.bytes_alive)
 
 
@@ -66,14 +73,13 @@ def _step(
     f: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    repeated: TrieNode | None,
 ) -> TrieNode:
-    repeated = repeated_op(trace.step, key, f)
-    again = None if repeated is None else _again(trace, f, *repeated, args, kwargs)
+    again = None if repeated is None else _again(trace, key, f, repeated, args, kwargs)
     node, numbers = again or _node(trace, f, args, kwargs)
     trace.note_miss(key, f, user_call_site(1))
     step = TrieNode(trace.step, key, node, facts=f)
     step.numbers = numbers
-    step.repeats = None if repeated is None else repeated[0]
     target = f.outputs == ("w",) and f.writes == (0,)
     step.itself = target and node.written == (graph_meta(args[0]),)
     if f.views:
@@ -83,20 +89,20 @@ def _step(
 
 def _again(
     trace: Trace,
+    key: tuple[Any, ...],
     f: OpFacts,
     step: TrieNode,
-    call: Call,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Node, tuple[int, ...]] | None:
     """The same as ``_node``, of an op that is known in other sizes; None where it is to be asked.
 
     Args:
-        step: the op that this one repeats.
-        call: how this one is called.
+        step: the op that this one is in other sizes.
     """
-    known = step.node
-    assert known is not None
+    known, call = step.node, call_of(step, key)
+    if known is None or call is None:
+        return None
     other_form = len(known.args) != len(args) or len(known.kwargs) != len(kwargs)
     if other_form or known.dynamic or f.dynamic or f.name in MASKABLE:
         return None

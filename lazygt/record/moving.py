@@ -11,6 +11,7 @@ from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record.infer import Inference
 from lazygt.record.positions import NARROW, SAMPLE, Key, Moved, moved
+from lazygt.record.repeats import Repeat
 from lazygt.record.trie import TraceTrie, TrieNode
 
 

@@ -9,6 +9,7 @@ from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param, Ref
 from lazygt.graph.sizes import LEAST, sized
+from lazygt.passes.questions import told_apart
 from lazygt.record.trie import TrieNode
 
 Steps = Sequence[TrieNode]
@@ -32,6 +33,8 @@ class Outline:
     def resized(self, steps: Steps) -> dict[int, int] | None:
         """The sizes that a trace has in the place of this one's; None: it is another program.
 
+        Two of this one's may have become equal, where that makes no two tensors or calls equal.
+
         Args:
             steps: with the same ``outline_key``.
         """
@@ -45,7 +48,17 @@ class Outline:
                 fits = node is not None and match.node(mine, sizes, node)
             if not fits:
                 return None
+        if len(set(match.sizes.values())) < len(match.sizes):
+            now = [step.input if step.node is None else step.node for step in steps]
+            if _told_apart(now) != _told_apart(self._steps):
+                return None
         return match.sizes
+
+
+def _told_apart(steps: Sequence[TensorMeta | Node | None]) -> int:
+    nodes = [step for step in steps if isinstance(step, Node)]
+    metas = [step for step in steps if isinstance(step, TensorMeta)]
+    return told_apart(metas, nodes)
 
 
 def _sizes_in(node: Node) -> tuple[int, ...]:
@@ -68,19 +81,18 @@ class _Match:
     """Finds the size that stands in the place of each, one and the same everywhere.
 
     Attributes:
-        sizes: old -> new; different ones for different ones.
+        sizes: old -> new.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
-        self._old: dict[int, int] = {}
         self._metas: dict[int, TensorMeta] = {}
 
     def size(self, old: int, new: int) -> bool:
         """Whether a number may stand where another did."""
         if old < LEAST or new < LEAST:
             return old == new
-        return self.sizes.setdefault(old, new) == new and self._old.setdefault(new, old) == old
+        return self.sizes.setdefault(old, new) == new
 
     def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
         """Whether a tensor may stand where another did."""

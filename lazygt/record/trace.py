@@ -18,7 +18,7 @@ from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
 from lazygt.record.infer import Inference
-from lazygt.record.repeats import repeated_input, repeated_internal
+from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import (
     LazyTensor,
     Owner,
@@ -81,10 +81,11 @@ class Trace:
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
         split: how many ops more there are since some are written as several.
+        repeat: the earlier trace that it is in other sizes.
     """
 
     __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
-                 "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
+                 "params", "repeat", "serial", "split", "step", "storages", "trie")  # fmt: skip
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -97,6 +98,7 @@ class Trace:
         self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self.forward_ops: dict[int, int] = {}
         self.split = 0
+        self.repeat = Repeat()
 
     # -- values --------------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class Trace:
         if step is None:
             self.note_miss(meta, None, None)
             step = TrieNode(self.step, key, input=meta)
-            step.repeats = repeated_input(self.step, meta)
+            self.repeat.follow(step, self.repeat.input(self.step, key, meta))
             self.trie.add(step)
         return step
 
@@ -206,7 +208,7 @@ class Trace:
             if step is None:
                 self.note_miss(key, f, None)
                 step = TrieNode(self.step, key, node, facts=f)
-                step.repeats = repeated_internal(self.step, node)
+                self.repeat.follow(step, self.repeat.internal(self.step, key, node))
                 self.trie.add(step)
             self.reach(step)
         except BaseException:

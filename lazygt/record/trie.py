@@ -44,14 +44,13 @@ class TrieNode:
         moves: it takes its position when it runs.
         native: the same step in the native recorder, once it has been there.
         first: number of the op's first result.
-        repeats: the step of an earlier trace that this one is in other sizes.
         ops, values, params, inputs: how many of each there are up to here, this step included.
     """
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
         "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "ops", "params",
-        "parent", "pitch", "placed", "plans", "repeats", "values", "view_ops",
+        "parent", "pitch", "placed", "plans", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +78,6 @@ class TrieNode:
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
         self.numbers: tuple[int, ...] = ()
-        self.repeats: TrieNode | None = None
         self.forward = -1
         self.backward = False
         if node is not None:
@@ -90,6 +88,13 @@ class TrieNode:
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
+
+    def again(self, parent: TrieNode) -> TrieNode:
+        """The same op below another step: there it takes what looks the same."""
+        step = TrieNode(parent, self.key, self.node, facts=self.facts)
+        step.make, step.itself, step.pitch = self.make, self.itself, self.pitch
+        step.numbers, step.view_ops, step.moves = self.numbers, self.view_ops, self.moves
+        return step
 
     def forget(self, child: TrieNode) -> None:
         """Lead to a step no more."""

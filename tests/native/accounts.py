@@ -30,8 +30,8 @@ from tests.property.programs import ACTIONS, State, Step
 
 Account = dict[str, Any]
 #: Counts that tell how a program was recorded and what was sent for it.
-COUNTS = ("ops_recorded", "ops_inferred", "flushes", "plans_built", "plan_hits", "plan_misses",
-          "messages_sent", "bytes_uploaded", "bytes_fetched")  # fmt: skip
+COUNTS = ("ops_recorded", "ops_inferred", "flushes", "plans_built", "plans_resized", "plan_hits",
+          "plan_misses", "messages_sent", "bytes_uploaded", "bytes_fetched")  # fmt: skip
 
 
 def account(name: str, *programs: Callable[[], Any], **settings: Any) -> Account:

@@ -35,7 +35,8 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
 def test_stats_has_the_promised_keys_and_is_plain_data(s: lazygt.Session) -> None:
     stats = s.stats()
     assert set(stats) >= {
-        "ops_recorded", "flushes", "plans_built", "plan_hits", "plan_misses", "messages_sent",
+        "ops_recorded", "flushes", "plans_built", "plans_resized", "plan_hits", "plan_misses",
+        "messages_sent",
         "messages_received", "bytes_sent", "bytes_received", "fetches",
     }  # fmt: skip
     assert json.loads(json.dumps(stats)) == stats
@@ -57,16 +58,23 @@ def test_stats_count_what_happens(s: lazygt.Session) -> None:
 
 
 def test_a_miss_says_why_and_where(s: lazygt.Session) -> None:
-    for size in (3, 4):
-        x = torch.zeros(size)
+    for dim in (0, 1):
+        x = torch.zeros(3, 4)
         here = sys._getframe().f_lineno + 1
-        (x + 1).tolist()
+        x.sum(dim).tolist()
     misses = s.stats()["plan_misses"]
     assert len(misses) == 2
     assert misses[0]["reason"] == "a new sequence of ops"
     assert all(miss["flush"] == "to cpu" for miss in misses)
     assert "other arguments or shapes" in misses[1]["reason"]
-    assert re.fullmatch(rf"{re.escape(__file__)}:{here - 2}", misses[1]["line"])
+    assert re.fullmatch(rf"{re.escape(__file__)}:{here}", misses[1]["line"])
+
+
+def test_other_sizes_are_no_misses(s: lazygt.Session) -> None:
+    for size in (3, 4, 5):
+        (torch.zeros(size) + 1).tolist()
+    stats = s.stats()
+    assert (stats["plans_built"], stats["plans_resized"], len(stats["plan_misses"])) == (3, 2, 1)
 
 
 def test_worker_pids() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import lazygt
 from lazygt.passes import template
-from lazygt.record import miss
+from lazygt.record.repeats import Repeat
 from lazygt.runtime.plan import Plan
 from tests.passes.test_template import SIZED, accepted, start
 from tests.property.programs import Step
@@ -21,22 +22,23 @@ from tests.property.programs import Step
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 24, 32, 33, 64])
 
 
-def texts(plans: list[Plan]) -> dict[bytes, tuple[Any, ...]]:
+def texts(plans: list[Plan]) -> set[tuple[Any, ...]]:
+    """What they do, whatever they are called: sizes that have become equal are still two there."""
     return {
-        plan.digest: (str(plan), plan.graph.lines, plan.origins, str(plan.steps), plan.backward)
+        (str(plan.graph), plan.graph.lines, plan.origins, str(plan.steps), plan.backward)
         for plan in plans
     }
 
 
 def planned(
     programs: list[tuple[list[Step], tuple[int, int]]], reusing: bool
-) -> tuple[dict[bytes, tuple[Any, ...]], int]:
+) -> tuple[set[tuple[Any, ...]], int]:
     """The plans of one session for a program in several sizes; how many came out of others."""
     with pytest.MonkeyPatch.context() as patch, lazygt.session(launcher="inline") as s:
         if not reusing:
             patch.setattr(s._planner, "_resized", lambda *_: None)
             patch.setattr(s._planner.templates, "resize", lambda *_, **__: None)
-            patch.setattr(miss, "repeated_op", lambda *_: None)
+            patch.setattr(Repeat, "op", lambda *_: None)
         for program, size in programs:
             state = start("lazygt", *size)
             s.flush()
@@ -141,6 +143,41 @@ def test_the_last_batch_of_a_loader_is_one_miss(passed: Counter[str]) -> None:
     assert ours == epochs("cpu")
 
 
+def test_a_size_that_becomes_another_one_is_no_other_program(passed: Counter[str]) -> None:
+    """8 rows of 8 columns: no two tensors have become alike."""
+
+    def summed(device: str, counts: list[int]) -> list[float]:
+        weight = torch.linspace(-1, 1, 8 * 6, device=device).view(8, 6)
+        parts = [torch.linspace(-2, 2, n * 32, device=device).view(n, 4, 8) for n in counts]
+        return [torch.softmax(part @ weight, 0).square().sum().item() for part in parts]
+
+    with lazygt.session(launcher="inline") as s:
+        ours = summed("lazygt", [5, 7])
+        passed.clear()
+        ours += summed("lazygt", [8, 9])
+        assert passed["run_passes"] == 0
+        assert any(len(set(plan.sizes)) < len(plan.sizes) for plan in s.plans())
+    assert ours == summed("cpu", [5, 7, 8, 9])
+
+
+def test_where_that_makes_two_tensors_alike_it_is_another_program(passed: Counter[str]) -> None:
+    """Passes may do with both at once what they do with one."""
+
+    def summed(device: str, counts: list[int]) -> list[float]:
+        row, sums = torch.linspace(-1, 1, 12, device=device), []
+        for count in counts:
+            other = torch.linspace(-2, 2, count, device=device)
+            sums.append((row.exp().sum() + other.exp().sum()).item())
+        return sums
+
+    with lazygt.session(launcher="inline"):
+        ours = summed("lazygt", [5, 6, 9])
+        passed.clear()
+        ours += summed("lazygt", [12, 13])
+        assert passed["run_passes"] == 1
+    assert ours == summed("cpu", [5, 6, 9, 12, 13])
+
+
 def test_a_growing_sequence_is_one_program(passed: Counter[str]) -> None:
     def grown(device: str) -> list[float]:
         row = torch.linspace(-1, 1, 50, device=device).view(1, 50)
@@ -157,3 +194,39 @@ def test_a_growing_sequence_is_one_program(passed: Counter[str]) -> None:
         ours = grown("lazygt")
         assert not passed
     assert ours == grown("cpu")
+
+
+def written(device: str, tokens: int, seen: Callable[[int], object]) -> list[int]:
+    """A text, token by token, with a cache that grows: as libraries do it."""
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(97, 46).to(device)
+    qkv, head = torch.nn.Linear(46, 138).to(device), torch.nn.Linear(46, 97).to(device)
+    end = torch.tensor([95, 96], device="cpu").to(device)
+    text = torch.arange(8, device="cpu").view(1, 8).to(device)
+    keys = values = torch.zeros(1, 2, 0, 23, device=device)
+    ended = []
+    for place in range(tokens):
+        new = text if not place else text[:, -1:]
+        query, key, value = qkv(embedding(new)).view(1, -1, 3, 2, 23).permute(2, 0, 3, 1, 4)
+        keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+        scores = head(mixed.transpose(1, 2).reshape(1, -1, 46))[:, -1, :].to(copy=True)
+        text = torch.cat([text, scores.argmax(-1)[:, None]], -1)
+        ended.append(torch.isin(text[:, -1], end).any().item())
+        seen(place)
+    return [*text[0].tolist(), *ended]
+
+
+def test_a_text_token_by_token_is_two_programs(passed: Counter[str]) -> None:
+    """The prompt, and a token: after the third nothing is inferred, and no pass runs, not even
+    where the text is as long as a head is wide."""
+    counts: list[tuple[int, int]] = []
+
+    def seen(place: int) -> None:
+        counts.append((s.stats()["ops_inferred"], passed["run_passes"]))
+
+    with torch.no_grad(), lazygt.session(launcher="inline") as s:
+        ours = written("lazygt", 20, seen)
+    assert len(set(counts[2:])) == 1
+    with torch.no_grad():
+        assert ours == written("cpu", 20, lambda _: None)

@@ -105,7 +105,8 @@ def _ask(
     operands = [
         metas[arg.index] if type(arg) is Ref else _resolved(arg, metas, params) for arg in args
     ]
-    return rule(*operands, **dict(kwargs)) if kwargs else rule(*operands)
+    named = {name: metas[arg.index] if type(arg) is Ref else arg for name, arg in kwargs}
+    return rule(*operands, **named)
 
 
 def _resolved(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any:
@@ -124,6 +125,14 @@ def _one_result(f: OpFacts) -> bool:
     return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
 
 
+#: Pointwise ops that torch's own loop over elements computes: where all operands have one shape
+#: and lie row by row, but perhaps for the strides of dims of one element, so does the result.
+_ITERATED = frozenset(
+    f"aten.{name}.Tensor"
+    for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
+)
+
+
 def _pointwise_key(
     f: OpFacts,
     args: tuple[Arg, ...],
@@ -139,9 +148,10 @@ def _pointwise_key(
         kind = type(arg)
         if kind is Ref:
             meta = metas[arg.index]
-            if not is_contiguous(meta):
+            usual = is_contiguous(meta)
+            if not usual and not (f.name in _ITERATED and meta.is_contiguous()):
                 return None
-            key += (meta.dtype, len(meta.shape))
+            key += (meta.dtype, len(meta.shape), usual)
         elif kind is Param:
             key.append(type(params[arg.index]))
         elif kind is tuple:
@@ -160,8 +170,11 @@ def _pointwise(
     f: OpFacts, args: tuple[Arg, ...], metas: dict[int, TensorMeta], dtype: torch.dtype
 ) -> Results | None:
     """The result of a pointwise op on row-major tensors."""
-    shape = broadcast([metas[arg.index].shape for arg in args if type(arg) is Ref])
+    operands = [metas[arg.index] for arg in args if type(arg) is Ref]
+    shape = broadcast([meta.shape for meta in operands])
     if shape is None:
+        return None
+    if not all(map(is_contiguous, operands)) and any(meta.shape != shape for meta in operands):
         return None
     if f.outputs == ("f",):
         return Results((contiguous(shape, dtype),))

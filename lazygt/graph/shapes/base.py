@@ -44,6 +44,18 @@ def is_contiguous(meta: TensorMeta) -> bool:
     return meta.plain or meta.stride == contiguous_stride(meta.shape)
 
 
+def is_dense(meta: TensorMeta) -> bool:
+    """Whether elements lie in places of their own, without gaps: what is made like it is laid out
+    like it."""
+    step = 1
+    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
 def broadcast(shapes: list[Shape]) -> Shape | None:
     """The common shape of shapes without zeros; None when they do not fit."""
     first = shapes[0] if shapes else None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.shapes.base import (
     FLOATS,
     Metas,
     Rule,
     Shape,
+    broadcast,
     contiguous,
     is_contiguous,
+    is_dense,
     position,
     same_float,
 )
@@ -121,6 +123,37 @@ def _embedding_backward(
     return (contiguous((count, grad.shape[-1]), grad.dtype),) if grad.dtype in FLOATS else None
 
 
+def _attention_on_cpus(
+    query: TensorMeta,
+    key: TensorMeta,
+    value: TensorMeta,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    attn_mask: TensorMeta | None = None,
+    scale: float | None = None,
+) -> Metas | None:
+    """Heads of keys may be fewer, each for several of the queries."""
+    if not len(query.shape) == len(key.shape) == 4 or key.shape != value.shape or dropout:
+        return None
+    batch, heads, length, size = query.shape
+    fits = (key.shape[0], key.shape[3]) == (batch, size) and heads % key.shape[1] == 0
+    if not fits or query.dtype is not torch.float32 or not same_float(query, key, value):
+        return None
+    weights = (batch, heads, length, key.shape[2])
+    if attn_mask is not None and not _masks(attn_mask, weights):
+        return None
+    if not is_dense(query):
+        return None
+    mixed = intern(query.shape, query.stride, query.dtype)
+    return mixed, intern(weights[:3], (length * heads, 1, heads), query.dtype)
+
+
+def _masks(mask: TensorMeta, weights: Shape) -> bool:
+    known = mask.dtype in (torch.bool, torch.float32) and len(mask.shape) in (2, 4)
+    return known and broadcast([mask.shape, weights]) == weights
+
+
 #: Op -> rule.
 LAYERS: dict[str, Rule] = {
     "aten._softmax.default": _softmax,
@@ -133,4 +166,5 @@ LAYERS: dict[str, Rule] = {
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention_on_cpus,
 }

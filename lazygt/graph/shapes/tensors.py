@@ -46,7 +46,9 @@ def _clone(source: TensorMeta, *, memory_format: torch.memory_format | None = No
 def _cat(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     first = tensors[0]
     at = position(dim, len(first.shape))
-    if at is None or not all(is_contiguous(t) and t.dtype == first.dtype for t in tensors):
+    # a row-major one among them decides, and of other ranks than 4 and 5 there is no other result
+    decided = len(first.shape) not in (4, 5) or any(map(is_contiguous, tensors))
+    if at is None or not decided or any(t.dtype != first.dtype for t in tensors):
         return None
     if any(len(t.shape) != len(first.shape) for t in tensors):
         return None
@@ -66,6 +68,14 @@ def _stack(tensors: tuple[TensorMeta, ...], dim: int = 0) -> Metas | None:
     if at is None or not same:
         return None
     return (contiguous((*first.shape[:at], len(tensors), *first.shape[at:]), first.dtype),)
+
+
+def _isin(elements: TensorMeta, among: TensorMeta, **flags: Any) -> Metas | None:
+    numbers = _WHOLE.issuperset((elements.dtype, among.dtype))
+    return (contiguous(elements.shape, torch.bool),) if numbers else None
+
+
+_WHOLE = frozenset({torch.int32, torch.int64})
 
 
 def _copied_into(
@@ -139,6 +149,7 @@ TENSORS: dict[str, Rule] = {
     "aten.full_like.default": _full_like,
     "aten.cat.default": _cat,
     "aten.stack.default": _stack,
+    "aten.isin.Tensor_Tensor": _isin,
     "aten.sum.dim_IntList": _reduced,
     "aten.sum.default": _reduced_whole,
     "aten.mean.dim": _reduced,

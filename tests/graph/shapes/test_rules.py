@@ -88,7 +88,7 @@ def contiguous(shape: Any, dtype: torch.dtype = torch.float32) -> TensorMeta:
 def laid(draw: Draw, shape: Any, dtype: torch.dtype = torch.float32) -> TensorMeta:
     """A tensor of this shape: row-major three times out of four, else in one of many layouts."""
     shape = tuple(shape)
-    layout = draw(st.sampled_from(["rows"] * 9 + ["permuted", "offset", "spaced"]))
+    layout = draw(st.sampled_from(["rows"] * 9 + ["permuted", "offset", "spaced", "ones"]))
     if layout == "permuted":
         order = draw(st.permutations(range(len(shape))))
         back = [order.index(d) for d in range(len(shape))]
@@ -99,6 +99,12 @@ def laid(draw: Draw, shape: Any, dtype: torch.dtype = torch.float32) -> TensorMe
     if layout == "spaced" and shape:
         whole = torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype, device="meta")
         return TensorMeta.of(whole[..., ::2])
+    if layout == "ones":
+        stride = [
+            draw(st.integers(1, 9)) if size == 1 else step
+            for size, step in zip(shape, contiguous(shape).stride, strict=True)
+        ]
+        return TensorMeta.of(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
     return contiguous(shape, dtype)
 
 
@@ -263,6 +269,25 @@ def joined(draw: Draw) -> Call:
     return [parts, at], {}
 
 
+def isin(draw: Draw) -> Call:
+    whole = st.sampled_from([torch.int64, torch.int32])
+    elements = laid(draw, draw(SHAPES), perhaps(draw, draw(whole), draw(DTYPES)))
+    flags = perhaps(draw, {}, {"assume_unique": True, "invert": True})
+    return [elements, laid(draw, draw(SHAPES), draw(whole))], flags
+
+
+def attention(draw: Draw) -> Call:
+    batch, heads, length, others, size = (draw(SIZES) for _ in range(5))
+    dtype = perhaps(draw, torch.float32, torch.float64)
+    shared = heads * draw(st.integers(1, 2))
+    query = laid(draw, (batch, perhaps(draw, shared, 5), length, perhaps(draw, size, 3)), dtype)
+    pair = [laid(draw, (batch, heads, perhaps(draw, others, 2), size), dtype) for _ in range(2)]
+    mask = near(draw, (batch, shared, length, others))
+    kind = draw(st.sampled_from([torch.bool, torch.float32]))
+    kwargs = {"attn_mask": laid(draw, mask, kind)} if draw(st.booleans()) else {}
+    return [query, *pair, *perhaps(draw, [], [0.0, True])], kwargs
+
+
 def stacked(draw: Draw) -> Call:
     t = tensor(draw)
     shapes = [perhaps(draw, t.shape, (2,)) for _ in range(draw(st.integers(0, 2)))]
@@ -378,6 +403,7 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "aten.full_like.default": full_like,
     "aten.cat.default": joined,
     "aten.stack.default": stacked,
+    "aten.isin.Tensor_Tensor": isin,
     "aten.sum.dim_IntList": reduced,
     "aten.sum.default": reduced_whole,
     "aten.mean.dim": reduced,
@@ -392,6 +418,7 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "aten.native_layer_norm_backward.default": layer_norm_backward,
     "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten.copy_.default": copied_into,
     "aten.zero_.default": alone,
     "aten.fill_.Scalar": filled,
