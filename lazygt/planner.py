@@ -14,6 +14,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.placement import Replicate
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes
+from lazygt.graph.source import CallSite, expand
 from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
 from lazygt.passes.sharding.marks import MARKS, without_places
@@ -21,7 +22,7 @@ from lazygt.passes.template import Optimised, Template, Templates
 from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
-from lazygt.record.trie import TrieNode, build_graph, line_of, lines_of, makers
+from lazygt.record.trie import TrieNode, build_graph, line_of, makers, sites_of
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.decisions import ReplicateFallback
 
 Stages = tuple[tuple[str, Graph], ...]
+#: The user's frame of each op.
+Sites = tuple[CallSite | None, ...]
 
 #: Of traces with the same ops so many are kept that differ in more than sizes.
 _MOST_ALIKE = 4
@@ -72,13 +75,14 @@ class _Earlier(NamedTuple):
 
     Attributes:
         template, sizes: what the passes made of it.
-        lines: of its ops.
+        sites, lines: of its ops.
     """
 
     outline: Outline
     template: Template[Plan]
     sizes: Sizes
-    lines: tuple[str, ...]
+    sites: Sites
+    lines: list[str]
     kept: CachedPlan
 
     @property
@@ -137,13 +141,13 @@ class Planner:
     def _build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
         begin = time.monotonic_ns()
         steps = trace.step.path()
-        lines = lines_of(steps, trace.call_sites, self._recorder.backward_call_site)
+        sites = sites_of(steps, trace.call_sites, self._recorder.backward_call_site)
         kinds = tuple(type(value).__name__ for value in trace.params)
-        kept = self._resized(steps, outputs, lines, kinds)
+        kept = self._resized(steps, outputs, sites, kinds)
         resized = kept is not None
         if kept is None:
-            kept = self._planned(steps, outputs, lines, kinds)
-        miss = self._why_missed(trace, outputs, lines, reason)
+            kept = self._planned(steps, outputs, sites, kinds)
+        miss = self._why_missed(trace, outputs, sites, reason)
         miss.resized = resized
         self._history.missed(miss, kept.entry.plan, begin)
         if not kept.entry.sent:
@@ -155,14 +159,16 @@ class Planner:
         self,
         steps: list[TrieNode],
         outputs: tuple[int, ...],
-        lines: tuple[str, ...],
+        sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan | None:
         """The plan of a trace that is an earlier one in other sizes; None: it is not."""
         if self._config.keep_stages or steps[-1].placed:
             return None
         for earlier in self._outlines.get((outputs, kinds, outline_key(steps))) or ():
-            new = earlier.outline.resized(steps) if lines == earlier.lines else None
+            if sites != earlier.sites and list(map(expand, sites)) != earlier.lines:
+                continue
+            new = earlier.outline.resized(steps)
             if new is None:
                 continue
             sizes = tuple([new[size] for size in earlier.sizes])
@@ -178,10 +184,11 @@ class Planner:
         self,
         steps: list[TrieNode],
         outputs: tuple[int, ...],
-        lines: tuple[str, ...],
+        sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
         """The plan of a trace, as the passes make it."""
+        lines = tuple(map(expand, sites))
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages
         stages = [("recorded", recorded)] if keep else None
@@ -202,7 +209,7 @@ class Planner:
             outline = Outline(steps)
             self._note(
                 (outputs, kinds, outline_key(steps)),
-                _Earlier(outline, optimised.template, optimised.sizes, lines, kept),
+                _Earlier(outline, optimised.template, optimised.sizes, sites, list(lines), kept),
             )
         return kept
 
@@ -212,11 +219,11 @@ class Planner:
         self._outlines.keep(key, known, sum(each.nbytes for each in known))
 
     def _why_missed(
-        self, trace: Trace, outputs: tuple[int, ...], lines: tuple[str, ...], reason: str
+        self, trace: Trace, outputs: tuple[int, ...], sites: Sites, reason: str
     ) -> Miss:
         if trace.first_miss is not None:
             return Miss.at(reason, trace.first_miss, line_of)
-        plans = trace.step.plans
+        plans, lines = trace.step.plans, tuple(map(expand, sites))
         recorded = build_graph(trace.step.path(), outputs, lines, ())
         return Miss(reason, None, ended=bool(plans), alive=newly_alive(recorded, outputs, plans))
 

@@ -94,30 +94,35 @@ def told_apart(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]) -> int
     Args:
         metas: of the inputs.
     """
-    shapes: set[Any] = set()
-    strides: set[Any] = set()
-    offsets: set[int] = set()
-    calls: set[Any] = set()
+    apart = _Apart()
+    for meta in metas:
+        apart.meta(meta)
+    for node in nodes:
+        apart.node(node)
+    return len(apart.shapes) + len(apart.strides) + len(apart.offsets) + len(apart.calls)
 
-    def meta(each: TensorMeta | None) -> None:
-        if each is not None:
-            shapes.add(each.shape)
-            strides.add(each.stride)
-            offsets.add(each.offset)
 
-    def node(each: Node) -> None:
-        calls.update(_calls(each))
-        for result in each.results:
-            meta(result)
-        if each.body is not None:
-            for member in each.body.nodes:
-                node(member)
+class _Apart:
+    """What there is of each kind."""
 
-    for each in metas:
-        meta(each)
-    for one in nodes:
-        node(one)
-    return len(shapes) + len(strides) + len(offsets) + len(calls)
+    def __init__(self) -> None:
+        self.shapes: set[tuple[int, ...]] = set()
+        self.strides: set[tuple[int, ...]] = set()
+        self.offsets: set[int] = set()
+        self.calls: set[Any] = set()
+
+    def meta(self, meta: TensorMeta | None) -> None:
+        if meta is not None:
+            self.shapes.add(meta.shape)
+            self.strides.add(meta.stride)
+            self.offsets.add(meta.offset)
+
+    def node(self, node: Node) -> None:
+        self.calls.update(_calls(node))
+        for meta in node.results:
+            self.meta(meta)
+        for member in () if node.body is None else node.body.nodes:
+            self.node(member)
 
 
 def _calls(node: Node) -> Iterator[Any]:

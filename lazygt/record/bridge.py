@@ -92,7 +92,7 @@ class NativeTrace(Trace):
         self.owner, self.trie, self.inference = owner, trie, inference
         self.serial = new_serial()
         self.first_miss, self.forward_ops, self.split = None, {}, 0
-        self.repeat = Repeat()
+        self._repeat = None
         self._params: list[Any] = []
         self._call_sites: list[Any] = []
         self._inputs: list[Any] = []

@@ -28,6 +28,10 @@ class StepTaker(Protocol):
     def params(self) -> list[Any]:
         """The numbers that its run gets."""
 
+    @property
+    def repeat(self) -> Repeat:
+        """The earlier trace that it is in other sizes."""
+
     def note_miss(self, key: Any, f: OpFacts | None, call_site: CallSite | None) -> None:
         """A step is about to be added."""
 

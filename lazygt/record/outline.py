@@ -29,6 +29,7 @@ class Outline:
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
         self._sizes = [() if step.node is None else _sizes_in(step.node) for step in steps]
+        self._inside = [_inside(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
         """The sizes that a trace has in the place of this one's; None: it is another program.
@@ -39,9 +40,13 @@ class Outline:
             steps: with the same ``outline_key``.
         """
         match = _Match()
-        for mine, sizes, step in zip(self._steps, self._sizes, steps, strict=True):
+        for mine, sizes, inside, step in zip(
+            self._steps, self._sizes, self._inside, steps, strict=True
+        ):
             node = step.node
-            if type(mine) is TensorMeta:
+            if mine is node:
+                fits = match.unchanged(inside)
+            elif type(mine) is TensorMeta:
                 fits = match.meta(mine, step.input)
             else:
                 assert isinstance(mine, Node)
@@ -69,6 +74,15 @@ def _sizes_in(node: Node) -> tuple[int, ...]:
     return tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
 
 
+def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
+    """All sizes in a node, or none of an input."""
+    if not isinstance(step, Node):
+        return frozenset()
+    metas = [meta for meta in step.results if meta is not None]
+    shown = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
+    return frozenset([*_sizes_in(step), *[size for size in shown if size >= LEAST]])
+
+
 def _numbers(arg: Arg) -> Iterator[int]:
     if type(arg) is tuple:
         for item in arg:
@@ -87,6 +101,15 @@ class _Match:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self._metas: dict[int, TensorMeta] = {}
+        #: sizes that stand for themselves
+        self._same: set[int] = set()
+
+    def unchanged(self, sizes: frozenset[int]) -> bool:
+        """Whether these may stand for themselves."""
+        if sizes <= self._same:
+            return True
+        self._same |= sizes
+        return all(map(self.size, sizes, sizes))
 
     def size(self, old: int, new: int) -> bool:
         """Whether a number may stand where another did."""

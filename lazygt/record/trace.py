@@ -81,11 +81,10 @@ class Trace:
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
         split: how many ops more there are since some are written as several.
-        repeat: the earlier trace that it is in other sizes.
     """
 
-    __slots__ = ("call_sites", "first_miss", "forward_ops", "inference", "inputs", "owner",
-                 "params", "repeat", "serial", "split", "step", "storages", "trie")  # fmt: skip
+    __slots__ = ("_repeat", "call_sites", "first_miss", "forward_ops", "inference", "inputs",
+                 "owner", "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -98,7 +97,14 @@ class Trace:
         self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self.forward_ops: dict[int, int] = {}
         self.split = 0
-        self.repeat = Repeat()
+        self._repeat: Repeat | None = None
+
+    @property
+    def repeat(self) -> Repeat:
+        """The earlier trace that it is in other sizes."""
+        if self._repeat is None:
+            self._repeat = Repeat()
+        return self._repeat
 
     # -- values --------------------------------------------------------------------------
 

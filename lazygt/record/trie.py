@@ -60,6 +60,7 @@ class TrieNode:
         node: Node | None = None,
         input: TensorMeta | None = None,
         facts: OpFacts | None = None,
+        like: TrieNode | None = None,
     ) -> None:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
         self.children: dict[Any, TrieNode] = {}
@@ -84,14 +85,18 @@ class TrieNode:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
             # a write through a view takes numbers that the view has taken
-            self.params = max([self.params, *[n + 1 for n in params_in((node.args, node.kwargs))]])
+            if like is None:
+                taken = params_in((node.args, node.kwargs))
+                self.params = max([self.params, *[number + 1 for number in taken]])
+            else:
+                self.params = like.params
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
     def again(self, parent: TrieNode) -> TrieNode:
         """The same op below another step: there it takes what looks the same."""
-        step = TrieNode(parent, self.key, self.node, facts=self.facts)
+        step = TrieNode(parent, self.key, self.node, facts=self.facts, like=self)
         step.make, step.itself, step.pitch = self.make, self.itself, self.pitch
         step.numbers, step.view_ops, step.moves = self.numbers, self.view_ops, self.moves
         return step
@@ -324,17 +329,24 @@ class Provenance:
         return title(node.op), tuple(shown), graph.line(number)
 
 
-def lines_of(
+def sites_of(
     steps: list[TrieNode], call_sites: list[CallSite | None], backward: CallSite | None
-) -> tuple[str, ...]:
-    """The user's file:line of each op; a backward op has its forward op's."""
-    lines = []
+) -> tuple[CallSite | None, ...]:
+    """Where the user called each op; a backward op has its forward op's place."""
+    sites = []
     ops = [step for step in steps if step.node is not None]
     for step, call_site in zip(ops, call_sites, strict=True):
         if step.forward >= 0 and (call_site is None or call_site == backward):
             call_site = call_sites[step.forward]
-        lines.append(expand(call_site or backward))
-    return tuple(lines)
+        sites.append(call_site or backward)
+    return tuple(sites)
+
+
+def lines_of(
+    steps: list[TrieNode], call_sites: list[CallSite | None], backward: CallSite | None
+) -> tuple[str, ...]:
+    """The user's file:line of each op; a backward op has its forward op's."""
+    return tuple(map(expand, sites_of(steps, call_sites, backward)))
 
 
 def line_of(step: TrieNode) -> str:
