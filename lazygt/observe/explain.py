@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazygt.graph.collectives import Communication, communications
 from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
-from lazygt.graph.fusion import REDUCTIONS, expand_fused, is_fusible, numbers_of
+from lazygt.graph.fusion import REDUCTIONS, expand_fused, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
@@ -217,16 +217,17 @@ def _fused(runs: Runs) -> Iterator[Fused]:
 def _unfused(runs: Runs) -> Iterator[Unfused]:
     """What the fuse pass leaves alone, and what can't be a member although its like can."""
     graph = runs.before or runs.graph
-    metas = graph.values
     rows: dict[int, Unfused] = {}
+    joining: set[int] = set()
     for members, gain, closed in candidates(graph):
+        joining.update(members)
         if gain > 0 and runs.before is not None:
             continue  # it is fused
         ops = tuple(base_name(graph.nodes[number].op) for number in members)
         why = _why(len(members), gain, closed)
         rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), why)
     for number, node in enumerate(graph.nodes):
-        if not is_fusible(node, metas) and (why := _why_never(node)):
+        if number not in joining and (why := _why_never(node)):
             rows[number] = Unfused(runs.times, (base_name(node.op),), graph.line(number), why)
     return (rows[number] for number in sorted(rows))
 
@@ -248,7 +249,7 @@ def _why_never(node: Node) -> str:
     if kind == "random":
         return "random: groups draw no numbers"
     if "_foreach_" in node.op:
-        return "one call for many tensors as it is"
+        return "not the same program for each of its tensors"
     if kind == "reduction" and node.op not in REDUCTIONS:
         return "groups don't take this reduction"
     if kind in ("pointwise", "reduction"):

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from lazygt.graph.exact import exact
+from lazygt.graph.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
+from lazygt.graph.lanes import part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled
-from lazygt.passes.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
 from lazygt.passes.questions import ask, fits
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
@@ -53,7 +54,7 @@ def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]
     """The node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
-    if form is None or not _is_plain(node, form) or _sees_own_writes(node, form, memory):
+    if form is None or not form.is_plain(node) or _sees_own_writes(node, form, memory):
         yield row
         return
     small = [which for which, arg in enumerate(node.args[0]) if _is_small(metas[arg.index])]
@@ -62,17 +63,9 @@ def _parts(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]
         return
     for which in range(len(node.args[0])):
         if len(small) < 2 or which not in small:
-            yield _part(row, form, which)
+            yield _part(row, which)
     if len(small) >= 2:
         yield _rest(row, form, small)
-
-
-def _is_plain(node: Node, form: ForeachForm) -> bool:
-    """Whether the node gives one result a tensor, in order, and has no argument beyond the form."""
-    targets = tuple(arg.index for arg in node.args[0])
-    count = len(node.args[0])
-    results = node.writes == targets and not node.fresh if node.writes else len(node.fresh) == count
-    return results and len(node.args) <= len(form.takes)
 
 
 def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bool:
@@ -93,12 +86,8 @@ def _is_small(meta: TensorMeta | None) -> bool:
     return meta is None or ask(fits, meta, given=(SMALL,))
 
 
-def _part(row: Placed, form: ForeachForm, which: int) -> Placed:
-    node = row.node
-    args, kwargs = form.narrow(node.args, which)
-    part = Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
-                node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
-    return Placed(part, row.results[which : which + 1], row.source)
+def _part(row: Placed, which: int) -> Placed:
+    return Placed(part(row.node, which), row.results[which : which + 1], row.source)
 
 
 def _rest(row: Placed, form: ForeachForm, kept: list[int]) -> Placed:

@@ -1,5 +1,7 @@
 """fuse: groups of pointwise ops and reductions become one node with its members inside.
 
+Horizontal ops that feed each other tensor by tensor are groups, too, of their own kind.
+
 Bit for bit as long as the members are run one by one. A group that the compiler takes over keeps
 its temporaries in registers, and rounds as the compiler does.
 
@@ -10,6 +12,7 @@ gain nothing: see ``worth``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from typing import NamedTuple
 
 from lazygt.graph.alias import Aliases
 from lazygt.graph.fusion import Metas, is_fusible
+from lazygt.graph.lanes import LANES, lane_count, lanes_of, part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import WAIT
@@ -29,10 +33,12 @@ from lazygt.passes.base import (
     rebuild,
     scheduled,
 )
-from lazygt.passes.questions import ask
+from lazygt.passes.questions import ask, row_major
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 64
+#: The same of a group of horizontal ops, since several of its lanes are compiled together.
+MOST_HORIZONTAL = 16
 #: Seconds: a call of compiled code, the launch of one op, a byte on its way from or to memory.
 CALL, LAUNCH, BYTE = 8e-6, 1.2e-6, 1 / 8e9
 
@@ -45,7 +51,7 @@ class Fuse:
     def run(self, graph: Graph) -> Graph:
         order, around = dependencies(graph), Surroundings(graph)
         found = [group.members for group in _Groups(graph, around.metas, order).found()]
-        groups = [members for members in found if len(members) > 1 and _pays(around, members)]
+        groups = [members for members in found if len(members) > 1 and _fits(around, members)]
         if not groups:
             return graph
         units = scheduled(order.before, groups)
@@ -136,11 +142,17 @@ def worth(around: Surroundings, group: Sequence[int]) -> float:
     """
     if len(group) == 1:
         return -CALL
-    return _gain(len(group), saved_bytes(around, group))
+    return _gain(*_launches(around, group), saved_bytes(around, group))
 
 
-def _gain(members: int, saved: int) -> float:
-    return (members - 1) * LAUNCH + saved * BYTE - CALL
+def _launches(around: Surroundings, group: Sequence[int]) -> tuple[int, int]:
+    """How many kernels a group launches one by one, and how many calls it is compiled."""
+    lanes = lane_count(around.rows[group[0]].node)
+    return len(group) * max(lanes, 1), max(math.ceil(lanes / LANES), 1)
+
+
+def _gain(launches: int, calls: int, saved: int) -> float:
+    return (launches - calls) * LAUNCH + saved * BYTE - calls * CALL
 
 
 def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
@@ -160,17 +172,23 @@ def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta,
     return [(meta, count) for meta, count in metas if meta is not None]
 
 
-def _pays(around: Surroundings, group: Sequence[int]) -> bool:
-    """Whether a group is worth it."""
+def _fits(around: Surroundings, group: Sequence[int]) -> bool:
+    """Whether a group is worth it, and one that can be compiled."""
     saved = _saved(around, group)
-    given = (len(group), tuple([times for _, times in saved]))
-    return ask(_gains, *[meta for meta, _ in saved], given=given)
+    given = (*_launches(around, group), tuple([times for _, times in saved]))
+    if not ask(_gains, *[meta for meta, _ in saved], given=given):
+        return False
+    if not lane_count(around.rows[group[0]].node):
+        return True
+    body = _unit(around, list(group)).node.body
+    assert body is not None
+    return lanes_of(body, lambda meta: ask(row_major, meta)) is not None
 
 
-def _gains(members: int, times: tuple[int, ...], *metas: TensorMeta) -> bool:
-    """Whether so many members are worth it, if these tensors do not travel so often."""
+def _gains(launches: int, calls: int, times: tuple[int, ...], *metas: TensorMeta) -> bool:
+    """Whether so many launches are worth it, if these tensors do not travel so often."""
     saved = sum(count * meta.nbytes for count, meta in zip(times, metas, strict=True))
-    return _gain(members, saved) > 0
+    return _gain(launches, calls, saved) > 0
 
 
 # -- which nodes belong together -----------------------------------------------------------------
@@ -178,13 +196,16 @@ def _gains(members: int, times: tuple[int, ...], *metas: TensorMeta) -> bool:
 
 @dataclass(slots=True)
 class _Group:
-    #: that has as many elements as its widest member walks over
-    space: TensorMeta
+    #: that has as many elements as its widest member walks over; None: of horizontal ops
+    space: TensorMeta | None
     members: list[int] = field(default_factory=list)
     #: memory -> the parts of it that members read or write, as far as they can be told apart
     shown: dict[int, set[tuple[TensorMeta | None, int | None]]] = field(default_factory=dict)
     #: memory that members write
     written: set[int] = field(default_factory=set)
+    #: of horizontal ops: how many tensors each takes, and memory -> which of them lies there
+    lanes: int = 0
+    lane_of: dict[int, int] = field(default_factory=dict)
     closed: str = ""
 
     def clashes(self, other: _Group) -> bool:
@@ -198,9 +219,14 @@ class _Group:
             for home in self.written | other.written
         )
 
+    def crosses(self, other: _Group) -> bool:
+        """Whether what one computes for one tensor meets what the other does for another one."""
+        return any(other.lane_of.get(home, lane) != lane for home, lane in self.lane_of.items())
+
     def absorb(self, other: _Group) -> None:
         """Take over everything that the other group has."""
         self.members += other.members
+        self.lane_of |= other.lane_of
         self.written |= other.written
         for home, shapes in other.shown.items():
             self.shown.setdefault(home, set()).update(shapes)
@@ -213,6 +239,7 @@ class _Groups:
     def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
         self.moving = moving_views(graph)
+        self.results = [results for _, results in graph.numbered()]
         #: node -> the open group that it is in
         self.open: dict[int, _Group] = {}
         self.all: list[_Group] = []
@@ -221,8 +248,9 @@ class _Groups:
         """The groups, with their members in order."""
         for number, node in enumerate(self.graph.nodes):
             needed = self._open_before(number)
-            if is_fusible(node, self.metas):
-                self._place(self._alone(number, node), needed)
+            alone = self._member(number, node)
+            if alone is not None:
+                self._place(alone, needed)
             else:
                 for group in needed:
                     self._close(group, f"{node.op} needs it")
@@ -239,6 +267,22 @@ class _Groups:
             if (group := self.open.get(other)) is not None
         }
         return sorted(groups.values(), key=lambda group: (-len(group.members), group.members[0]))
+
+    def _member(self, number: int, node: Node) -> _Group | None:
+        """The node as a group of its own; None if it can't be in one."""
+        lanes = lane_count(node)
+        if not lanes:
+            return self._alone(number, node) if is_fusible(node, self.metas) else None
+        results = self.results[number]
+        group = _Group(None, [number], lanes=lanes)
+        for which in range(lanes):
+            for value in (*part(node, which).refs(), results[which]):
+                home = self.order.memory[value]
+                if group.lane_of.setdefault(home, which) != which:
+                    return None
+                group.shown.setdefault(home, set()).add((self.metas[value], self.moving.get(value)))
+        group.written.update(self.order.memory[target] for target in node.writes)
+        return group
 
     def _alone(self, number: int, node: Node) -> _Group:
         memory = self.order.memory
@@ -274,10 +318,17 @@ class _Groups:
     @staticmethod
     def _clash(home: _Group | None, group: _Group, alone: _Group) -> str:
         """Why the three may not be one group; empty: they may."""
-        if alone.space is not group.space and ask(_wider, alone.space, group.space):
+        if alone.lanes != group.lanes:
+            return "an op on one tensor and an op on many need each other"
+        if group.crosses(alone) or (home is not None and home.crosses(group)):
+            return "it meets what is computed for another tensor"
+        space, other = alone.space, group.space
+        if space is not None and other is not None and space is not other \
+                and ask(_wider, space, other):  # fmt: skip
             return "a larger op needs it"
-        if len(group.members) + 1 + (len(home.members) if home is not None else 0) > MOST_MEMBERS:
-            return f"it would have more than {MOST_MEMBERS} members"
+        most = MOST_HORIZONTAL if alone.lanes else MOST_MEMBERS
+        if len(group.members) + 1 + (len(home.members) if home is not None else 0) > most:
+            return f"it would have more than {most} members"
         if group.clashes(alone) or (home is not None and home.clashes(group)):
             return "an op writes memory that another sees in another shape"
         return ""

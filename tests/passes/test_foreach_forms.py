@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lazygt.graph import Graph, Param, Ref
+from lazygt.graph.foreach_forms import MERGE, SPLIT, ForeachForm
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import Arg, Node
 from lazygt.graph.ops import overload
 from lazygt.graph.verify import verify
 from lazygt.passes.foreach import SMALL, Foreach
-from lazygt.passes.foreach_forms import MERGE, SPLIT, ForeachForm
 from tests.passes.tools import same_numbers
 
 FOREACH = Foreach()

@@ -76,6 +76,7 @@ class Compiler:
             "fresh": group.fresh,
             "flat": group.flat,
             "open_dims": group.open_dims,
+            "lanes": group.lanes,
             "device": self._device,
         }
         self._waiting.append((key, msgpack.packb(request)))

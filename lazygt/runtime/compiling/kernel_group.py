@@ -2,15 +2,16 @@
 
 An artifact serves every fused node of the same structure: a group of pointwise ops on tensors of
 one shape is compiled for vectors of any length, others for the sizes they have, or with the
-dims left open that were seen to vary.
+dims left open that were seen to vary. Of horizontal ops a few lanes are compiled together, for
+vectors of any lengths.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lazygt.graph.exact import exact
 from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
+from lazygt.graph.lanes import LANES, Lanes, abreast, lanes_of
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
@@ -28,7 +30,7 @@ aten = torch.ops.aten
 
 
 class Members(torch.nn.Module):
-    """A fused node's body. ``forward`` takes its operands, then its numbers.
+    """A fused node's body. ``forward`` takes its operands, then its numbers, see ``packed``.
 
     Args:
         body: the members.
@@ -43,9 +45,12 @@ class Members(torch.nn.Module):
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """The fresh outputs."""
         count = len(self.body.inputs)
+        numbers = operands[count:]
+        if numbers and numbers[0].dim():
+            numbers = numbers[0].unbind()
         values: dict[int, Any] = dict(enumerate(operands[:count]))
         for node, results in self.body.numbered():
-            values.update(zip(results, _member(node, values, operands[count:]), strict=True))
+            values.update(zip(results, _member(node, values, numbers), strict=True))
         for operand, output in self.writes:
             operands[operand].copy_(values[self.body.outputs[output]])
         return tuple(values[value] for value in self.body.outputs[: self.fresh])
@@ -83,8 +88,17 @@ def _cast(result: Tensor | None, meta: TensorMeta | None) -> Tensor | None:
     return result.to(meta.dtype)
 
 
+def packed(numbers: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Run-time numbers as operands: on a CPU one vector, since each operand costs a call as much
+    as a small kernel; for CUDA single ones, which compiled code reads on the host."""
+    if not numbers:
+        return []
+    vector = torch.tensor(numbers, dtype=torch.float64)
+    return [vector] if device.type == "cpu" else list(vector.unbind())
+
+
 #: Part of every key: an artifact of another version is not found.
-VERSION = 1
+VERSION = 2
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -99,6 +113,7 @@ class KernelGroup:
         fresh: how many outputs are new.
         flat: every tensor is taken as a vector; its length is open.
         open_dims: for each input of the body its dims whose sizes are open; empty if ``flat``.
+        lanes: how many alike parts a flat body has, each of vectors of a length of its own.
     """
 
     body: Graph
@@ -106,17 +121,17 @@ class KernelGroup:
     fresh: int
     flat: bool
     open_dims: Dims = ()
+    lanes: int = 1
 
     @staticmethod
     def of(node: Node, open_dims: Dims = ()) -> KernelGroup:
         """The group of a fused node."""
         body = node.body
         assert body is not None
-        operands = list(dict.fromkeys(node.refs()))
-        fresh = len(node.fresh)
-        writes = tuple(
-            (operands.index(target), fresh + offset) for offset, target in enumerate(node.writes)
-        )
+        fresh, writes = len(node.fresh), _writes(node)
+        lanes = lanes_of(body)
+        if lanes is not None:
+            return _abreast(lanes, writes)
         flat = _is_flat(body)
         return KernelGroup(body, writes, fresh, flat, () if flat else open_dims)
 
@@ -129,6 +144,7 @@ class KernelGroup:
         """Everything that its code depends on, without the sizes that are open."""
         body = self.body
         lines = [f"{self.writes} {self.fresh} {self.flat} {body.outputs} {len(body.params)}"]
+        lines.append(str(self.lanes))
         dims = self.open_dims or ((),) * len(body.inputs)
         for meta, some in zip(body.inputs, dims, strict=True):
             lines.append(self._shown(meta, some))
@@ -157,6 +173,35 @@ class KernelGroup:
         shapeless = [f"{meta.dtype} {len(meta.shape)}" for meta in self.body.inputs]
         nodes = map(_read, self.body.nodes)
         return "\n".join([*shapeless, *nodes, str(self.writes), str(self.body.outputs)])
+
+
+def _writes(node: Node) -> tuple[tuple[int, int], ...]:
+    """Pairs (operand, output of the body) of a fused node that are written back."""
+    operands = list(dict.fromkeys(node.refs()))
+    return tuple(
+        (operands.index(target), len(node.fresh) + offset)
+        for offset, target in enumerate(node.writes)
+    )
+
+
+def _abreast(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> KernelGroup:
+    """The group of a few lanes; a lane's outputs are its fresh ones, then what it writes."""
+    targets: dict[int, int] = {}  # output of a lane -> its input that is overwritten with it
+    for operand, output in writes:
+        which, place = lanes.outputs[output]
+        targets[place] = lanes.operands[which].index(operand)
+    width, count = len(lanes.lane.inputs), len(lanes.lane.outputs)
+    fresh = count - len(targets)
+    body = abreast(lanes.lane, LANES, lanes.length)
+    rows = [body.outputs[which * count : (which + 1) * count] for which in range(LANES)]
+    outputs = [value for row in rows for value in row[:fresh]]
+    pairs = []
+    for which, row in enumerate(rows):
+        for place in range(fresh, count):
+            pairs.append((which * width + targets[place], len(outputs)))
+            outputs.append(row[place])
+    body = replace(body, outputs=tuple(outputs))
+    return KernelGroup(body, tuple(pairs), LANES * fresh, True, (), LANES)
 
 
 def _read(node: Node) -> str:

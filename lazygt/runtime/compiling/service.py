@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.lanes import vectors, widened
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache, Record
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
+from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan
 
-#: Sizes at which a group of open length is timed.
+#: Sizes at which a group of open length is timed, and one of lanes.
 _LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+_LANE_LENGTHS = (1 << 5, 1 << 8, 1 << 12)
 #: Seconds spent on timing one form of one group, and how many runs that are at least: the machine
 #: has other work.
 _TIMING, _RUNS = 0.05, 8
@@ -58,6 +59,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
             request["fresh"],
             request["flat"],
             tuple(map(tuple, request["open_dims"])),
+            request["lanes"],
         )
         device = torch.device(request["device"])
         code = compile_group(group, device)
@@ -77,19 +79,20 @@ def compile_group(group: KernelGroup, device: torch.device) -> Path:
         Exception: of torch.export, Inductor or the C++ compiler.
     """
     module = Members(group.body, group.writes, group.fresh)
-    operands = tuple(example(group, group.numel, device))
-    program = torch.export.export(module, operands, dynamic_shapes=(_open(group),))
+    operands = tuple(example(_sized(group, max(group.numel, 2)), device))
+    program = torch.export.export(module, operands, dynamic_shapes=(_open(group, device),))
     _check_open(group, program)
     code = torch._inductor.aot_compile(program.module(), operands, options=_OPTIONS)
     return Path(str(code))
 
 
-def _open(group: KernelGroup) -> tuple[Any, ...]:
+def _open(group: KernelGroup, device: torch.device) -> tuple[Any, ...]:
     """Which sizes are open, as torch.export wants it."""
-    numbers = (None,) * len(group.body.params)
+    numbers = (None,) * len(packed(_numbers(group), device))
     if group.flat:
-        length = torch.export.Dim("length", min=2)
-        return ({0: length},) * len(group.body.inputs) + numbers
+        lengths = [torch.export.Dim(f"length{lane}", min=2) for lane in range(group.lanes)]
+        width = len(group.body.inputs) // group.lanes
+        return tuple({0: length} for length in lengths for _ in range(width)) + numbers
     dims = group.open_dims or ((),) * len(group.body.inputs)
     return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
 
@@ -103,30 +106,32 @@ def _check_open(group: KernelGroup, program: Any) -> None:
             raise ValueError(f"torch.export fixed a size of {placeholder.name}: {tuple(shape)}")
 
 
-def example(group: KernelGroup, length: int, device: torch.device) -> list[torch.Tensor]:
-    """Operands and numbers to try a group with; vectors have this length."""
+def example(group: KernelGroup, device: torch.device) -> list[torch.Tensor]:
+    """Operands and numbers to try a group with."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for meta in group.body.inputs:
-        room = torch.rand(length if group.flat else meta.extent, generator=generator) + 0.5
+        room = torch.rand(meta.extent, generator=generator) + 0.5
         room = (room > 1 if meta.dtype == torch.bool else room.to(meta.dtype)).to(device)
-        laid_out = room if group.flat else room.as_strided(meta.shape, meta.stride, meta.offset)
-        tensors.append(laid_out)
-    return tensors + [torch.tensor(0.5, dtype=torch.float64) for _ in group.body.params]
+        tensors.append(room.as_strided(meta.shape, meta.stride, meta.offset))
+    return tensors + packed(_numbers(group), device)
+
+
+def _numbers(group: KernelGroup) -> tuple[float, ...]:
+    return (0.5,) * len(group.body.params)
 
 
 def times(
     group: KernelGroup, code: Path, device: torch.device
 ) -> tuple[tuple[int, float, float], ...]:
     """Check the code against the members run one by one, and time both."""
-    lengths = _LENGTHS if group.flat else (group.numel,)
+    lengths = _LANE_LENGTHS if group.lanes > 1 else _LENGTHS
     rows = []
-    for length in lengths:
-        operands = example(group, length, device)[: len(group.body.inputs)]
-        numbers = (0.5,) * len(group.body.params)
-        sized = _sized(group, length)
-        compiled = Compiled(sized, code, device)
-        eager = EagerExecutor(Plan.build(sized.body), device)
+    for length in lengths if group.flat else (group.numel,):
+        sized = _sized(group, length, shortest=1)
+        operands, numbers = example(sized, device)[: len(group.body.inputs)], _numbers(group)
+        body = widened(sized.body, group.lanes) if group.lanes > 1 else sized.body
+        compiled, eager = Compiled(sized, code, device), EagerExecutor(Plan.build(body), device)
         _check(sized, compiled, eager, operands, numbers)
         rows.append((
             length,
@@ -136,22 +141,18 @@ def times(
     return tuple(rows)
 
 
-def _sized(group: KernelGroup, length: int) -> KernelGroup:
-    """The group for vectors of a length."""
+def _sized(group: KernelGroup, length: int, shortest: int = 0) -> KernelGroup:
+    """The group for vectors of a length; of lanes each has another one.
+
+    Args:
+        shortest: the length of the first of several lanes.
+    """
     if not group.flat:
         return group
-
-    def vector(meta: TensorMeta | None) -> TensorMeta:
-        assert meta is not None
-        return intern((length,), (1,), meta.dtype)
-
-    body = group.body
-    nodes = tuple(
-        replace(n, fresh=tuple(map(vector, n.fresh)), written=tuple(map(vector, n.written)))
-        for n in body.nodes
-    )
-    sized = replace(body, inputs=tuple(map(vector, body.inputs)), nodes=nodes)
-    return replace(group, body=sized)
+    lengths = [length + lane for lane in range(group.lanes)]
+    if group.lanes > 1 and shortest:
+        lengths[0] = shortest
+    return replace(group, body=vectors(group.body, lengths))
 
 
 def _check(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lazygt.graph.lanes import LANES, Lanes, lanes_of
+from lazygt.graph.node import Node
 from lazygt.runtime.compiling.artifacts import Cache
-from lazygt.runtime.compiling.kernel_group import KernelGroup
+from lazygt.runtime.compiling.kernel_group import KernelGroup, packed
 from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, Outcome
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
@@ -60,12 +63,17 @@ def compiled(
         PermissionError: the cache directory is not the user's own.
         RuntimeError: the code can't be loaded.
     """
-    groups = {}
+    groups: dict[int, Callable[..., Any]] = {}
     for number, key in artifacts:
         node = plan.graph.nodes[number] if 0 <= number < len(plan.graph.nodes) else None
         if node is None or node.body is None:
             raise ValueError(f"node {number} of the plan is not a fused one")
-        groups[number] = Compiled(KernelGroup.of(node), cache.code(key), device)
+        lanes, code_path = lanes_of(node.body), cache.code(key)
+        groups[number] = (
+            Compiled(KernelGroup.of(node), code_path, device)
+            if lanes is None
+            else CompiledLanes(lanes, node, code_path, device)
+        )
     return CompiledExecutor(plan, device, groups, code)
 
 
@@ -78,7 +86,7 @@ class Compiled:
 
     def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
         self._run = _runner(str(code), device)
-        self._operands = len(group.body.inputs)
+        self._operands, self._device = len(group.body.inputs), device
         self._flat = group.flat
         values = group.body.values
         shapes = [values[value] for value in group.body.outputs[: group.fresh]]
@@ -96,13 +104,73 @@ class Compiled:
         if numbers:
             given = bits(numbers)
             if given != self._numbers:
-                tensor = torch.tensor(numbers, dtype=torch.float64)
-                self._numbers, self._tensors = given, list(tensor.unbind())
+                self._numbers, self._tensors = given, packed(numbers, self._device)
             operands += self._tensors
         results = self._run(operands)[: len(self._shapes)]
         if self._flat:
             results = [r.view(shape) for r, shape in zip(results, self._shapes, strict=True)]
         return results[0] if len(results) == 1 else results
+
+
+class CompiledLanes:
+    """An artifact for a few lanes, loaded: the callable of a fused node of horizontal ops.
+
+    Each call serves as many lanes as the artifact has; those that the last one has too many work
+    on tensors of nobody.
+    """
+
+    def __init__(self, lanes: Lanes, node: Node, code: Path, device: torch.device) -> None:
+        self._run = _runner(str(code), device)
+        self._device = device
+        assert node.body is not None
+        self._operands = len(node.body.inputs)
+        count, width = len(lanes.operands), len(lanes.lane.inputs)
+        self._spare = [
+            torch.ones(2, dtype=meta.dtype, device=device)
+            for _ in range(-count % LANES)
+            for meta in lanes.lane.inputs
+        ]
+        taken = [value for lane in lanes.operands for value in lane]
+        taken += range(self._operands, self._operands + len(self._spare))
+        calls = range(0, len(taken), LANES * width)
+        #: for each call its operands, and where each lies among all numbers
+        self._calls = [itemgetter(*taken[first : first + LANES * width]) for first in calls]
+        params = [index for lane in lanes.params for index in lane]
+        params += [0] * (len(lanes.lane.params) * len(calls) * LANES - len(params))
+        self._params = torch.tensor(params).reshape(len(calls), -1)
+        fresh = _fresh(lanes, node)
+        #: for each fresh result its call, where it lies among the call's, and its shape
+        self._results = [
+            (lane // LANES, lane % LANES * fresh + place, meta.shape)
+            for (lane, place), meta in zip(lanes.outputs, node.fresh, strict=False)
+            if meta is not None
+        ]
+        self._numbers = b""
+        self._tensors: list[list[torch.Tensor]] = [[] for _ in calls]
+
+    def __call__(self, *args: Any) -> Any:
+        count = self._operands
+        numbers = args[count:]
+        if numbers:
+            given = bits(numbers)
+            if given != self._numbers:
+                self._numbers, self._tensors = given, self._packed(numbers)
+        vectors = [operand if operand.dim() == 1 else operand.view(-1) for operand in args[:count]]
+        vectors += self._spare
+        calls = zip(self._calls, self._tensors, strict=True)
+        returned = [self._run([*operands(vectors), *tensors]) for operands, tensors in calls]
+        results = [returned[call][place].view(shape) for call, place, shape in self._results]
+        return results[0] if len(results) == 1 else results
+
+    def _packed(self, numbers: tuple[Any, ...]) -> list[list[torch.Tensor]]:
+        """The numbers of each call, as ``packed`` has those of one."""
+        rows = torch.tensor(numbers, dtype=torch.float64)[self._params]
+        return [[row] if self._device.type == "cpu" else list(row.unbind()) for row in rows]
+
+
+def _fresh(lanes: Lanes, node: Node) -> int:
+    """How many of a lane's outputs are fresh."""
+    return len({place for _, place in lanes.outputs[: len(node.fresh)]})
 
 
 @cache

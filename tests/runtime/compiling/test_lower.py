@@ -20,7 +20,7 @@ from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.by_tensor import BY_TENSOR
-from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
+from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
 from lazygt.runtime.compiling.service import answer
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
@@ -46,7 +46,7 @@ TAKES_NUMBERS = [
 def lowered(group: KernelGroup, operands: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
     """Results of the lowered group: the fresh ones, then the operands that it writes."""
     mine = [operand.clone() for operand in operands]
-    tensors = [torch.tensor(float(number), dtype=torch.float64) for number in numbers]
+    tensors = packed([float(number) for number in numbers], CPU)
     made = Members(group.body, group.writes, group.fresh)(*mine, *tensors)
     written = {operand for operand, _ in group.writes}
     for place, (one, other) in enumerate(zip(mine, operands, strict=True)):
@@ -207,7 +207,9 @@ def groups(program: list[Step]) -> Iterator[tuple[KernelGroup, tuple[Any, ...]]]
         params = run_time_numbers(graph)
         for node in run_passes(graph, PIPELINE).nodes:
             if node.body is not None:
-                yield KernelGroup.of(node), _numbers(node, params)
+                group, numbers = KernelGroup.of(node), _numbers(node, params)
+                # several lanes take numbers of their own
+                yield group, (numbers * group.lanes)[: len(group.body.params)]
 
 
 def _numbers(node: Node, params: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -230,7 +232,7 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         told = answer({
             "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
             "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
-            "device": "cpu",
+            "lanes": group.lanes, "device": "cpu",
         }, cache)  # fmt: skip
         assert told == {"key": key, "error": ""}, group.body
         operands = [t.nan_to_num(posinf=2.0, neginf=-2.0) for t in inputs_for(group.body)]
@@ -251,7 +253,7 @@ def some_groups(count: int) -> list[tuple[KernelGroup, tuple[Any, ...]]]:
     @given(PROGRAMS)
     def look(program: list[Step]) -> None:
         for group, numbers in groups(program):
-            if all(meta.dtype == torch.float32 for meta in group.body.inputs):
+            if group.lanes == 1 and {m.dtype for m in group.body.inputs} == {torch.float32}:
                 kind = f"{bool(group.writes)} {bool(numbers)} {group.flat}"
                 found.setdefault(kind, (group, numbers))
 

@@ -164,6 +164,7 @@ def test_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     told = answer({
         "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
         "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims, "device": "cpu",
+        "lanes": group.lanes,
     }, cache)  # fmt: skip
     assert told == {"key": key, "error": ""}
     given = operands(group)

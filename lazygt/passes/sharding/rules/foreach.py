@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lazygt.graph.foreach_forms import ALL, EACH, SPLIT, ForeachForm
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.placement import Placement, Shard
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.foreach_forms import ALL, EACH, SPLIT, ForeachForm
 from lazygt.passes.sharding.builder import numbers
 from lazygt.passes.sharding.rules import pointwise, reductions
 from lazygt.passes.sharding.rules.base import (

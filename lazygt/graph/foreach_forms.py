@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lazygt.graph.node import Arg
+from lazygt.graph.node import Arg, Node
 
 EACH, ALL = "each", "all"
 
@@ -29,6 +29,15 @@ class ForeachForm(NamedTuple):
     single: str
     takes: tuple[str, ...]
     keyword: str = ""
+
+    def is_plain(self, node: Node) -> bool:
+        """Whether a node gives one result a tensor, in order, and has no argument beyond these."""
+        targets = tuple(arg.index for arg in node.args[0])
+        count = len(targets)
+        results = (
+            node.writes == targets and not node.fresh if node.writes else len(node.fresh) == count
+        )
+        return results and len(node.args) <= len(self.takes)
 
     def narrow(
         self, args: tuple[Arg, ...], which: int

@@ -1,0 +1,212 @@
+"""Lanes: what a group of horizontal ops computes for one tensor of each of its lists.
+
+    _foreach_mul_([a, b], 0.9)               a.mul_(0.9)       b.mul_(0.9)
+    _foreach_add_([a, b], [c, d])            a.add_(c)         b.add_(d)
+                                             lane 0            lane 1
+
+The lanes of a group are one program on vectors of several lengths, so compiled code for a few of
+them serves every group of that program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lazygt.graph.exact import exact
+from lazygt.graph.foreach_forms import MERGE, SPLIT
+from lazygt.graph.fusion import is_fusible, is_pointwise, numbers_of
+from lazygt.graph.meta import TensorMeta, intern
+from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg, ref
+
+#: How many lanes are compiled together: a call serves so many, the last one perhaps fewer.
+LANES = 8
+
+
+class Lanes(NamedTuple):
+    """A group of horizontal ops, lane by lane.
+
+    Attributes:
+        lane: the first lane's members.
+        operands: for each lane the inputs of the body that are the lane's inputs.
+        params: for each lane the numbers of the body that are the lane's.
+        outputs: for each output of the body its lane, and which of the lane's outputs it is.
+        length: elements of a lane's tensors, on average.
+    """
+
+    lane: Graph
+    operands: tuple[tuple[int, ...], ...]
+    params: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, int], ...]
+    length: int
+
+
+def lane_count(node: Node) -> int:
+    """How many lanes a node has; 0 if it is no horizontal op that lanes are made of."""
+    form = SPLIT.get(node.op)
+    if form is None or not form.is_plain(node) or not is_pointwise(form.single):
+        return 0
+    return len(node.args[0])
+
+
+def part(node: Node, which: int) -> Node:
+    """What a horizontal node computes for one of its tensors."""
+    form = SPLIT[node.op]
+    args, kwargs = form.narrow(node.args, which)
+    return Node(form.single, args, (*node.kwargs, *kwargs), node.fresh[which : which + 1],
+                node.writes[which : which + 1], node.written[which : which + 1])  # fmt: skip
+
+
+def lanes_of(
+    body: Graph, row_major: Callable[[TensorMeta], bool] = TensorMeta.is_contiguous
+) -> Lanes | None:
+    """The lanes of a body; None if not all nodes are horizontal, or its lanes are not all alike.
+
+    Args:
+        row_major: says whether a tensor lies in memory as a fresh one does.
+    """
+    counts = {lane_count(node) for node in body.nodes}
+    if len(counts) != 1 or 0 in counts:
+        return None
+    metas = body.values
+    lanes = [_Lane(body, metas, which) for which in range(counts.pop())]
+    wanted: dict[int, None] = {}
+    places = {value: (lane.which, place) for lane in lanes for value, place in lane.numbers.items()}
+    for value in body.outputs:
+        if value not in places:
+            return None
+        wanted.setdefault(places[value][1])
+    graphs = [lane.graph(tuple(wanted)) for lane in lanes]
+    first = graphs[0]
+    if len({_program(graph) for graph in graphs}) > 1:
+        return None
+    if not all(is_fusible(node, first.values) for node in first.nodes):
+        return None
+    if not all(_is_vectors(graph, row_major) for graph in graphs):
+        return None
+    order = {place: position for position, place in enumerate(wanted)}
+    return Lanes(
+        first,
+        tuple(tuple(lane.operands) for lane in lanes),
+        tuple(tuple(lane.params) for lane in lanes),
+        tuple((places[value][0], order[places[value][1]]) for value in body.outputs),
+        sum(graph.inputs[0].numel for graph in graphs) // len(graphs),
+    )
+
+
+class _Lane:
+    """One lane: its members, in numbers of its own."""
+
+    def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], which: int) -> None:
+        self.body, self.metas, self.which = body, metas, which
+        self.parts = [part(node, which) for node in body.nodes]
+        self.params = list(dict.fromkeys(p.index for n in self.parts for _, p in numbers_of(n)))
+        results = [values[which] for _, values in body.numbered()]
+        taken = dict.fromkeys(v for n in self.parts for v in (*n.refs(), *n.writes))
+        inner = set(results)
+        self.operands = [value for value in taken if value not in inner]
+        #: value of the body -> value of the lane
+        self.numbers = {value: number for number, value in enumerate([*self.operands, *results])}
+
+    def graph(self, outputs: tuple[int, ...]) -> Graph:
+        """The lane by itself."""
+        nodes = [_moved(node, self.numbers, self.params.index) for node in self.parts]
+        inputs = tuple(meta for value in self.operands if (meta := self.metas[value]) is not None)
+        kinds = tuple(self.body.params[index] for index in self.params)
+        return Graph(inputs, kinds, tuple(nodes), outputs)
+
+
+def _moved(node: Node, values: Mapping[int, int], param: Callable[[int], int]) -> Node:
+    """A node with other numbers for its values and params."""
+
+    def leaf(arg: Arg) -> Arg:
+        if type(arg) is Ref:
+            return ref(values[arg.index])
+        return Param(param(arg.index)) if type(arg) is Param else arg
+
+    kwargs = tuple((name, map_arg(arg, leaf)) for name, arg in node.kwargs)
+    writes = tuple(values[value] for value in node.writes)
+    return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, writes=writes)
+
+
+def _program(graph: Graph) -> tuple[object, ...]:
+    """All that lanes have in common: everything but the sizes."""
+    nodes = [(n.op, exact(n.args), exact(n.kwargs), n.writes) for n in graph.nodes]
+    dtypes = [None if meta is None else meta.dtype for meta in graph.values]
+    return graph.params, tuple(nodes), tuple(dtypes), len(graph.inputs)
+
+
+def _is_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) -> bool:
+    """Whether all tensors of a lane may be taken as vectors of one length."""
+    shape = graph.inputs[0].shape
+    return 0 not in shape and all(
+        meta is not None and meta.shape == shape and not (meta.conj or meta.neg) and row_major(meta)
+        for meta in {*graph.values}
+    )
+
+
+# -- several lanes as one graph --------------------------------------------------------------------
+
+
+def abreast(lane: Graph, count: int, length: int) -> Graph:
+    """The graph of ``count`` lanes, one after another, on vectors of one length."""
+    width, members = len(lane.inputs), len(lane.nodes)
+    nodes: list[Node] = []
+    outputs: list[int] = []
+    for which in range(count):
+        values = dict(enumerate([*range(which * width, (which + 1) * width),
+                                 *range(count * width + which * members,
+                                        count * width + (which + 1) * members)]))  # fmt: skip
+        first = which * len(lane.params)
+        nodes += [_moved(node, values, first.__add__) for node in lane.nodes]
+        outputs += [values[value] for value in lane.outputs]
+    return vectors(Graph(lane.inputs * count, lane.params * count, tuple(nodes), tuple(outputs)),
+                   [length] * count)  # fmt: skip
+
+
+def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
+    """The graph on vectors; as many of its inputs and nodes, from the first, for each length."""
+
+    def vector(meta: TensorMeta | None, length: int) -> TensorMeta:
+        assert meta is not None
+        return intern((length,), (1,), meta.dtype)
+
+    width, members = len(graph.inputs) // len(lengths), len(graph.nodes) // len(lengths)
+    inputs = tuple(vector(m, lengths[n // width]) for n, m in enumerate(graph.inputs))
+    nodes = tuple(
+        replace(
+            node,
+            fresh=tuple(vector(meta, lengths[number // members]) for meta in node.fresh),
+            written=tuple(vector(meta, lengths[number // members]) for meta in node.written),
+        )
+        for number, node in enumerate(graph.nodes)
+    )
+    return replace(graph, inputs=inputs, nodes=nodes)
+
+
+def widened(graph: Graph, count: int) -> Graph:
+    """The graph of ``count`` lanes abreast with horizontal ops in the place of its members."""
+    first, members = len(graph.inputs), len(graph.nodes) // count
+    values = dict(enumerate(range(first)))
+    for number in range(len(graph.nodes)):
+        values[first + number] = first + number % members * count + number // members
+    nodes = [_moved(node, values, int) for node in graph.nodes]
+    wide = tuple(_wide([nodes[n] for n in range(member, len(nodes), members)])
+                 for member in range(members))  # fmt: skip
+    return Graph(graph.inputs, graph.params, wide, tuple(values[v] for v in graph.outputs))
+
+
+def _wide(nodes: Sequence[Node]) -> Node:
+    op, last = nodes[0].op, nodes[0].args[-1]
+    numbers = type(last) is not Ref or any(name == "value" for name, _ in nodes[0].kwargs)
+    form = MERGE.get((op, numbers)) or MERGE[op, not numbers]
+    args, kwargs = form.widen([(node.args, node.kwargs) for node in nodes])
+    return Node(
+        form.wide,
+        args,
+        kwargs,
+        tuple(meta for node in nodes for meta in node.fresh),
+        tuple(value for node in nodes for value in node.writes),
+        tuple(meta for node in nodes for meta in node.written),
+    )

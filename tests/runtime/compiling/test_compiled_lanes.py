@@ -1,0 +1,153 @@
+"""Groups of horizontal ops: one artifact for a few lanes serves groups of any number of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.graph import Graph
+from lazygt.graph.lanes import LANES
+from lazygt.graph.node import FUSED, Node
+from lazygt.runtime import graph_codec
+from lazygt.runtime.compiling import service
+from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.compiling.kernel_group import KernelGroup, Members
+from lazygt.runtime.executors import compiled as compiled_executor
+from lazygt.runtime.executors.compiled import CompiledExecutor, compiled
+from lazygt.runtime.executors.eager import EagerExecutor
+from lazygt.runtime.plan import Plan
+from tests.passes.tools import CPU
+from tests.runtime.compiling.test_lower import agree, inputs_for
+
+SIZES = [(4, 4), (4,), (4, 3), (3,), (3, 1), (1,), (7,), (9,), (11,), (13,), (5, 5)]
+
+
+def stepped(
+    device: str, flush: Callable[[], object] = lambda: None, steps: int = 4
+) -> list[torch.Tensor]:
+    """Parameters after some steps of AdamW with a schedule."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.rand(size, device="cpu").to(device)) for size in SIZES]
+    optimizer = torch.optim.AdamW(parameters, 0.1, foreach=True)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for p in parameters:
+            p.grad = (p.detach() * 0.5 - 0.2) * (step + 1)
+        flush()
+        optimizer.step()
+        flush()
+    return [p.detach().cpu() for p in parameters]
+
+
+def plan_of_a_step() -> Plan:
+    with lazygt.session(launcher="inline", compile="off") as s:
+        stepped("lazygt", s.flush)
+        return [plan for plan in s.plans() if "_foreach_sqrt" in str(plan.graph)][-1]
+
+
+def fused(graph: Graph) -> Node:
+    (node,) = [n for n in graph.nodes if n.op == FUSED and "_foreach_sqrt" in str(n.body)]
+    return node
+
+
+def test_one_artifact_serves_any_number_of_tensors() -> None:
+    node = fused(plan_of_a_step().graph)
+    group = KernelGroup.of(node)
+    assert (group.lanes, group.flat, len(group.body.nodes)) == (LANES, True, LANES * 8)
+    assert len(group.writes) == LANES * 3
+    assert group.fresh == 0
+
+
+def test_lanes_are_lowered_to_the_same_arithmetic() -> None:
+    group = KernelGroup.of(fused(plan_of_a_step().graph))
+    numbers = [0.5 + n / 64 for n in range(len(group.body.params))]
+    agree(group, inputs_for(group.body), numbers)
+
+
+def test_calls_take_the_tensors_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With Members in the place of what they are compiled to."""
+    plan = plan_of_a_step()
+    node = fused(plan.graph)
+    number = plan.graph.nodes.index(node)
+    group = KernelGroup.of(node)
+    calls: list[int] = []
+
+    def runner(code: str, device: torch.device) -> Any:
+        members = Members(group.body, group.writes, group.fresh)
+
+        def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+            calls.append(len(operands))
+            return list(members(*operands))
+
+        return run
+
+    monkeypatch.setattr(compiled_executor, "_runner", runner)
+    monkeypatch.setattr(Cache, "code", lambda cache, key: tmp_path / key)
+    executor = compiled(plan, CPU, [(number, group.key("cpu"))], Cache(str(tmp_path)))
+    numbers = tuple(0.3 + n / 128 for n in range(len(plan.graph.params)))
+    for factor in (1.0, 2.0):
+        given = [torch.rand(m.shape) * factor for m in plan.graph.inputs]
+        both = [
+            one.run([t.clone() for t in given], numbers).outputs
+            for one in (EagerExecutor(plan, CPU), executor)
+        ]
+        for one, other in zip(*both, strict=True):
+            torch.testing.assert_close(one, other)
+    operands = 4 * LANES + 1  # parameters, gradients, two moments; the numbers
+    assert set(calls) == {operands}
+    assert len(calls) == 2 * 2  # eleven tensors
+    assert isinstance(executor, CompiledExecutor)
+
+
+# -- really compiled -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    cache, plan = Cache(str(tmp_path)), plan_of_a_step()
+    node = fused(plan.graph)
+    group = KernelGroup.of(node)
+    key = group.key("cpu")
+    told = service.answer({
+        "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
+        "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
+        "lanes": group.lanes, "device": "cpu",
+    }, cache)  # fmt: skip
+    assert told == {"key": key, "error": ""}
+    executor = compiled(plan, CPU, [(plan.graph.nodes.index(node), key)], cache)
+    numbers = tuple(0.3 + n / 128 for n in range(len(plan.graph.params)))
+    given = [torch.rand(m.shape) for m in plan.graph.inputs]
+    for _ in range(3):  # checked, then as code; numbers are kept
+        wanted = EagerExecutor(plan, CPU).run([t.clone() for t in given], numbers).outputs
+        for one, other in zip(
+            executor.run([t.clone() for t in given], numbers).outputs, wanted, strict=True
+        ):
+            torch.testing.assert_close(one, other)
+
+
+def test_off_keeps_every_bit() -> None:
+    expected = stepped("cpu")
+    with lazygt.session(compile="off") as s:
+        found = stepped("lazygt", s.flush)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_session_uses_it(tmp_path: Path) -> None:
+    expected = stepped("cpu", steps=8)
+    with lazygt.session(compile="now", cache_dir=str(tmp_path)) as s:
+        found = stepped("lazygt", s.flush, steps=8)
+        lanes = [made for made in s.compiles() if made.ops == LANES * 8]
+        assert [made.status for made in lanes] == ["compiled"]
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
