@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lazygt
+from lazygt.record.tensor import NATIVE
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,6 +30,8 @@ TIMES = 12
 RECORDING = frozenset(
     {"device", "recorder", "source", "tensor", "trace", "views", "factories", "submit"}
 )
+#: Where C++ records, it goes between that and the rest.
+BETWEEN = frozenset({"record/bridge.py"} if NATIVE is not None else ())
 
 
 def entered(act: Callable[[], Any]) -> frozenset[str]:
@@ -78,8 +81,10 @@ def ways(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
     return {way: min(files, key=len) for way, files in taken.items()}
 
 
-def test_recording_a_hit_takes_four_files(ways: dict[str, frozenset[str]]) -> None:
-    assert names(ways["hit"]) == {"device", "recorder", "source", "tensor"}
+def test_recording_a_hit_takes_four_files_or_none(ways: dict[str, frozenset[str]]) -> None:
+    """Where C++ records, no Python runs."""
+    four = {"device", "recorder", "source", "tensor"}
+    assert names(ways["hit"]) == (four if NATIVE is None else set())
 
 
 @pytest.mark.parametrize(
@@ -90,12 +95,12 @@ def test_what_is_shipped_takes_few_files(
 ) -> None:
     """What is recorded becomes a run: named, sent, and waited for where somebody wants a value."""
     assert {"submit", "client", "process_link"} <= names(ways[way])
-    assert len(ways[way]) <= most, sorted(ways[way])
+    assert len(ways[way] - BETWEEN) <= most, sorted(ways[way])
 
 
 def test_an_optimizers_step_takes_eight_files(ways: dict[str, frozenset[str]]) -> None:
     """It is recorded: handles, views that are written, and a number that torch itself makes."""
-    assert names(ways["step"]) <= RECORDING, sorted(ways["step"])
+    assert names(ways["step"] - BETWEEN) <= RECORDING, sorted(ways["step"])
 
 
 def test_nobody_looks(ways: dict[str, frozenset[str]]) -> None:

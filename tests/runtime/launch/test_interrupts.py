@@ -21,7 +21,7 @@ import torch
 
 import lazygt
 from lazygt.planner import Planner
-from lazygt.record.recorder import Recorder
+from lazygt.record.infer import Inference
 from lazygt.runtime.launch import interrupts
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 
@@ -81,7 +81,7 @@ def test_it_ends_a_blocking_call_of_the_users() -> None:
 
 
 def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Recorder.record
+    results = Inference.results
     with lazygt.session(launcher="inline"):
         x = torch.ones(3)
         kept: list[torch.Tensor] = []
@@ -90,12 +90,12 @@ def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
             kept.append(x + 1)
             wait_for_ever()
 
-        def recorded(self: Recorder, *args: Any) -> Any:
+        def inferred(self: Inference, *args: Any) -> Any:
             monkeypatch.undo()
             interrupt()
-            return record(self, *args)
+            return results(self, *args)
 
-        monkeypatch.setattr(Recorder, "record", recorded)
+        monkeypatch.setattr(Inference, "results", inferred)
         with pytest.raises(KeyboardInterrupt):
             add()
         assert kept[0].tolist() == [2, 2, 2]
