@@ -204,7 +204,7 @@ class NativeTrace(Trace):
     ) -> None:
         """Take a view of value ``index``, at position ``number``, as it was taken of another."""
         try:
-            self.reach(chains.step_again(self, view, op, number, index, meta))
+            self.reach(self.step_again(view, op, number, index, meta))
         except BaseException:
             self.settle()
             raise

@@ -68,24 +68,7 @@ def _with(args: tuple[Arg, ...], param: Param) -> tuple[Arg, ...]:
     return tuple([param if type(arg) is Param else arg for arg in args])
 
 
-def step_again(
-    trace: StepTaker, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
-) -> TrieNode:
-    """The step of an op of a chain that is taken of value ``index``.
-
-    Args:
-        number: its position, where that is given when it runs; the trace's from here on.
-        meta: of the value.
-    """
-    at = op.position + 1
-    key = (*op.key[:at], index, *op.key[at + 1 :])
-    if op.pitch is not None:
-        trace.params.append(number)
-    step = trace.step.children.get(key)
-    return _missing_step(trace, view, op, key, index, meta) if step is None else step
-
-
-def _missing_step(
+def missing_step(
     trace: StepTaker, view: ViewChain, op: ViewOp, key: Key, index: int, meta: TensorMeta
 ) -> TrieNode:
     """The step of a view op that the trie does not have under this key, for value ``index``."""

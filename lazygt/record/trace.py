@@ -24,6 +24,7 @@ from lazygt.record.tensor import (
     Owner,
     Storage,
     ViewChain,
+    ViewOp,
     new_storage,
     storage_of,
     view_of,
@@ -180,7 +181,7 @@ class Trace:
         try:
             for op in view.ops:
                 number = 0 if op.pitch is None else next(numbers)
-                step = chains.step_again(self, view, op, number, index, meta)
+                step = self.step_again(view, op, number, index, meta)
                 self.reach(step)
                 assert step.node is not None
                 index, result = step.first + op.which, step.node.fresh[op.which]
@@ -193,6 +194,22 @@ class Trace:
         if len(self.params) > first:
             chains.take_note(self, view, taken, first)
         view.index, view.base, view.serial = index, base, self.serial
+
+    def step_again(
+        self, view: ViewChain, op: ViewOp, number: int, index: int, meta: TensorMeta
+    ) -> TrieNode:
+        """The step of an op of a chain that is taken of value ``index``.
+
+        Args:
+            number: its position, where that is given when it runs; the trace's from here on.
+            meta: of the value.
+        """
+        at = op.position + 1
+        key = (*op.key[:at], index, *op.key[at + 1 :])
+        if op.pitch is not None:
+            self.params.append(number)
+        step = self.step.children.get(key)
+        return chains.missing_step(self, view, op, key, index, meta) if step is None else step
 
     def own(self, storage: Storage, index: int) -> None:
         """The storage shows value ``index`` from here on."""
