@@ -22,6 +22,7 @@ enum class Road : uint8_t {
   TWIN,       // no step: another handle for the same (detach)
   ITSELF,     // no step: its first argument
   ITEM,       // a number of the client is read here, others by Python
+  AS_VIEW,    // as a view of that shape: its strides say nothing more (reshape asks for both)
 };
 
 enum class Out : uint8_t { FRESH, FRESH_LIST, VIEW, VIEW_LIST, WRITTEN, WRITTEN_LIST, OTHER };

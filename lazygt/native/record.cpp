@@ -78,6 +78,12 @@ void Recorder::record(Facts& f, Stack& stack) {
         recorded = true;
       }
       break;
+    case Road::AS_VIEW: {
+      static Facts& view = facts_of(c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", ""));
+      stack.pop_back();
+      record(view, stack);
+      return;
+    }
     case Road::MASKED:
       if (!has_mask(argument(1))) recorded = ordinary(f, stack);
       break;

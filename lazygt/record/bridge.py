@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from lazygt.errors import LazyGTError
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.ops import (
@@ -51,6 +53,7 @@ class Road(IntEnum):
     TWIN = 7
     ITSELF = 8
     ITEM = 9
+    AS_VIEW = 10
 
 
 _ROADS: dict[Any, Road] = {
@@ -72,6 +75,8 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     handler, _ = handlers.handler_of(f)
     if f.random or f.dynamic:
         return Road.PYTHON, 0, f, None
+    if func is torch.ops.aten._reshape_alias.default:
+        return Road.AS_VIEW, 0, f, None
     if handler is None:
         return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
     road = _ROADS.get(handler, Road.PYTHON)

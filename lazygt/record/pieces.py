@@ -5,6 +5,7 @@ Where positions change (``moving.changes``), that is; elsewhere they are recorde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -116,25 +117,31 @@ def _put(recorder: PieceRecorder, whole: Any, piece: tuple[int, int, int], sourc
 def as_strided(recorder: PieceRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A part of a storage: strides are over all of it, not over a view of it.
 
-    A backward pass through a write into a part asks for that part so.
+    A backward pass through a write into a part asks for that part so. Where its beginning changes,
+    the elements from there on are taken, and windows of them, a dim at a time.
     """
     t, size, stride = args[:3]
     offset = args[3] if len(args) > 3 else None
     where = t.storage_offset() if offset is None else offset
     whole = _all_of(t)
-    cuts = _cuts(meta_of(whole), size, stride, where)
-    if cuts is None or not changes(recorder.trace, (func, *size, *stride), (where,)):
+    extent = _extent(meta_of(whole), size, stride, where)
+    if not extent or not changes(recorder.trace, (func, *size, *stride), (where,)):
         return recorder.record_plain(func, (whole, size, stride, where), {})
-    part = whole
     with _split(recorder.trace):
-        for dim, (start, length) in enumerate(cuts):
-            if length != whole.shape[dim]:
-                narrowed = (part, dim, start, length or 1)
-                part = recorder.record(aten.narrow.default, narrowed, None)
-        for dim in reversed(range(len(cuts))):
-            if not cuts[dim][1]:
-                part = recorder.record(aten.select.int, (part, dim, 0), None)
-    return part
+        part = recorder.record(aten.view.default, (whole, [whole.numel()]), None)
+        part = recorder.record(aten.narrow.default, (part, 0, where, extent), None)
+        for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+            extent -= (length - 1) * step
+            part = recorder.record(aten.unfold.default, (part, dim, extent, step), None)
+        return recorder.record(aten.select.int, (part, len(size), 0), None)
+
+
+def _extent(whole: TensorMeta, size: Sequence[int], stride: Sequence[int], where: int) -> int:
+    """How many elements of a row-major tensor a part of it spans; 0: it is no such part."""
+    if not whole.plain or 0 in size or 0 in stride:
+        return 0
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return extent if 0 <= where <= math.prod(whole.shape) - extent else 0
 
 
 def _all_of(t: Any) -> Any:
@@ -143,24 +150,6 @@ def _all_of(t: Any) -> Any:
     if view_of(t) is None or storage.meta.dtype != t.dtype:
         return t
     return wrapper(storage.meta, storage, None)
-
-
-def _cuts(
-    whole: TensorMeta, size: Sequence[int], stride: Sequence[int], where: int
-) -> list[tuple[int, int]] | None:
-    """For each dim of a row-major tensor, where a part of it begins and its length; 0: the dim is
-    none of the part's. None: it is no such part.
-    """
-    if not whole.plain or not whole.nbytes:
-        return None
-    cuts, wanted = [], [*zip(size, stride, strict=True)]
-    for length, step in zip(whole.shape, whole.stride, strict=True):
-        start, where = divmod(where, step)
-        if not 0 <= start < length:
-            return None
-        alike = bool(wanted) and wanted[0][1] == step and 0 < wanted[0][0] <= length - start
-        cuts.append((start, wanted.pop(0)[0] if alike else 0))
-    return None if wanted or where else cuts
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import lazygt
 from benchmarks.generation import Decoder
 from benchmarks.models import GPTSize
 from lazygt.graph.node import params_in
+from lazygt.record import bridge
+from lazygt.record.tensor import NATIVE
 from lazygt.session import Session
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,16 +67,25 @@ def rolled(x: torch.Tensor, i: int) -> torch.Tensor:
     return torch.roll(x, i, 0) - torch.roll(x, (i, 1), (0, 1)) + x.roll(i)
 
 
+def strided(x: torch.Tensor, i: int) -> torch.Tensor:
+    x = x * 1
+    x.as_strided((2, 3), (5, 2), i).add_(x.as_strided((2, 3), (1, 1), 2 * i))
+    return x
+
+
 def differentiated(x: torch.Tensor, i: int) -> torch.Tensor:
     x = x.detach().requires_grad_()
     y = x * 2
     y[i] = x[i + 1] * x[i : i + 2].sum(0)
+    y[1:, i % 4] *= x[0, i % 3]
     (y.square() * x[:, 1:2]).sum().backward()
     assert x.grad is not None
     return x.grad
 
 
-TURNS = [row, column, rows, narrowed, several, put, counted, scattered, rolled, differentiated]
+TURNS = [
+    row, column, rows, narrowed, several, put, counted, scattered, rolled, strided, differentiated,
+]  # fmt: skip
 
 
 def start(device: str) -> torch.Tensor:
@@ -96,8 +107,48 @@ def test_a_hundred_positions_are_two_plans(turn: Turn) -> None:
             assert turn(x, i).tolist() == eager[i], f"position {i}"
         # one as the first position had it, and one for all; ``put`` meets its own result, too
         assert built(s) <= (3 if turn is put else 2)
-        if turn is not counted:
+        if turn not in (counted, strided):
             assert len(s.recorder.trie.kept()) < built(s), "there is still a plan of one position"
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the recorder in Python records every op")
+def test_positions_that_are_known_to_change_are_recorded_without_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program(x: torch.Tensor, kept: list[torch.Tensor], i: int) -> list[torch.Tensor]:
+        x[i : i + 2].mul_(2)
+        kept[i % 2].t()[0].add_(1)
+        part = x[:, 1:3].narrow(0, i, 4)[-2].requires_grad_()
+        (grad,) = torch.autograd.grad((part * 2)[i % 2], part)
+        return [x[i] + x.roll(i, 0)[0], torch.select_scatter(x, x[0], 0, i), grad]
+
+    def noted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def asked_for(*args: object) -> object:
+            asked.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, asked_for)
+
+    asked: list[str] = []
+    eager_x = start("cpu")
+    eager_kept = [eager_x[2:5], eager_x[7:10]]
+    for name in ("record", "step_for", "results"):
+        noted(bridge.NativeRecorder, name)
+    for name in ("view_again", "write_back", "input_step", "enter"):
+        noted(bridge.NativeTrace, name)
+    with lazygt.session(launcher="inline") as s:
+        x = start("lazygt")
+        kept = [x[2:5], x[7:10]]
+        for i in (0, 1, 5, 4, 8, 9, 60):
+            asked.clear()
+            results = program(x, kept, i)
+            needed = list(asked)
+            s.flush()
+            eager = program(eager_x, eager_kept, i)
+            assert [t.tolist() for t in results] == [t.tolist() for t in eager]
+        assert not needed
 
 
 def test_loops_over_positions_that_stay_keep_them_in_the_plan() -> None:
