@@ -1,6 +1,7 @@
 // A program is made once a plan. Each call of an op is a stack of arguments, ready but for the
 // values and numbers of the run, which are put into their places; a run holds the GIL only to take
 // its inputs, to hand out its outputs and where it calls Python.
+#include "execute.h"
 #include "module.h"
 
 #include <ATen/ScalarOps.h>
@@ -15,8 +16,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-namespace py = pybind11;
 
 namespace lazygt {
 namespace {
@@ -461,6 +460,10 @@ class Program {
 };
 
 }  // namespace
+
+py::object run_program(py::handle program, const py::list& inputs, const py::tuple& params) {
+  return program.cast<const Program&>().run(inputs, params);
+}
 
 void bind_executor(py::module_& module) {
   py::class_<Program>(module, "Program")

@@ -5,4 +5,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazygt;
   if (bind_recorder) bind_recorder(m);
   if (bind_executor) bind_executor(m);
+  if (bind_runs) bind_runs(m);
+  if (bind_mailboxes) bind_mailboxes(m);
 }

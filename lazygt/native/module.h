@@ -7,4 +7,6 @@ namespace lazygt {
 // Weak: a build of one part alone, for its tests, has only that.
 __attribute__((weak)) void bind_recorder(pybind11::module_& m);
 __attribute__((weak)) void bind_executor(pybind11::module_& m);
+__attribute__((weak)) void bind_runs(pybind11::module_& m);
+__attribute__((weak)) void bind_mailboxes(pybind11::module_& m);
 }  // namespace lazygt

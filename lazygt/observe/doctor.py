@@ -16,6 +16,7 @@ import torch
 from lazygt import native
 from lazygt.config import Config
 from lazygt.native import build
+from lazygt.runtime.launch.procfs import cpu_quota
 
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
@@ -145,14 +146,6 @@ def cores() -> Check:
     if usable == 1:
         return Check("cores", "warn", detail, "client and worker share the only core")
     return Check("cores", "ok", detail)
-
-
-def cpu_quota() -> float | None:
-    """Cores that the control group allows, or None where it sets no bound."""
-    words = read_words("/sys/fs/cgroup/cpu.max")
-    if len(words) != 2 or words[0] == "max":
-        return None
-    return int(words[0]) / int(words[1])
 
 
 def threads() -> Check:

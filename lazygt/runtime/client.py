@@ -29,6 +29,7 @@ from lazygt.runtime.messages import (
     Wrote,
 )
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords, again_message, swap_message
+from lazygt.runtime.quick_numbers import number_reader
 from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
 from lazygt.runtime.wire import Buffer, Part, bits, decode, size_of
 
@@ -94,6 +95,8 @@ class Client:
         self._uploads = Uploads(link.upload, link.world_size, shm_threshold)
         self._fetches = Fetches(link)
         self._failures = Failures()
+        #: takes a number out of an answer that is nothing else
+        self._number: Any = number_reader() if link.world_size == 1 else None
         self._seq = 0
         self._next_id = 1
         self._dead: deque[int] = deque()
@@ -230,14 +233,21 @@ class Client:
         while len(self._in_flight) > self._max_ahead:
             self._take_next()
 
-    def wait(self, seq: int) -> dict[int, Answer]:
-        """The answers to run ``seq`` of all ranks that were asked for something.
+    def wait(self, seq: int, as_number: bool = False) -> Any:
+        """The answers to run ``seq`` of all ranks that were asked for something, by rank.
+
+        Args:
+            as_number: if the answer is nothing but a number, that will do.
 
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
         run = self._in_flight[seq]
         try:
+            if as_number and self._number is not None and self.observer is None:
+                number = self._awaited_number(seq, run)
+                if number is not None:
+                    return number
             while len(run.answers) < len(run.asked):
                 self._take_next()
         except BaseException:
@@ -247,6 +257,25 @@ class Client:
                 self._fetches.drop(rank, done)
             raise
         return run.answers
+
+    def _awaited_number(self, seq: int, run: _InFlightRun) -> Any:
+        """The number that run ``seq`` is answered with; None when there was more to its answer."""
+        while not run.answers:
+            message = self._receive(None)
+            if message is None:
+                continue
+            frames = message[1]
+            number = self._number(frames, seq)
+            if number is not None:
+                del self._in_flight[seq]
+                counts, size = self.counts, len(frames[1])
+                counts.messages_received += 1
+                counts.bytes_received += len(frames[0]) + size
+                counts.fetches += 1
+                counts.bytes_fetched += size
+                return number
+            self._take(message)
+        return None
 
     def synchronize(self) -> None:
         """Wait until every rank has answered every run.

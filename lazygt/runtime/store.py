@@ -22,53 +22,63 @@ Value = torch.Tensor | Failed
 
 
 class Store:
-    """id -> value. Values in the client's upload arena are *borrowed*: never written in place."""
+    """id -> value. Values in the client's upload arena are *borrowed*: never written in place.
+
+    Attributes:
+        values: by id.
+        borrowed: id -> arena offset of those that are.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[int, Value] = {}
-        self._borrowed: dict[int, int] = {}
+        self.values: dict[int, Value] = {}
+        self.borrowed: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._values
+        return key in self.values
 
     def put(self, key: int, value: Value, borrowed: int | None = None) -> None:
         """Keep a value; ``borrowed`` is the arena offset to give back when it is freed."""
-        self._values[key] = value
+        self.values[key] = value
         if borrowed is not None:
-            self._borrowed[key] = borrowed
+            self.borrowed[key] = borrowed
 
     def put_from(self, first: int, values: Sequence[Value]) -> None:
         """Keep values under ``first`` and the ids after it."""
-        self._values.update(zip(range(first, first + len(values)), values, strict=True))
+        self.values.update(zip(range(first, first + len(values)), values, strict=True))
 
     def get_all(self, keys: Sequence[int]) -> list[Value]:
         """The values; Failed ones in the place of unknown ids."""
-        values = list(map(self._values.get, keys))
+        values = list(map(self.values.get, keys))
         if type(None) in map(type, values):
             return [self.get(key) for key in keys]
         return cast(list[Value], values)
 
     def get(self, key: int) -> Value:
         """The value; a Failed one when the id is unknown."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return Failed(Failure(-1, "KeyError", f"the worker holds no value {key}"))
         return value
 
+    def clear(self) -> None:
+        """Forget all."""
+        self.values.clear()
+        self.borrowed.clear()
+
     def made_since(self, first: int) -> list[int]:
         """The ids from ``first`` on."""
-        return [key for key in self._values if key >= first]
+        return [key for key in self.values if key >= first]
 
     def is_borrowed(self, key: int) -> bool:
         """Whether the value's memory belongs to the client."""
-        return key in self._borrowed
+        return key in self.borrowed
 
     def free(self, keys: Iterable[int]) -> list[int]:
         """Forget values; returns the arena offsets of those that were borrowed: free again."""
-        values, borrowed = self._values, self._borrowed
+        values, borrowed = self.values, self.borrowed
         offsets = []
         for key in keys:
             values.pop(key, None)

@@ -19,7 +19,10 @@ from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor, code_of
+from lazygt.runtime.executors.interpreter import Stopped
+from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.foreign import loader
+from lazygt.runtime.known_runs import KnownRuns
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -129,6 +132,7 @@ class Worker:
             config.max_plans, config.max_plan_bytes
         )
         self._make_code = code_of(config.plan_code)
+        self._known_runs = KnownRuns(self.store) if self._make_code is NativeCode else None
         self._known: dict[bytes, _Known] = {}
         #: of the plans that are kept
         self._templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
@@ -151,7 +155,14 @@ class Worker:
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
         """
+        if self._known_runs is not None and len(frames) == 1 and not self._waiting:
+            told = self._known_runs.run(frames[0])
+            if told is not None:
+                done = told if type(told) is list else self._rest(*told)
+                return [*self._departure(), done] if self.world_size > 1 else [done]
         message = decode(frames, TO_WORKER)
+        if self._known_runs is not None and type(message) is not Run:
+            self._known_runs.forget()
         match message:
             case Run():
                 return self._run_or_ask(message, frames)
@@ -179,8 +190,10 @@ class Worker:
 
     def close(self) -> None:
         """Drop all values."""
-        self.store = Store()
+        self.store.clear()
         self._executors.clear()
+        if self._known_runs is not None:
+            self._known_runs.forget()
         if self._copier is not None:
             self._copier.close()
             self._copier = None
@@ -301,16 +314,33 @@ class Worker:
             done.releases.extend(self.store.free(run.frees[1] if run.frees else ()))
         else:
             self._execute(run, done)
-        replies: list[Buffer] = []
-        for key in run.fetches:
-            try:
-                done.fetched.append(self._send(self.store.get(key), replies))
-            except Exception as error:  # noqa: BLE001 - reported to the client
-                done.fetched.append(Failure(-1, kind_of(error), str(error), run.seq))
+        replies = self._fetched(run.fetches, done)
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)
         return self._encode(done, replies)
+
+    def _rest(
+        self, seq: int, base: int, digest: bytes, fetches: tuple[int, ...], stopped: Any
+    ) -> list[Buffer]:
+        """Finish a known run, of which the program has ended: it may have stopped at some node."""
+        done = Done(seq)
+        if stopped is not None:
+            executor = self._executors.get(digest)
+            assert executor is not None
+            outcome = executor.go_on(Stopped(*stopped), self._known[digest].params)
+            self._settle(executor.plan, seq, base, outcome, done)
+        return self._encode(done, self._fetched(fetches, done))
+
+    def _fetched(self, fetches: Sequence[int], done: Done) -> list[Buffer]:
+        """Note what is said of values that are wanted, whose bytes are returned."""
+        replies: list[Buffer] = []
+        for key in fetches:
+            try:
+                done.fetched.append(self._send(self.store.get(key), replies))
+            except Exception as error:  # noqa: BLE001 - reported to the client
+                done.fetched.append(Failure(-1, kind_of(error), str(error), done.seq))
+        return replies
 
     def _free(self, offset: int) -> None:
         """The client does not read any more what it fetched from there."""
@@ -369,10 +399,17 @@ class Worker:
             outcome = _nothing(executor.plan, known.mismatch)
         if isinstance(executor, TimedExecutor):
             done.timings = Timings(0, 0, tuple(executor.times))
-        self.store.put_from(run.base, _stamped(outcome.outputs, run.seq))
-        done.failures = [_with_seq(failure, run.seq) for failure in outcome.failures]
-        if executor.plan.asks:
-            self._describe(outcome, done, run.seq, len(executor.plan.steps.graph.nodes) - 1)
+        self._settle(executor.plan, run.seq, run.base, outcome, done)
+        lends = self._generator_state is not None and executor.plan.draws
+        if self._known_runs is not None and known.mismatch is None and not (run.timed or lends):
+            self._known_runs.keep(run.digest, known, executor)
+
+    def _settle(self, plan: Plan, seq: int, base: int, outcome: Outcome, done: Done) -> None:
+        """Keep what a run has made, and note what is to be said of it."""
+        self.store.put_from(base, _stamped(outcome.outputs, seq))
+        done.failures = [_with_seq(failure, seq) for failure in outcome.failures]
+        if plan.asks:
+            self._describe(outcome, done, seq, len(plan.steps.graph.nodes) - 1)
 
     def _mismatch(self, plan: Plan, run: int, own: bool) -> Failure | None:
         """Why the ranks must not run a plan that is new to them: they would not meet."""

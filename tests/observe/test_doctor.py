@@ -52,17 +52,6 @@ def test_no_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install g++" in check.advice
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [(["max", "100000"], None), (["150000", "100000"], 1.5), ([], None)],
-)
-def test_cpu_quota(
-    words: list[str], expected: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "read_words", lambda _: words)
-    assert doctor.cpu_quota() == expected
-
-
 def test_a_quota_below_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpu_quota", lambda: 0.5)
     assert "may use 0.5 cores" in doctor.cores().advice

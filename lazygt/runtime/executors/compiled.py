@@ -40,9 +40,11 @@ class CompiledExecutor(EagerExecutor):
         callables = dict(zip(kept, (groups[number] for number in sorted(groups)), strict=True))
         super().__init__(plan, device, schedule, callables, code)
 
-    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+    def _finish(
+        self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
+    ) -> Outcome:
         """As the eager executor; failures name the steps of ``plan.steps``."""
-        outcome = super().run(inputs, params)
+        outcome = super()._finish(values, params, start, check)
         for failure in outcome.failures:
             if not failure.seq:
                 failure.node = self._steps[failure.node]

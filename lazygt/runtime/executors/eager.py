@@ -88,7 +88,8 @@ class EagerExecutor:
         self.schedule = schedule or plan.steps
         self.interpreter = CheckedInterpreter(self.schedule, device, compiled)
         self._make_code = code
-        self._code: Code | None = None
+        #: what runs it from the second time on, once there is something
+        self.code: Code | None = None
         self._checked = False
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
@@ -96,14 +97,19 @@ class EagerExecutor:
         with torch._C._AutoDispatchBelowAutograd():
             if not self._checked or Failed in map(type, inputs):
                 return self._run_checked(inputs, params)
-            if self._code is None:
+            if self.code is None:
                 name = self.plan.digest.hex()[:12]
                 make = self._make_code or code_of("auto")
-                self._code = make(self.schedule, self.interpreter, name)
-            outputs = self._code.run(inputs, params)
-            if isinstance(outputs, Stopped):
-                return self._finish(outputs.values, params, outputs.node)
-            return Outcome(outputs, [], None, [])
+                self.code = make(self.schedule, self.interpreter, name)
+            outputs = self.code.run(inputs, params)
+        if isinstance(outputs, Stopped):
+            return self.go_on(outputs, params)
+        return Outcome(outputs, [], None, [])
+
+    def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
+        """Do the rest of a run whose code has stopped."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._finish(stopped.values, params, stopped.node)
 
     def _run_checked(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         values: dict[int, Value] = dict(enumerate(inputs))

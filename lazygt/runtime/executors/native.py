@@ -22,7 +22,9 @@ class NativeCode:
     """Runs a schedule up to its data-dependent last node, if there is one."""
 
     def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
-        self._run = _Builder(schedule, interpreter).build().run
+        #: what ``known_runs`` runs by itself
+        self.program = _Builder(schedule, interpreter).build()
+        self._run = self.program.run
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
         """The outputs, or where it stopped. ``inputs`` is emptied."""

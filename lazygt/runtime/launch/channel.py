@@ -235,18 +235,21 @@ class Server:
             if self._held:
                 held, self._held = self._held, []
                 return self._of_socket(held)
-            if not self._doorbell.settled or self._doorbell.rings():
+            if not self._doorbell.settled:
                 # What was left in the mailbox before it was sent is there by now, and comes first.
                 with suppress(zmq.Again):
                     self._held = self._taken(zmq.NOBLOCK)
                     continue
                 self._doorbell.settled = True
-            self._anywhere.poll()
-            self._boxes.awake()
+            for fd, _ in self._anywhere.poll():
+                if fd == self._doorbell.fd:
+                    self._doorbell.settled = False
+                else:
+                    self._boxes.awake()
 
     def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:
         """The next message in the mailbox, if there is one, or comes in a moment."""
-        if not self._held and not boxes.filled() and self._cores is not None and self._cores.enough:
+        if not self._held and self._cores is not None and self._cores.enough:
             spin((boxes,), self._doorbell.rings)
         return boxes.take()
 

@@ -88,9 +88,7 @@ class InlineLink:
                 poller.register(beside, select.POLLIN)
                 DEFER_INTERRUPT.wait(poller, timeout * 1000)
             return None
-        first, *buffers = self._replies.popleft()
-        header = first if isinstance(first, Part) else memoryview(first)
-        return 0, [cast(memoryview, header), *[memoryview(buffer) for buffer in buffers]]
+        return 0, cast(list[memoryview], self._replies.popleft())
 
     def close(self) -> None:
         """Drop the worker's values."""

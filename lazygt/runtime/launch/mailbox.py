@@ -11,7 +11,8 @@ Layout of the memory, one direction after the other::
 A slot holds one message: how many messages of the socket come before it, the number of its frames,
 their lengths, and the frames. The writer counts `written` up when the slot is complete, the reader
 `read` when it has copied it. Nothing more is needed where stores are seen in the order in which
-they were made, as on x86; elsewhere there are no mailboxes.
+they were made, as on x86; elsewhere there are no mailboxes. The extension, where it is loaded, does
+the same in C++ (``native/mailbox.cpp``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol
 
+from lazygt import native
 from lazygt.errors import ProtocolError
+from lazygt.runtime.launch.procfs import cpu_quota
 from lazygt.runtime.memory_files import create_file
 
 #: A page a message: a run of a known plan fits, and so does a number in an answer. There are more
@@ -83,20 +87,38 @@ class MailboxFiles:
             os.close(fd)
 
 
-class _Mailbox:
+class Mailbox(Protocol):
     """One direction, of which a process is either the reader or the writer."""
+
+    def filled(self) -> bool:
+        """Whether something has not been read."""
+
+    def put(self, frames: Sequence[Frame], before: int) -> bool:
+        """Leave a message that comes after so many of the socket's; False if there is no room."""
+
+    def take(self, received: int) -> list[Any] | None:
+        """The next message, unless one of the socket's comes first; so many have come.
+
+        Raises:
+            ValueError: the other process has written what makes no sense.
+        """
+
+    def close(self) -> None:
+        """Let go of the memory."""
+
+
+class _Mailbox:
+    """A mailbox in Python."""
 
     def __init__(self, memory: mmap.mmap, begin: int) -> None:
         self._memory, self._begin = memory, begin + _FIRST
         self._words = memoryview(memory)[begin : begin + _FIRST].cast("Q")
 
     def filled(self) -> bool:
-        """Whether something has not been read."""
         words = self._words
         return words[_WRITTEN] != words[_READ]
 
     def put(self, frames: Sequence[Frame], before: int) -> bool:
-        """Leave a message that comes after so many of the socket's; False if there is no room."""
         words = self._words
         written = words[_WRITTEN]
         sizes = [len(frame) for frame in frames]
@@ -110,8 +132,7 @@ class _Mailbox:
         words[_WRITTEN] = written + 1
         return True
 
-    def take(self, received: int) -> list[memoryview] | None:
-        """The next message, unless one of the socket's comes first; so many have come."""
+    def take(self, received: int) -> list[Any] | None:
         words = self._words
         read, written = words[_READ], words[_WRITTEN]
         if written == read:
@@ -122,11 +143,11 @@ class _Mailbox:
             return None
         begin = 2 * count
         if not 0 < written - read <= _SLOTS or begin > CAPACITY:
-            raise ProtocolError("a mailbox contradicts itself")
+            raise ValueError("a mailbox contradicts itself")
         slot += _HEAD.size
         sizes = _lengths(count).unpack_from(self._memory, slot)
         if begin + sum(sizes) > CAPACITY:
-            raise ProtocolError("a message in a mailbox contradicts its own lengths")
+            raise ValueError("a message in a mailbox contradicts its own lengths")
         message = memoryview(self._memory[slot : slot + begin + sum(sizes)])
         words[_READ] = read + 1
         frames = []
@@ -143,22 +164,38 @@ class Mailboxes:
     """One process's end: what comes in and what goes out, in one order with the socket's messages.
 
     Attributes:
+        incoming: the mailbox that this process reads.
         wakes: a descriptor that can be read when something has come in.
         files: the descriptors behind them.
         sent, received: messages on the socket so far, which whoever holds it counts.
     """
 
     def __init__(self, files: MailboxFiles, *, of_worker: bool) -> None:
-        memory = mmap.mmap(files.memory, 2 * _BOX)
-        to_worker, to_client = _Mailbox(memory, 0), _Mailbox(memory, _BOX)
-        self._memory = memory
-        self._in, self._out = (to_worker, to_client) if of_worker else (to_client, to_worker)
+        self._memory = mmap.mmap(files.memory, 2 * _BOX)
+        self._begins = (0, _BOX) if of_worker else (_BOX, 0)
+        self.incoming: Mailbox
+        self._out: Mailbox
+        self.incoming, self._out = [_Mailbox(self._memory, begin) for begin in self._begins]
+        #: the extension's way to spin
+        self.spin: Callable[[Sequence[Mailbox], Callable[[], object], float], None] | None = None
         ours, theirs = files.to_worker, files.to_client
         self.wakes, self._wakes_other = (ours, theirs) if of_worker else (theirs, ours)
         self.sent = self.received = 0
         self._putting = threading.Lock()
-        self.filled = self._in.filled
         self.files = files
+
+    def use_extension(self) -> None:
+        """Have the extension read and write from here on, if there is one; it needs torch."""
+        module = native.load().module
+        if module is None:
+            return
+        mailboxes = self.incoming, self._out
+        self.incoming, self._out = [
+            module.Mailbox(self._memory, begin, _FIRST, _SLOT, _SLOTS) for begin in self._begins
+        ]
+        self.spin = module.spin
+        for box in mailboxes:
+            box.close()
 
     def put(self, frames: Sequence[Frame]) -> bool:
         """Leave a message for the other process; False if it has to go by the socket.
@@ -175,13 +212,16 @@ class Mailboxes:
         os.eventfd_write(self._wakes_other, 1)
         return True
 
-    def take(self) -> list[memoryview] | None:
+    def take(self) -> list[Any] | None:
         """The next message, if it is its turn.
 
         Raises:
             ProtocolError: the other process has written what makes no sense.
         """
-        return self._in.take(self.received)
+        try:
+            return self.incoming.take(self.received)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
 
     def awake(self) -> None:
         """Note that `wakes` has woken us."""
@@ -191,7 +231,7 @@ class Mailboxes:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         if not self._memory.closed:
-            self._in.close()
+            self.incoming.close()
             self._out.close()
             self._memory.close()
             self.files.close()
@@ -199,8 +239,12 @@ class Mailboxes:
 
 def spin(boxes: Sequence[Mailboxes], elsewhere: Callable[[], object]) -> None:
     """Look for a moment whether something comes in, or happens elsewhere."""
+    incoming = [box.incoming for box in boxes]
+    if (native_spin := boxes[0].spin) is not None:
+        native_spin(incoming, elsewhere, SPIN_SECONDS)
+        return
     until = time.perf_counter() + SPIN_SECONDS
-    looks = [box.filled for box in boxes]
+    looks = [box.filled for box in incoming]
     while True:
         for _ in range(_LOOKS):
             for filled in looks:
@@ -223,6 +267,9 @@ class Cores:
     def __init__(self, pids: Sequence[int], processes: int) -> None:
         self._pids, self._processes = pids, processes
         self._enough, self._judge_at = False, 0.0
+        quota = cpu_quota()
+        #: whoever spins takes from what the others may use up
+        self._may = quota is None or quota >= processes
 
     @property
     def enough(self) -> bool:
@@ -230,7 +277,7 @@ class Cores:
         now = time.monotonic()
         if now >= self._judge_at:
             self._judge_at = now + _JUDGED_EVERY
-            self._enough = self._judge()
+            self._enough = self._may and self._judge()
         return self._enough
 
     def _judge(self) -> bool:

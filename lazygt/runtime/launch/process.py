@@ -63,6 +63,8 @@ def main() -> None:
     server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
     Control(context, boot, token, liveness_pipe).start()
     handler = build_handler(boot)
+    if boxes is not None and boot.loads_torch:
+        boxes.use_extension()
     gc.freeze()  # torch's modules live as long as the process: no collection need walk them
     serve(server, handler)
     leave_group(boot)

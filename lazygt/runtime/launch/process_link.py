@@ -120,7 +120,8 @@ class ProcessLink:
         until = None if timeout is None else time.monotonic() + timeout
         with self._receiving:
             while True:
-                self._check_open()
+                if self._closed:
+                    self._check_open()
                 message = self._next_small(timeout != 0 and beside is None) or self._next()
                 if message is not None:
                     return message

@@ -1,5 +1,5 @@
-"""What the kernel tells of processes: their time and state (proc(5)), and whether one was ended
-because memory ran out.
+"""What the kernel tells of processes: their time and state (proc(5)), the cores that they may use
+up, and whether one was ended because memory ran out.
 
 The kernel sends SIGKILL then, as anybody may. But it counts whom it kills: in the memory cgroup of
 the process, and on the whole machine.
@@ -81,17 +81,46 @@ class OOMKills:
 
     def _places(self) -> Iterator[Path]:
         """Where the count may stand, the one that means this process's cgroup first."""
-        mounted = self._root / "sys/fs/cgroup"
-        try:
-            lines = (self._root / "proc/self/cgroup").read_text().splitlines()
-        except OSError:
-            lines = []
-        for line in lines:
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield mounted / path.lstrip("/") / "memory.events"
-            elif "memory" in controllers.split(","):
-                yield mounted / "memory" / path.lstrip("/") / "memory.oom_control"
-        yield mounted / "memory.events"  # a container may see no more than its own
-        yield mounted / "memory/memory.oom_control"
+        for cgroup in _cgroups(self._root, "memory"):
+            yield cgroup / "memory.events"
+            yield cgroup / "memory.oom_control"
         yield self._root / "proc/vmstat"
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The directories of this process's cgroup and of those that it lies in, its own first."""
+    mounted = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        cgroup = mounted / path.lstrip("/")
+        if controller in controllers.split(","):  # version 1
+            cgroup = mounted / controller / path.lstrip("/")
+        elif controllers:
+            continue
+        yield cgroup
+        yield from [outer for outer in cgroup.parents if outer.is_relative_to(mounted)]
+    yield mounted  # a container may see no more than its own
+    yield mounted / controller
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """So many cores may be used up, as the cgroups say; None where they set no bound."""
+    quotas = [quota for cgroup in _cgroups(root, "cpu") if (quota := _quota(cgroup)) is not None]
+    return min(quotas, default=None)
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Of one cgroup, of either version."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu.cfs_period_us").read_text()
+    except OSError:
+        return None
+    return None if quota == "max" or int(quota) < 0 else int(quota) / int(period)

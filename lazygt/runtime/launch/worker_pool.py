@@ -248,6 +248,7 @@ class WorkerPool:
             return None
         boxes = Mailboxes(files, of_worker=False)
         self._stack.callback(boxes.close)
+        boxes.use_extension()
         self.boxes.append(boxes)
         self.boxes_of[boxes.wakes] = boxes
         self.poller.register(boxes.wakes, select.POLLIN)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazygt.errors import ProtocolError, WorkerDied
+from lazygt.native import Loaded, load
 from lazygt.runtime.launch import mailbox, process_link
 from lazygt.runtime.launch.mailbox import CAPACITY, Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.process_link import ProcessLink
@@ -30,11 +31,22 @@ if FILES is None:
 FILES.close()
 
 
+@pytest.fixture(params=["python", "extension"], autouse=True)
+def spelled(request, monkeypatch):
+    """Mailboxes in Python, and those of the extension."""
+    if request.param == "python":
+        monkeypatch.setattr(mailbox.native, "load", lambda: Loaded(None, None, "not wanted"))
+    elif load().module is None:
+        pytest.skip("there is no extension")
+
+
 @contextmanager
 def both_ends():
     """The client's end and the worker's, in one process."""
     files = MailboxFiles.create()
     client, worker = Mailboxes(files, of_worker=False), Mailboxes(files, of_worker=True)
+    client.use_extension()
+    worker.use_extension()
     try:
         yield client, worker
     finally:
@@ -121,9 +133,9 @@ def test_a_second_sender_at_a_time_is_sent_to_the_socket():
 )
 def test_nonsense_is_a_protocol_error(written, slot):
     with both_ends() as (client, worker):
-        begin = client._out._begin
+        begin = client._begins[1] + mailbox._FIRST
         client._memory[begin : begin + len(slot)] = slot
-        client._out._words[0] = written
+        client._memory[client._begins[1] : client._begins[1] + 8] = struct.pack("<Q", written)
         with pytest.raises(ProtocolError, match="mailbox"):
             worker.take()
 
@@ -181,6 +193,13 @@ def test_a_process_that_is_moved_to_one_core_stops_spinning(monkeypatch):
     assert cores.enough
     masks[1] = masks[2] = {1}
     assert not cores.enough
+
+
+def test_who_may_not_use_up_its_cores_does_not_spin(monkeypatch):
+    monkeypatch.setattr(mailbox.os, "sched_getaffinity", lambda pid: {0, 1})
+    for quota, enough in ((None, True), (2.0, True), (1.5, False), (0.5, False)):
+        monkeypatch.setattr(mailbox, "cpu_quota", lambda quota=quota: quota)
+        assert Cores((1, 2), 2).enough is enough
 
 
 # -- a link with mailboxes ---------------------------------------------------------------------
@@ -309,8 +328,9 @@ def test_nonsense_in_a_mailbox_ends_the_acquaintance():
     with linked() as link:
         order(link, "echo", "up")
         answer(link)
-        link._pool.workers[0].boxes._out._words[0] += 1000
-        os.eventfd_write(link._pool.workers[0].boxes._wakes_other, 1)
+        boxes = link._pool.workers[0].boxes
+        struct.pack_into("<Q", boxes._memory, boxes._begins[1], 1000)
+        os.eventfd_write(boxes._wakes_other, 1)
         with pytest.raises(ProtocolError, match="mailbox"):
             link.receive(None)
 

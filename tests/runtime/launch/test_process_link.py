@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -306,8 +307,12 @@ def test_what_a_worker_said_before_it_died_still_arrives(opened):
     link = opened()
     order(link, "many", 200)
     worker = link._pool.workers[0]
-    words = worker.boxes._in._words
-    while len(worker.inbox) + words[0] < 201:  # and the welcome; in our memory, not yet delivered
+    boxes = worker.boxes
+
+    def written():
+        return struct.unpack_from("<Q", boxes._memory, boxes._begins[0])[0]
+
+    while len(worker.inbox) + written() < 201:  # and the welcome; in our memory, not yet delivered
         worker.data.take(worker.inbox)
     os.kill(link.pids[0], signal.SIGKILL)
     assert worker.process.wait(PATIENCE)

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from lazygt.runtime.launch.procfs import is_stopped, processor_time
+import pytest
+
+from lazygt.runtime.launch.procfs import cpu_quota, is_stopped, processor_time
 
 # a name that looks like the end of a name
 CHILD = """
@@ -44,3 +47,27 @@ def test_a_process_that_is_stopped_and_one_that_has_gone() -> None:
     child.communicate()
     assert not is_stopped(child.pid)
     assert processor_time(child.pid) == 0
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/", {}, None),
+        ("0::/", {"cpu.max": "max 100000\n"}, None),
+        ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/seen/from/outside", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "80000 100000\n"}, 0.8),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1",
+                                "cpu/job/cpu.cfs_period_us": "100000"}, None),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "25000",
+                                "cpu/job/cpu.cfs_period_us": "100000"}, 0.25),
+    ],
+)  # fmt: skip
+def test_cores_that_may_be_used_up(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: float | None
+) -> None:
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (texts | {"proc/self/cgroup": f"9:name=systemd:/\n{cgroup}\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == expected
