@@ -73,7 +73,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-BENCHMARKS := record_cost step_messages training_steps data_movement small_syncs startup long_run \
+BENCHMARKS := record_cost client_step step_messages training_steps data_movement small_syncs startup long_run \
 	workloads worker_step peak_memory compile_cost placement generation \
 	sharded collectives transfer transfer_sharded
 

@@ -1,10 +1,15 @@
-"""Time to record one op, against the time of the same op in eager torch.
+"""Time to record one op, by each recorder, against the time of the same op in eager torch.
 
 A trace of ops on four floats is recorded again and again (so that its plan is known). Only the
-recording is timed: the flush and the worker's run come after the clock has stopped.
+recording is timed, by the thread's own CPU clock: the flush and the worker's run come after the
+clock has stopped. A process has one recorder, so each has a process, with eager torch beside it.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,18 +17,25 @@ import torch
 from torch import Tensor
 
 import lazygt
-from benchmarks.harness import Report, interleave, parser, pin, ratio
+from benchmarks.harness import ROOT, Measured, Report, interleave, parser, pin, ratio
+from lazygt import native
 
 Operation = Callable[[Tensor, Tensor, int], Tensor]
+Rounds = dict[str, dict[str, Measured]]
 
-# name, the op, whether its input needs a gradient, the aim in us and in multiples of eager
+# name, the op, whether its input needs a gradient, the aim of the native recorder
 CASES: tuple[tuple[str, Operation, bool, str], ...] = (
-    ("a + b", lambda x, y, _: x + y, False, "6 us, 5x"),
-    ("a + Python number", lambda x, _, i: x + 0.5 * i, False, ""),
-    ("a + b with grad", lambda x, y, _: x + y, True, "8 us, 6.5x"),
-    ("a * b, in place", lambda x, y, _: x.mul_(y), False, ""),
-    ("view", lambda x, _, __: x.view(2, 2), False, ""),
+    ("a + b", lambda x, y, _: x + y, False, "1.0x"),
+    ("a + Python number", lambda x, _, i: x + 0.5 * i, False, "1.0x"),
+    ("a + b with grad", lambda x, y, _: x + y, True, "1.0x"),
+    ("a * b, in place", lambda x, y, _: x.mul_(y), False, "1.0x"),
+    ("view", lambda x, _, __: x.view(2, 2), False, "1.1x"),
+    ("detach", lambda x, _, __: x.detach(), False, ""),
+    ("sum", lambda x, _, __: x.sum(), False, ""),
+    ("zeros", lambda x, _, __: torch.zeros(4, device=x.device), False, ""),
+    ("uniform random numbers", lambda x, _, __: torch.rand(4, device=x.device), False, ""),
 )
+WHOLE = "chain of x * a + b, run and fetched"
 
 
 def record(
@@ -35,10 +47,10 @@ def record(
 
     def trace() -> float:
         settle()
-        start = time.perf_counter()
+        start = time.thread_time()
         for index in range(ops):
             operation(x, y, index)
-        took = time.perf_counter() - start
+        took = time.thread_time() - start
         settle()
         return took / ops * 1e6
 
@@ -59,39 +71,86 @@ def chain(device: str, ops: int) -> Callable[[], float]:
     return trace
 
 
-def measure(args: argparse.Namespace) -> Report:
-    columns = ["op", "lazygt us", "eager us", "ratio", "aim"]
-    report = Report("record_cost", "Time to record one op (median of rounds)", columns)
+# -- with the recorder of this process -----------------------------------------------------------
+
+
+def rounds_here(args: argparse.Namespace) -> Rounds:
+    """The rounds of every case, lazygt's and eager torch's in turn."""
+    found = {}
     with lazygt.session(workers=1, threads=1) as s:
         s.synchronize()
         if args.pin:
             pin(s.worker_pids)
-        pairs = [
-            (
-                name,
-                aim,
-                record(operation, "lazygt", grad, args.ops, s.synchronize),
-                record(operation, "cpu", grad, args.ops, lambda: None),
-            )
-            for name, operation, grad, aim in CASES
-        ]
-        whole = "chain of x * a + b, run and fetched"
-        pairs.append((whole, "", chain("lazygt", args.ops), chain("cpu", args.ops)))
-        for name, aim, ours, eager in pairs:
-            interleave({"warm-up": ours, "eager": eager}, rounds=3)
-            found = interleave({"ours": ours, "eager": eager}, args.rounds)
-            mine, peer = found["ours"], found["eager"]
-            times = f"{ratio(mine, peer):.1f}x"
-            report.add(name, f"{mine.median:.2f}", f"{peer.median:.2f}", times, aim)
+        for name, operation, grad, _ in CASES:
+            ours = record(operation, "lazygt", grad, args.ops, s.synchronize)
+            found[name] = _in_turn(ours, record(operation, "cpu", grad, args.ops, _nothing), args)
+        found[WHOLE] = _in_turn(chain("lazygt", args.ops), chain("cpu", args.ops), args)
+    return found
+
+
+def _in_turn(
+    ours: Callable[[], float], eager: Callable[[], float], args: argparse.Namespace
+) -> dict[str, Measured]:
+    cases = {"ours": ours, "eager": eager}
+    interleave(cases, rounds=3)
+    return interleave(cases, args.rounds)
+
+
+def _nothing() -> None:
+    """Eager torch has nothing to settle."""
+
+
+# -- a process for each --------------------------------------------------------------------------
+
+
+def rounds_of(recorder: str, args: argparse.Namespace) -> Rounds:
+    """The same, in a process that has that recorder."""
+    command = [sys.executable, "-m", "benchmarks.record_cost", "--here"]
+    command += ["--rounds", str(args.rounds), "--ops", str(args.ops), *(["--pin"] * args.pin)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"LAZYGT_RECORDER": recorder},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {
+        name: {side: Measured(tuple(rounds)) for side, rounds in sides.items()}
+        for name, sides in told.items()
+    }
+
+
+def measure(args: argparse.Namespace) -> Report:
+    recorders = ["native", "python"] if native.load().module is not None else ["python"]
+    found = {recorder: rounds_of(recorder, args) for recorder in recorders}
+    columns = ["op", "eager us", *(f"{r} {what}" for r in recorders for what in ("us", "ratio"))]
+    report = Report(
+        "record_cost", "Time to record one op (median of rounds)", [*columns, "aim of native"]
+    )
+    aims = {name: aim for name, _, _, aim in CASES}
+    for name in [*aims, WHOLE]:
+        cells = [f"{found[recorders[0]][name]['eager'].median:.2f}"]
+        for recorder in recorders:
+            mine, peer = found[recorder][name]["ours"], found[recorder][name]["eager"]
+            cells += [f"{mine.median:.2f}", f"{ratio(mine, peer):.2f}x"]
+        report.add(name, *cells, aims.get(name, ""))
     report.remarks.append(f"{args.ops} ops a trace, {args.rounds} rounds, results die at once")
+    report.remarks.append("CPU time of the client's thread; wall time of the chain that is run")
     return report
 
 
 def main() -> None:
     options = parser(__doc__, rounds=21)
     options.add_argument("--ops", type=int, default=1_000, help="ops in a trace")
+    options.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args()
     torch.set_num_threads(1)
+    if args.here:
+        sides = rounds_here(args)
+        print(json.dumps({n: {k: m.rounds for k, m in s.items()} for n, s in sides.items()}))
+        return
     measure(args).finish(save=args.save)
 
 

@@ -171,6 +171,7 @@ void bind_recorder(py::module_& m) {
       .def_property_readonly("lock", [](Recorder& r) -> Lock& { return r.lock; }, py::return_value_policy::reference)
       .def_property("closed", [](Recorder& r) { return r.closed.load(); }, [](Recorder& r, bool on) { r.closed = on; })
       .def_readwrite("anchored", &Recorder::anchored)
+      .def_property("draws", [](Recorder& r) { return r.draws.load(); }, [](Recorder& r, bool on) { r.draws = on; })
       .def("leave", [](Recorder& r) {
         r.closed = true;
         r.python = r.trace = nullptr;
@@ -197,6 +198,17 @@ void bind_recorder(py::module_& m) {
     set_library_test(std::move(is_library));
   });
   m.def("register_device", &register_device);
+  m.def("unboxed_ops", &unboxed_ops);
+  m.def("record_boxed", [](const std::string& name, const std::string& overload, const py::args& args,
+                           const py::kwargs& kwargs) {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    auto stack = torch::jit::createStackForSchema(op.schema(), args, kwargs, std::nullopt);
+    {
+      py::gil_scoped_release release;
+      record_boxed(op, stack);
+    }
+    return torch::jit::createPyObjectForStack(std::move(stack));
+  });
   m.def("record_whole", &record_whole, py::call_guard<py::gil_scoped_release>());
 }
 }  // namespace lazygt

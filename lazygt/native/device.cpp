@@ -64,6 +64,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   record_boxed(f, *stack);
 }
 
+}  // namespace
+
+void record_boxed(const c10::OperatorHandle& op, torch::jit::Stack& stack) { record_boxed(facts_of(op), stack); }
+
+namespace {
 bool takes_tensors(const c10::FunctionSchema& schema) {
   for (const auto& a : schema.arguments()) {
     auto type = a.real_type();
@@ -77,6 +82,9 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
   return false;
 }
 
+// Factories that every other one goes through.
+const std::set<std::string> BLANKS{"empty.memory_format", "empty_strided"};
+
 void register_kernels(const std::set<std::string>& elsewhere, const std::set<std::string>& composite) {
   static auto* everything = new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
   static auto* aten = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
@@ -85,11 +93,16 @@ void register_kernels(const std::set<std::string>& elsewhere, const std::set<std
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findSchema(name);
-    if (!op || !takes_tensors(op->schema())) continue;
     auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    if (!op || !(takes_tensors(op->schema()) || BLANKS.count(full))) continue;
     bool decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
     if (elsewhere.count(full) || (decomposed && !composite.count(full))) continue;
-    aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>()));
+    auto boxed = std::make_unique<Kernel>();
+    if (takes_unboxed(full)) {
+      register_unboxed(*op, full, c10::BoxedKernel::makeFromFunctor(std::move(boxed)));
+    } else {
+      aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(boxed)));
+    }
   }
 }
 

@@ -23,6 +23,8 @@ enum class Road : uint8_t {
   ITSELF,     // no step: its first argument
   ITEM,       // a number of the client is read here, others by Python
   AS_VIEW,    // as a view of that shape: its strides say nothing more (reshape asks for both)
+  DRAW,       // as a step, while the workers have the random stream
+  BLANK,      // no step: torch.empty, as long as it is plain
 };
 
 enum class Out : uint8_t { FRESH, FRESH_LIST, VIEW, VIEW_LIST, WRITTEN, WRITTEN_LIST, OTHER };

@@ -114,4 +114,11 @@ void Handle::release_resources() {
 at::Tensor new_handle(const Meta* meta, CellP cell, ViewP view) {
   return at::Tensor(c10::make_intrusive<Handle>(meta, std::move(cell), std::move(view)));
 }
+
+at::Tensor twin_of(Handle& source) {
+  auto twin = c10::make_intrusive<Handle>(source.meta(), source.cell, source.view);
+  twin->shift();
+  twin->be_like(source);
+  return at::Tensor(std::move(twin));
+}
 }  // namespace lazygt

@@ -116,4 +116,6 @@ inline Handle* handle(const at::Tensor& t) {
   return static_cast<Handle*>(t.unsafeGetTensorImpl());
 }
 at::Tensor new_handle(const Meta* meta, CellP cell, ViewP view = {});
+// Another handle for the same.
+at::Tensor twin_of(Handle& source);
 }  // namespace lazygt

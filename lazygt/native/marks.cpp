@@ -3,6 +3,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <frameobject.h>
 
+#include <array>
 #include <shared_mutex>
 
 // CPython 3.11 and 3.12 keep frames in a list that a thread may read of itself without the GIL.
@@ -35,14 +36,19 @@ bool learn(PyCodeObject* code) {
 
 // -1: not known yet.
 int looked_up(PyCodeObject* code) {
-  thread_local PyCodeObject* last = nullptr;
-  thread_local int answer = -1;
-  if (code == last) return answer;
+  // a call of a layer has as many frames of libraries as fit in here
+  struct Answer {
+    PyCodeObject* code = nullptr;
+    int library = -1;
+  };
+  thread_local std::array<Answer, 64> last;
+  Answer& answer = last[(reinterpret_cast<uintptr_t>(code) >> 4) % last.size()];
+  if (code == answer.code) return answer.library;
   std::shared_lock<std::shared_mutex> guard(lock);
   auto place = known().find(code);
   if (place == known().end()) return -1;
-  last = code;
-  return answer = place->second;
+  answer = {code, place->second};
+  return answer.library;
 }
 }  // namespace
 

@@ -27,6 +27,13 @@ bool is_here(const c10::IValue& device) {
   return device.isNone() || (device.isDevice() && device.toDevice().is_privateuseone());
 }
 
+c10::DimVector row_major(c10::IntArrayRef sizes) {
+  c10::DimVector strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(sizes[i], 1)) strides[i] = step;
+  return strides;
+}
+
 void replace(Stack& stack, size_t arguments, c10::IValue result) {
   torch::jit::drop(stack, arguments);
   stack.push_back(std::move(result));
@@ -40,6 +47,12 @@ c10::DispatchKeySet above_python() {
       (DispatchKeySet(DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
        DispatchKeySet(c10::DispatchKey::Python));
   return keys;
+}
+
+bool shows(const at::Tensor& t, const Meta* written) {
+  if (!is_lazy(t) || written == nullptr) return false;
+  const Meta* shown = handle(t)->meta();
+  return shown == written || shown->shows_like(*written);
 }
 
 // -- one op --------------------------------------------------------------------------------------
@@ -56,11 +69,7 @@ void Recorder::record(Facts& f, Stack& stack) {
     case Road::RESHAPED:
       if (!argument(0).isTensor() || !is_lazy(argument(0).toTensor())) break;
       if (f.road == Road::TWIN || argument(0).toTensor().sizes() == argument(1).toDimVector()) {
-        auto* source = handle(argument(0).toTensor());
-        auto twin = c10::make_intrusive<Handle>(source->meta(), source->cell, source->view);
-        twin->shift();
-        twin->be_like(*source);
-        replace(stack, n, at::Tensor(std::move(twin)));
+        replace(stack, n, twin_of(*handle(argument(0).toTensor())));
         recorded = true;
       } else {
         recorded = ordinary(f, stack);
@@ -99,6 +108,12 @@ void Recorder::record(Facts& f, Stack& stack) {
       if (argument(f.at).isBool() && argument(f.at).toBool()) facts = f.writing;
       recorded = ordinary(*facts, stack);
       break;
+    case Road::DRAW:
+      if (draws) recorded = ordinary(f, stack);
+      break;
+    case Road::BLANK:
+      recorded = blank(f, stack);
+      break;
     case Road::ORDINARY:
       recorded = ordinary(f, stack);
   }
@@ -111,6 +126,25 @@ void Recorder::overflow_if_full() {
   Gil gil;
   c10::impl::ExcludeDispatchKeyGuard below(above_python());
   call_method(python, "overflow");
+}
+
+// empty.memory_format(size, dtype, layout, device, pin_memory, memory_format) or
+// empty_strided(size, stride, dtype, layout, device, pin_memory)
+bool Recorder::blank(const Facts& f, Stack& stack) {
+  auto args = torch::jit::last(stack, f.arguments());
+  bool strided = args[1].isIntList();
+  const auto &dtype = args[strided ? 2 : 1], &layout = args[strided ? 3 : 2], &format = args[5];
+  bool plain = args[0].isIntList() && (layout.isNone() || layout.toLayout() == c10::kStrided) &&
+               (strided || format.isNone() || format.toMemoryFormat() == c10::MemoryFormat::Contiguous);
+  if (!plain) return false;
+  auto sizes = args[0].toDimVector(), strides = strided ? args[1].toDimVector() : row_major(sizes);
+  if (sizes.size() != strides.size()) return false;
+  for (auto size : sizes) if (size < 0) return false;
+  auto kind = dtype.isNone() ? c10::get_default_dtype_as_scalartype() : dtype.toScalarType();
+  auto cell = c10::make_intrusive<Cell>(this, 0, 0, intern(sizes, strides, 0, kind));
+  cell->blank = true;
+  replace(stack, f.arguments(), new_handle(cell->meta, cell));
+  return true;
 }
 
 void Recorder::host_item(Stack& stack) {
@@ -140,14 +174,17 @@ bool Recorder::ordinary(Facts& f, Stack& stack) {
   auto args = torch::jit::last(stack, f.arguments());
   try {
     Words key;
+    Moved moved;
     uint32_t view_at = 0;
     if (!put_all(key, f, args, view_at)) {
       settle();  // Python notes the op's numbers anew
       return false;
     }
     Step* next = step->find(key);
-    if (C10_UNLIKELY(!next)) next = moved_step(f, args, key, view_at);
-    if (C10_UNLIKELY(next->make == Make::UNKNOWN)) next = miss(f, args, key, {}, view_at);
+    if (next == nullptr && f.rule != nullptr) next = find_moved(f, args[0].toTensor(), key, moved);
+    if (C10_UNLIKELY(next == nullptr || next->make == Make::UNKNOWN)) {
+      next = miss(f, args, key, moved.key, view_at);
+    }
     step = StepP::reclaim_copy(next);
     marks.push_back(user_mark());
     results(*next, f, stack);
@@ -158,12 +195,11 @@ bool Recorder::ordinary(Facts& f, Stack& stack) {
   }
 }
 
-// The step of an op that has none by its key: one that takes its position as a number, or a new one.
-Step* Recorder::moved_step(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at) {
-  Moved moved;
-  if (f.rule != nullptr && is_lazy(args[0].toTensor())) f.rule(key, args[0].toTensor().sizes(), moved);
+// The step that takes the op's position as a number, which is noted then; null: there is none.
+Step* Recorder::find_moved(const Facts& f, const at::Tensor& first, const Words& key, Moved& moved) {
+  if (is_lazy(first)) f.rule(key, first.sizes(), moved);
   Step* next = moved.key.empty() ? nullptr : step->find(moved.key);
-  if (next == nullptr || next->make == Make::UNKNOWN) return miss(f, args, key, moved.key, view_at);
+  if (next == nullptr || next->make == Make::UNKNOWN) return nullptr;
   params.insert(params.end(), moved.numbers.begin(), moved.numbers.end());
   return next;
 }
@@ -205,12 +241,11 @@ bool Recorder::shows_written(const Step& next, const Facts& f, c10::ArrayRef<c10
   size_t count = 0;
   for (int at : f.writes) {
     each_tensor(args[at], [&](const at::Tensor& t) {
-      if (count >= next.written.size() || !is_lazy(t)) {
+      if (count >= next.written.size()) {
         same = false;
         return;
       }
-      const Meta *shown = handle(t)->meta(), *written = next.written[count++];
-      same = same && written && (shown == written || shown->shows_like(*written));
+      same = same && shows(t, next.written[count++]);
     });
   }
   return same && count == next.written.size();
@@ -284,8 +319,10 @@ at::Tensor Recorder::show(int32_t index, const Meta* meta) {
 
 at::Tensor Recorder::show_view(Step& next, Handle& source, size_t which) {
   const auto& kind = next.kinds[which];
-  auto link = c10::make_intrusive<Link>(source.view ? source.view->link : LinkP(), kind,
-                                        kind->moves ? last_number() : 0);
+  auto link = source.view || kind->moves
+                  ? c10::make_intrusive<Link>(source.view ? source.view->link : LinkP(), kind,
+                                              kind->moves ? last_number() : 0)
+                  : next.links[which];
   auto view = c10::make_intrusive<View>(std::move(link), serial, source.cell->index,
                                         next.first + int32_t(which));
   if (source.view) view->params = source.view->params;

@@ -15,6 +15,7 @@ struct Recorder {
   Lock lock;
   std::atomic<bool> closed{false};
   bool anchored = false;   // traces that are too long end where one did before
+  std::atomic<bool> draws{false};  // the workers have the state of the random stream
   PyObject* python;           // record.bridge.NativeRecorder, which is there while ops are recorded
   PyObject* trace = nullptr;  // its NativeTrace
 
@@ -35,12 +36,20 @@ struct Recorder {
   void record_in_python(const Facts& f, Stack& stack);
 
   // -- what storages and handles ask for -----------------------------------------------------------
-  int32_t index_of(Handle* t);
+  int32_t index_of(Handle* t) {
+    Cell* cell = t->cell.get();
+    if (C10_UNLIKELY(cell->serial != serial)) enter(t->cell);
+    if (C10_LIKELY(!t->view)) return cell->index;
+    View& view = *t->view;
+    if (C10_UNLIKELY(view.serial != serial || view.base != cell->index)) replay(view, t->cell);
+    return view.index;
+  }
   void enter(const CellP& cell);
   void own(const CellP& cell, int32_t index);
   at::Tensor show(int32_t index, const Meta* meta);
   at::Tensor show_view(Step& step, Handle& source, size_t which);
   int64_t last_number();  // of the trace, a position
+  Step* find_moved(const Facts& f, const at::Tensor& first, const Words& key, Moved& moved);
   void write(const at::Tensor& t, int32_t index);
   void advance(StepP next);  // by an op; marks it
   void reserve(const Step& of);
@@ -56,7 +65,6 @@ struct Recorder {
  private:
   bool ordinary(Facts& f, Stack& stack);
   bool put_all(Words& key, const Facts& f, c10::ArrayRef<c10::IValue> args, uint32_t& view_at);
-  Step* moved_step(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, uint32_t view_at);
   Step* miss(Facts& f, c10::ArrayRef<c10::IValue> args, const Words& key, const Words& moved, uint32_t view_at);
   void results(Step& step, Facts& f, Stack& stack);
   void results_in_python(const Facts& f, Stack& stack);
@@ -66,8 +74,11 @@ struct Recorder {
   void take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move);
   void take_in_python(View& view, Link& link, int32_t index, const Meta* meta);
   void host_item(Stack& stack);
+  bool blank(const Facts& f, Stack& stack);
 };
 
+// Whether a handle looks as a step's result that it is written with.
+bool shows(const at::Tensor& t, const Meta* written);
 // The recorder of the innermost open session; null: none is open.
 Recorder* active_recorder();
 void set_active_recorder(Recorder* recorder);

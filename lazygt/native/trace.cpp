@@ -73,15 +73,6 @@ void Recorder::own(const CellP& cell, int32_t index) {
   cell->set_recorded(serial, index);
 }
 
-int32_t Recorder::index_of(Handle* t) {
-  Cell* cell = t->cell.get();
-  if (C10_UNLIKELY(cell->serial != serial)) enter(t->cell);
-  if (C10_LIKELY(!t->view)) return cell->index;
-  View& view = *t->view;
-  if (C10_UNLIKELY(view.serial != serial || view.base != cell->index)) replay(view, t->cell);
-  return view.index;
-}
-
 void Recorder::enter(const CellP& cell) {
   if (cell->owner != this || closed || cell->host.defined() || (!cell->remote && !cell->blank)) {
     Gil gil;

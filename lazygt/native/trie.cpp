@@ -1,6 +1,6 @@
 #include "trie.h"
 
-#include <cstring>
+#include <algorithm>
 
 namespace lazygt {
 namespace {
@@ -24,8 +24,8 @@ void free_capsule(PyObject* capsule) {
   c10::raw::intrusive_ptr::decref(step);
 }
 
-std::vector<const Meta*> metas(py::handle tuple) {
-  std::vector<const Meta*> result;
+c10::SmallVector<const Meta*, 1> metas(py::handle tuple) {
+  c10::SmallVector<const Meta*, 1> result;
   for (auto meta : tuple) result.push_back(meta.is_none() ? nullptr : meta_of(meta));
   return result;
 }
@@ -73,11 +73,6 @@ Step::Step(py::handle trie_node)
       full(attribute(trie_node, "full").ptr() == Py_True),
       moves(attribute(trie_node, "moves").ptr() == Py_True) {}
 
-bool Step::Child::matches(const Words& words) const {
-  return key.size() == words.size() &&
-         std::memcmp(key.data(), words.data(), key.size() * sizeof(uint64_t)) == 0;
-}
-
 Step* Step::find(const Words& key) {
   size_t place = children_.size();
   if (C10_LIKELY(likely_ < place && children_[likely_].matches(key))) {
@@ -111,7 +106,9 @@ void Step::add(const Words& key, StepP step) {
 }
 
 void Step::forget(const Step* step) {
-  std::erase_if(children_, [&](const Child& child) { return child.step.get() == step; });
+  children_.erase(std::remove_if(children_.begin(), children_.end(),
+                                 [&](const Child& child) { return child.step.get() == step; }),
+                  children_.end());
   likely_ = 0;
   places_.clear();
   if (children_.size() < MANY) return;
@@ -144,11 +141,14 @@ void prepare(Step& step, const Facts& f) {
   if (step.make == Make::ONE_VIEW || step.make == Make::VIEWS) kinds_of(step);
 }
 
-const std::vector<ViewKindP>& kinds_of(Step& step) {
+const c10::SmallVector<ViewKindP, 1>& kinds_of(Step& step) {
   if (!step.kinds.empty()) return step.kinds;
   auto ops = checked(PyObject_CallFunctionObjArgs(view_ops_of, step.node, nullptr));
   int32_t which = 0;
-  for (auto op : ops) step.kinds.push_back(kind_of(op, which++));
+  for (auto op : ops) {
+    step.kinds.push_back(kind_of(op, which++));
+    step.links.push_back(c10::make_intrusive<Link>(LinkP(), step.kinds.back(), 0));
+  }
   return step.kinds;
 }
 

@@ -3,6 +3,9 @@
 #include "facts.h"
 #include "handle.h"
 
+#include <algorithm>
+#include <unordered_map>
+
 namespace lazygt {
 // How the results of a step are made.
 enum class Make : uint8_t {
@@ -19,14 +22,16 @@ enum class Make : uint8_t {
 struct Step;
 using StepP = c10::intrusive_ptr<Step>;
 
+// Traces go from one to the next of thousands, so what a hit reads lies close together in it.
 struct Step final : c10::intrusive_ptr_target {
   PyObject* node;  // its TrieNode, which owns this; null when the trie has forgotten it
   int32_t first, values, params, inputs, ops;  // as TrieNode's
   bool full;
   bool moves;  // takes its position when it runs
   Make make = Make::UNKNOWN;
-  std::vector<const Meta*> fresh, written;  // of its results; null: an undefined tensor
-  std::vector<ViewKindP> kinds;             // of its results, if they are views
+  c10::SmallVector<const Meta*, 1> fresh, written;  // of its results; null: an undefined tensor
+  c10::SmallVector<ViewKindP, 1> kinds;             // of its results, if they are views
+  c10::SmallVector<LinkP, 1> links;                 // so, to them from a whole storage
 
   explicit Step(py::handle node);  // needs the GIL
   // The step below by that key, or null.
@@ -37,12 +42,14 @@ struct Step final : c10::intrusive_ptr_target {
 
  private:
   struct Child {
-    std::vector<uint64_t> key;
+    c10::SmallVector<uint64_t, 7> key;
     StepP step;
-    bool matches(const Words& words) const;
+    bool matches(const Words& words) const {
+      return key.size() == words.size() && std::equal(words.begin(), words.end(), key.begin());
+    }
   };
-  std::vector<Child> children_;
-  size_t likely_ = 0;                                        // the child that came last time
+  size_t likely_ = 0;  // the child that came last time
+  c10::SmallVector<Child, 1> children_;
   std::unordered_map<uint64_t, std::vector<size_t>> places_;  // by hash, once there are many
 };
 
@@ -51,6 +58,6 @@ StepP step_of(py::handle node);
 // Says how the results of an op's step are made; needs the GIL.
 void prepare(Step& step, const Facts& f);
 // The view kinds of a step, made once; needs the GIL.
-const std::vector<ViewKindP>& kinds_of(Step& step);
+const c10::SmallVector<ViewKindP, 1>& kinds_of(Step& step);
 void set_view_ops(py::object view_ops);  // record.views.view_ops
 }  // namespace lazygt

@@ -26,6 +26,7 @@ from lazygt.record import chains, handlers, host_values, views
 from lazygt.record.infer import Inference
 from lazygt.record.miss import on_miss
 from lazygt.record.recorder import Recorder
+from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import (
     NATIVE,
     LazyTensor,
@@ -36,7 +37,7 @@ from lazygt.record.tensor import (
     is_lazy,
     storage_of,
 )
-from lazygt.record.trace import Trace, TracePoint, new_serial
+from lazygt.record.trace import Trace, TraceOwner, TracePoint, new_serial
 from lazygt.record.trie import TraceTrie, TrieNode
 
 
@@ -54,10 +55,14 @@ class Road(IntEnum):
     ITSELF = 8
     ITEM = 9
     AS_VIEW = 10
+    DRAW = 11
+    BLANK = 12
 
 
 _ROADS: dict[Any, Road] = {
     handlers.copy: Road.BOTH_LAZY,
+    handlers.empty: Road.BLANK,
+    handlers.empty_strided: Road.BLANK,
     handlers.item: Road.ITEM,
     handlers.same: Road.ITSELF,
     handlers.to_copy: Road.DEVICE,
@@ -73,10 +78,12 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     for when that argument is set."""
     f = facts(func)
     handler, _ = handlers.handler_of(f)
-    if f.random or f.dynamic:
+    if f.dynamic or (f.random and handler is not None):
         return Road.PYTHON, 0, f, None
     if func is torch.ops.aten._reshape_alias.default:
         return Road.AS_VIEW, 0, f, None
+    if f.random:
+        return Road.DRAW, 0, f, None
     if handler is None:
         return (Road.MASKED if f.name in MASKABLE else Road.ORDINARY), 0, f, None
     road = _ROADS.get(handler, Road.PYTHON)
@@ -225,6 +232,24 @@ class NativeTrace(Trace):
         views.write(self, t, index)
 
 
+class NativeGenerator(SessionGenerator):
+    """Tells C++ when draws are steps like others."""
+
+    def __init__(self, owner: TraceOwner, device_type: str, native: Any) -> None:
+        self._native = native
+        super().__init__(owner, device_type)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the workers have the state that the next draw starts from."""
+        holds: bool = self._native.draws
+        return holds
+
+    @holds.setter
+    def holds(self, holds: bool) -> None:
+        self._native.draws = holds
+
+
 class NativeRecorder(Recorder):
     """A recorder whose hits are C++'s."""
 
@@ -234,6 +259,10 @@ class NativeRecorder(Recorder):
         self.native = NATIVE.Recorder(self)
         self._anchor: TracePoint | None = None
         return self.native.lock
+
+    def _make_generator(self, device_type: str) -> SessionGenerator:
+        recorder: Recorder = self
+        return NativeGenerator(recorder, device_type, self.native)
 
     def _make_trace(self) -> Trace:
         return NativeTrace(self, self.trie, self.inference, self.native)

@@ -46,7 +46,6 @@ from lazygt.record.formulas.decompositions import (
 )
 from lazygt.record.formulas.derivatives import register_derivatives
 from lazygt.record.formulas.recurrent import RECURRENT, register_recurrent
-from lazygt.record.host_values import blank
 from lazygt.record.patches import Patches
 from lazygt.record.tensor import NATIVE, Above, LazyTensor, is_lazy
 from lazygt.record.trace import closed_error
@@ -160,22 +159,6 @@ def _fallback(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Ops that reach the backend without a LazyTensor among their arguments: factories."""
     recorder()
     return _dispatch(func, args, kwargs)
-
-
-def _empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
-           pin_memory: Any = None, memory_format: Any = None) -> torch.Tensor:  # fmt: skip
-    if layout not in (None, torch.strided):
-        raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
-    stride = None
-    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
-        meta = torch.empty(size, device="meta", memory_format=memory_format)
-        stride = meta.stride()
-    return blank(recorder(), size, stride, dtype)
-
-
-def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, layout: Any = None,
-                   device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
-    return blank(recorder(), size, stride, dtype)
 
 
 def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
@@ -346,8 +329,6 @@ def register() -> None:
         everything.fallback(_fallback, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
-        "empty.memory_format": _empty,
-        "empty_strided": _empty_strided,
         "_copy_from": _copy_from,
         "_efficientzerotensor": _zero_tensor,
         "_copy_from_and_resize": _copy_from_and_resize,

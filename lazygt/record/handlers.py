@@ -21,7 +21,7 @@ from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
 from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
-from lazygt.record.host_values import fill, remote_tensor, to_lazy
+from lazygt.record.host_values import blank, fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import Storage, is_lazy, rebind, storage_of, view_of, wrapper
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
@@ -171,6 +171,25 @@ def _pack_padded(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) ->
         runs.append(aten.reshape.default(run, (-1, *steps.shape[2:])))
         start = end
     return aten.cat.default(runs), batch_sizes
+
+
+# -- memory that nothing is in yet ------------------------------------------------------------
+
+
+def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.empty``: no step until something is done with it."""
+    layout, form = kwargs.get("layout"), kwargs.get("memory_format")
+    if layout not in (None, torch.strided):
+        raise RuntimeError(f"device 'lazygt' has strided tensors only, not {layout}")
+    stride = None
+    if form not in (None, torch.contiguous_format, torch.preserve_format):
+        stride = torch.empty(args[0], device="meta", memory_format=form).stride()
+    return blank(recorder, args[0], stride, kwargs.get("dtype"))
+
+
+def empty_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.empty_strided``: the same."""
+    return blank(recorder, args[0], args[1], kwargs.get("dtype"))
 
 
 # -- handles -------------------------------------------------------------------------------
@@ -347,6 +366,8 @@ _HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: item,
     aten._to_copy.default: to_copy,
     aten.copy_.default: copy,
+    aten.empty.memory_format: empty,
+    aten.empty_strided.default: empty_strided,
     aten._pack_padded_sequence.default: _pack_padded,
     aten.lift_fresh.default: same,
     aten._pin_memory.default: same,

@@ -59,8 +59,8 @@ class Recorder:
         #: what the workers compute on
         self.worker_device = worker_device
         self.inference = Inference(worker_device)
-        self.generator = SessionGenerator(self, worker_device)
         self.lock = self._make_lock()
+        self.generator = self._make_generator(worker_device)
         self.closed = False
         self.trace = self._make_trace()
         #: ops of the traces before this one
@@ -73,6 +73,9 @@ class Recorder:
 
     def _make_lock(self) -> threading.RLock:
         return threading.RLock()
+
+    def _make_generator(self, device_type: str) -> SessionGenerator:
+        return SessionGenerator(self, device_type)
 
     def _make_trace(self) -> Trace:
         return Trace(self, self.trie, self.inference)

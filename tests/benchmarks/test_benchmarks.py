@@ -72,6 +72,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
     ("name", "arguments", "expected"),
     [
         ("record_cost", "--rounds 1 --ops 20", "a + b with grad"),
+        ("client_step", "--rounds 1 --quick --only SGD", "zero_grad counts to backward"),
         ("step_messages", "--steps 5 --launcher inline", "times fewer"),
         ("training_steps", "--rounds 1 --only MLP", "MLP 784-512-512-10, Adam"),
         ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
