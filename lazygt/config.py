@@ -66,9 +66,13 @@ def cache_setting() -> str | None:
     return os.environ.get("LAZYGT_CACHE_DIR") or None
 
 
-def sanitize_setting() -> bool:
-    """LAZYGT_NATIVE_SANITIZE: have the native extension watched by ASan and UBSan, for tests."""
-    return _flag(os.environ.get("LAZYGT_NATIVE_SANITIZE") or "0")
+def sanitize_setting() -> str | None:
+    """LAZYGT_NATIVE_SANITIZE: who watches the native extension in tests; 1 for ASan and UBSan,
+    or ``thread``."""
+    value = os.environ.get("LAZYGT_NATIVE_SANITIZE") or "0"
+    if value == "thread":
+        return value
+    return "address,undefined" if _flag(value) else None
 
 
 def wheels_setting() -> str | None:

@@ -172,6 +172,7 @@ void bind_recorder(py::module_& m) {
       .def_property("closed", [](Recorder& r) { return r.closed.load(); }, [](Recorder& r, bool on) { r.closed = on; })
       .def_readwrite("anchored", &Recorder::anchored)
       .def_property("draws", [](Recorder& r) { return r.draws.load(); }, [](Recorder& r, bool on) { r.draws = on; })
+      .def_readwrite("anchor", &Recorder::anchor)
       .def("leave", [](Recorder& r) {
         r.closed = true;
         r.python = r.trace = nullptr;
@@ -189,6 +190,13 @@ void bind_recorder(py::module_& m) {
   m.def("forget", [](py::object parent, py::object child) {
     if (attribute(parent, "native").is_none() || attribute(child, "native").is_none()) return;
     step_of(parent)->forget(step_of(child).get());
+  });
+  m.def("keys_below", [](py::object node) { return step_of(node)->keys(); });
+  m.def("step_below", [](py::object node, const std::vector<uint64_t>& words) -> py::object {
+    Words key;
+    key.append(words.begin(), words.end());
+    Step* step = step_of(node)->find(key);
+    return step == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(step->node);
   });
   m.def("set_storage_type", [](py::object type) { set_storage_type(type); });
   m.def("connect", [](py::object learn, py::object view_ops, py::object is_library, py::object closed) {

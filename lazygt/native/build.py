@@ -21,9 +21,7 @@ from pathlib import Path
 import torch
 
 from lazygt.cache import private_directory
-from lazygt.config import sanitize_setting
 from lazygt.native.fit import (
-    SANITIZED,
     Build,
     Facts,
     Misfit,
@@ -33,6 +31,7 @@ from lazygt.native.fit import (
     file_name,
     flags,
     headers,
+    sanitized,
     units,
     write_record,
 )
@@ -168,7 +167,7 @@ def _link(path: str, objects: list[Path], target: Path) -> None:
     """Without a path to torch's libraries: they are loaded before the extension, always."""
     lib = Path(torch.__file__).parent / "lib"
     libraries = [f"-L{lib}", *(f"-l{name}" for name in LIBRARIES)]
-    kind = SANITIZED if sanitize_setting() else ("-s",)
+    kind = sanitized() or ("-s",)
     _run([path, "-shared", *kind, *map(str, objects), *libraries, "-o", str(target)])
 
 

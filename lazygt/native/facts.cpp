@@ -5,6 +5,8 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
+#include <pthread.h>
+
 #include <mutex>
 #include <unordered_map>
 
@@ -12,6 +14,10 @@ namespace lazygt {
 namespace {
 PyObject* teacher = nullptr;
 std::atomic<uint32_t> last_id{0};
+std::mutex lock;  // of what is known
+// while another thread has it nobody forks: it would stay locked in the child
+[[maybe_unused]] const int held_over_forks =
+    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { new (&lock) std::mutex(); });
 
 Out kind_of(const std::string& letters) {
   if (letters == "f") return Out::FRESH;
@@ -120,7 +126,6 @@ py::object to_python(const c10::Argument& argument, const c10::IValue& value) {
 void set_teacher(py::object learn) { teacher = learn.release().ptr(); }
 
 Facts& facts_of(const c10::OperatorHandle& op) {
-  static std::mutex lock;
   static auto* known = new std::unordered_map<const void*, std::unique_ptr<Facts>>();
   {
     std::lock_guard<std::mutex> guard(lock);

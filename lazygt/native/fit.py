@@ -28,13 +28,17 @@ SOURCES = Path(__file__).parent
 #: With these every source file is compiled; a build with others is another build.
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS",
          f"-DTORCH_EXTENSION_NAME={NAME}")  # fmt: skip
-#: What is added for tests under sanitizers; such a process has to load their libraries first.
-SANITIZED = ("-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 
 
 def flags() -> tuple[str, ...]:
     """All that the compiler is told in any environment."""
-    return (*FLAGS, *SANITIZED) if sanitize_setting() else FLAGS
+    return (*FLAGS, *sanitized())
+
+
+def sanitized() -> tuple[str, ...]:
+    """What is added under sanitizers; such a process has to load their libraries first."""
+    kinds = sanitize_setting()
+    return ("-g", "-O1", "-fno-omit-frame-pointer", f"-fsanitize={kinds}") if kinds else ()
 
 
 class Misfit(Exception):

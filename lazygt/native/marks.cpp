@@ -2,6 +2,7 @@
 
 #include <c10/util/flat_hash_map.h>
 #include <frameobject.h>
+#include <pthread.h>
 
 #include <array>
 #include <shared_mutex>
@@ -19,6 +20,9 @@ namespace lazygt {
 namespace {
 PyObject* library_test = nullptr;
 std::shared_mutex lock;
+// while another thread has it nobody forks: it would stay locked in the child
+[[maybe_unused]] const int held_over_forks =
+    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { new (&lock) std::shared_mutex(); });
 
 ska::flat_hash_map<PyCodeObject*, bool>& known() {
   static auto* codes = new ska::flat_hash_map<PyCodeObject*, bool>();

@@ -3,6 +3,8 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
 
+#include <pthread.h>
+
 #include <mutex>
 #include <unordered_map>
 
@@ -24,6 +26,9 @@ std::mutex& lock() {
   static std::mutex lock;
   return lock;
 }
+// while another thread has it nobody forks: it would stay locked in the child
+[[maybe_unused]] const int held_over_forks = pthread_atfork(
+    [] { lock().lock(); }, [] { lock().unlock(); }, [] { new (&lock()) std::mutex(); });
 std::unordered_map<Words, std::unique_ptr<Meta>, Hash>& known() {
   static auto* metas = new std::unordered_map<Words, std::unique_ptr<Meta>, Hash>();
   return *metas;

@@ -122,7 +122,8 @@ void Recorder::record(Facts& f, Stack& stack) {
 }
 
 void Recorder::overflow_if_full() {
-  if (C10_LIKELY(!anchored && !step->full)) return;
+  if (C10_LIKELY(!step->full && !anchored)) return;
+  if (!step->full && !marks.empty() && marks.back().lasti != anchor) return;
   Gil gil;
   c10::impl::ExcludeDispatchKeyGuard below(above_python());
   call_method(python, "overflow");

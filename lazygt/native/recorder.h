@@ -14,7 +14,8 @@ using Stack = std::vector<c10::IValue>;
 struct Recorder {
   Lock lock;
   std::atomic<bool> closed{false};
-  bool anchored = false;   // traces that are too long end where one did before
+  bool anchored = false;  // traces that are too long end where one did before:
+  int anchor = 0;         // the `lasti` of that op's mark
   std::atomic<bool> draws{false};  // the workers have the state of the random stream
   PyObject* python;           // record.bridge.NativeRecorder, which is there while ops are recorded
   PyObject* trace = nullptr;  // its NativeTrace

@@ -118,6 +118,12 @@ void Step::forget(const Step* step) {
   }
 }
 
+std::vector<std::vector<uint64_t>> Step::keys() const {
+  std::vector<std::vector<uint64_t>> keys;
+  for (const auto& child : children_) keys.push_back(child.key);
+  return keys;
+}
+
 StepP step_of(py::handle node) {
   auto known = attribute(node, "native");
   if (!known.is_none()) {

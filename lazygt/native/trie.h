@@ -38,6 +38,8 @@ struct Step final : c10::intrusive_ptr_target {
   Step* find(const Words& key);
   void add(const Words& key, StepP step);
   void forget(const Step* step);
+  // Of the steps below.
+  std::vector<std::vector<uint64_t>> keys() const;
   void release_resources() override { children_.clear(); }
 
  private:

@@ -294,6 +294,8 @@ class NativeRecorder(Recorder):
     @anchor.setter
     def anchor(self, anchor: TracePoint | None) -> None:
         self._anchor = anchor
+        call_site = None if anchor is None else anchor[1]
+        self.native.anchor = 0 if call_site is None else call_site[1]
         self.native.anchored = anchor is not None
 
     # -- what C++ leaves to Python -----------------------------------------------------------------

@@ -6,6 +6,7 @@ use raises NoSession.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from lazygt.record.formulas.decompositions import (
 )
 from lazygt.record.formulas.derivatives import register_derivatives
 from lazygt.record.formulas.recurrent import RECURRENT, register_recurrent
+from lazygt.record.handlers import refuse_layout
 from lazygt.record.patches import Patches
 from lazygt.record.tensor import NATIVE, Above, LazyTensor, is_lazy
 from lazygt.record.trace import closed_error
@@ -181,11 +183,7 @@ def _pin_memory(source: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def _refuse_layout(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        f"{func}: device 'lazygt' has dense strided tensors only, no sparse, quantized or nested "
-        f"ones. Make such a tensor on the CPU (device='cpu') and .to_dense() it before "
-        f".to('lazygt')."
-    )
+    return refuse_layout(None, func, args, kwargs)
 
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> Any:
@@ -338,6 +336,9 @@ def register() -> None:
     aten.impl("_pin_memory", _pin_memory, "CPU")
     for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
         everything.fallback(_refuse_layout, key)
+    sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
+    # torch would decompose it, and make a sparse tensor of lazy parts
+    aten.impl(sparse, functools.partial(_refuse_layout, sparse), "SparseCsrPrivateUse1")
     fall_through(everything)
     _libraries.extend((everything, aten))
     _libraries.append(register_decompositions(_fallback if NATIVE is None else None))

@@ -87,6 +87,14 @@ def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
     return recorder.foreign_op(f, args, kwargs)
 
 
+def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise NotImplementedError(
+        f"{func}: device 'lazygt' has dense strided tensors only, no sparse, quantized or nested "
+        f"ones. Make such a tensor on the CPU (device='cpu') and .to_dense() it before "
+        f".to('lazygt')."
+    )
+
+
 # -- values that come and go ---------------------------------------------------------------
 
 
@@ -387,6 +395,11 @@ _HANDLERS: dict[Any, Handler] = {
     aten.slice_scatter.default: pieces.slice_scatter,
     aten.view.dtype: pieces.at_one_place,
     aten.view_as_complex.default: pieces.at_one_place,
+    aten._sparse_compressed_tensor_unsafe.default: refuse_layout,
+    aten.sparse_compressed_tensor.comp_plain_value: refuse_layout,
+    aten.sparse_compressed_tensor.comp_plain_value_size: refuse_layout,
+    aten._sparse_coo_tensor_unsafe.default: refuse_layout,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: refuse_layout,
     aten.resize_.default: _resize,
     aten.set_.source_Tensor: _set_source,
     aten.set_.source_Storage: _set_storage,

@@ -2,6 +2,10 @@
 
 Run as ``python -m tests.native.accounts FILE JSON``, with the recorder that LAZYGT_RECORDER names;
 ``compare`` starts two such processes.
+
+For tensors of a Python subclass, as those of the recorder in Python are, torch's own C++ calls
+other ops here and there (``isTensorSubclassLike``). It does so for every tensor in a dispatch mode:
+a task may ask for one.
 """
 
 from __future__ import annotations
@@ -12,15 +16,17 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lazygt
-from lazygt import native
+from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
 from lazygt.runtime.plan import Plan
 from tests.models import zoo
@@ -34,29 +40,47 @@ COUNTS = ("ops_recorded", "ops_inferred", "flushes", "plans_built", "plans_resiz
           "plan_misses", "messages_sent", "bytes_uploaded", "bytes_fetched")  # fmt: skip
 
 
-def account(name: str, *programs: Callable[[], Any], **settings: Any) -> Account:
-    """What a session makes of programs that run in it one after the other."""
+class Task(NamedTuple):
+    """Programs that run in one session, one after the other."""
+
+    name: str
+    programs: list[Callable[[], Any]]
+    settings: dict[str, Any]
+
+
+def account(task: Task, as_subclasses: bool) -> Account:
+    """What a session makes of them.
+
+    Args:
+        as_subclasses: torch is to call the ops that it calls for Python subclasses.
+    """
     results, errors = [], []
-    with lazygt.session(launcher="inline", compile="off", keep_stages=True, **settings) as s:
-        for program in programs:
+    settings = {"launcher": "inline", "compile": "off", "keep_stages": True, **task.settings}
+    with lazygt.session(**settings) as s:
+        for program in task.programs:
             try:
-                results.append([shown(leaf) for leaf in tree_leaves(program())])
+                with BaseTorchDispatchMode() if as_subclasses else nullcontext():
+                    result = program()
+                results.append([shown(leaf) for leaf in tree_leaves(result)])
             except Exception as error:  # noqa: BLE001 - what it is is compared
                 errors.append(f"{type(error).__name__}: {error}")
-        flushes = [
-            [flush.reason, expand(flush.call_site), flush.ops, flush.hit, hexed(flush.digest)]
-            for flush in s.history.recent
-        ]
+        flushes = [[flush.reason, expand(flush.call_site)] for flush in s.history.recent]
+        runs = [[flush.ops, flush.hit, hexed(flush.digest)] for flush in s.history.recent]
         stats = s.stats()
-        plans = [[*recorded(s, plan), *lines(plan)] for plan in s.plans()]
+        graphs = [recorded(s, plan) for plan in s.plans()]
+        plans = [
+            [*map(str, graph), *lines(plan)] for graph, plan in zip(graphs, s.plans(), strict=True)
+        ]
         digests = [hexed(plan.digest) for plan in s.plans()]
     return {
-        "name": name,
+        "name": task.name,
         "values": results,
         "errors": errors,
+        "ops": [node.op for each in graphs for graph in each for node in graph.nodes],
         "plans": plans,
         "digests": digests,
         "flushes": flushes,
+        "runs": runs,
         **{f"count of {count}": stats[count] for count in COUNTS},
     }
 
@@ -65,9 +89,9 @@ def hexed(digest: bytes | None) -> str | None:
     return None if digest is None else digest.hex()
 
 
-def recorded(s: lazygt.Session, plan: Plan) -> list[str]:
-    """The graph before any pass."""
-    return [str(graph) for _, graph in s.stages(plan)[:1]]
+def recorded(s: lazygt.Session, plan: Plan) -> list[Graph]:
+    """The graph before any pass; none of a plan that was no trace."""
+    return [graph for _, graph in s.stages(plan)[:1]]
 
 
 def lines(plan: Plan) -> list[str]:
@@ -91,7 +115,7 @@ def shown(value: Any) -> str:
 # -- programs --------------------------------------------------------------------------------------
 
 
-def drawn(first: int, count: int) -> Iterator[Account]:
+def drawn(first: int, count: int) -> Iterator[Task]:
     """Programs of the property tests, drawn by numbered seeds."""
     for seed in range(first, first + count):
         draw = random.Random(seed)
@@ -105,7 +129,7 @@ def drawn(first: int, count: int) -> Iterator[Account]:
         changed = replace(program[at], b=draw.randrange(8), number=0.25)
         other = [*program[:at], changed, *program[at + 1 :]]
         runs = [partial(run, each) for each in (program, other, program, other)]
-        yield account(f"program {seed}", *runs, max_graph_nodes=length)
+        yield Task(f"program {seed}", runs, {"max_graph_nodes": length})
 
 
 def run(program: list[Step]) -> list[Any]:
@@ -120,7 +144,7 @@ def run(program: list[Step]) -> list[Any]:
     return [state.tensors, state.read, errors]
 
 
-def positions(first: int, count: int) -> Iterator[Account]:
+def positions(first: int, count: int) -> Iterator[Task]:
     """Programs whose positions change from turn to turn, some of them shipped after each turn.
 
     None goes backward through a write into a part: torch asks for that part by its strides where
@@ -135,7 +159,7 @@ def positions(first: int, count: int) -> Iterator[Account]:
         ]
         ship = partial(torch.ones, (), device="lazygt") if seed % 4 == 0 else read_one
         turns = partial(test_positions.run, "lazygt", program, seed, ship)
-        yield account(f"positions {seed}", turns, turns)
+        yield Task(f"positions {seed}", [turns, turns], {})
 
 
 def read_one() -> None:
@@ -143,7 +167,7 @@ def read_one() -> None:
     torch.ones((), device="lazygt").tolist()
 
 
-def operators(first: int, every: int, samples: int) -> Iterator[Account]:
+def operators(first: int, every: int, samples: int) -> Iterator[Task]:
     """torch's operator database, forward and backward: each operator that comes ``every`` so many
     from number ``first`` on."""
     # why: the database takes seconds to load
@@ -158,16 +182,16 @@ def operators(first: int, every: int, samples: int) -> Iterator[Account]:
                 continue
             for number, sample in enumerate(drawn_samples):
                 once = partial(harness.outcome, op, sample, grad, harness.moved)
-                yield account(f"{harness.name_of(op)} {direction} {number}", once, once)
+                yield Task(f"{harness.name_of(op)} {direction} {number}", [once, once], {})
 
 
-def models(optimizers: list[str], steps: int) -> Iterator[Account]:
+def models(optimizers: list[str], steps: int) -> Iterator[Task]:
     """The models of the zoo, trained."""
     for name in zoo.MODELS:
         data = zoo.batches(name, steps)
         for optimizer in optimizers:
             training = partial(zoo.train, name, optimizer, data, "lazygt")
-            yield account(f"{name} with {optimizer}", training)
+            yield Task(f"{name} with {optimizer}", [training], {})
 
 
 KINDS = {"drawn": drawn, "positions": positions, "operators": operators, "models": models}
@@ -176,15 +200,18 @@ KINDS = {"drawn": drawn, "positions": positions, "operators": operators, "models
 def main() -> None:
     """Write the accounts of a kind of programs into a file."""
     path, text = sys.argv[1:]
-    task = json.loads(text)
+    asked = json.loads(text)
+    only = asked.get("only")
     torch.set_num_threads(1)
-    with mutations.applied(task["mutation"]), warnings.catch_warnings():
+    with mutations.applied(asked["mutation"]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        accounts = list(KINDS[task["kind"]](*task["arguments"]))
+        accounts = [
+            account(task, as_subclasses=only is not None)
+            for task in KINDS[asked["kind"]](*asked["arguments"])
+            if only is None or task.name in only
+        ]
     with open(path, "w") as file:
-        extension = native.load().module is not None
-        told = {"recorder": recorder(), "extension": extension, "accounts": accounts}
-        json.dump(told, file)
+        json.dump({"recorder": recorder(), "accounts": accounts}, file)
 
 
 def recorder() -> str:

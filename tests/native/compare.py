@@ -13,19 +13,31 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 12
+#: What the user sees, which is equal whatever ops torch calls.
+SEEN = ("values", "errors", "flushes", "count of messages_sent", "count of bytes_uploaded",
+        "count of bytes_fetched")  # fmt: skip
 
 
 def accounts(
-    folder: Path, kind: str, arguments: list[Any], sides: list[tuple[str, str | None]]
+    folder: Path,
+    kind: str,
+    arguments: list[Any],
+    sides: list[tuple[str, str | None]],
+    only: list[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """What both sides tell; each side is a recorder and a mutation of it."""
+    """What both sides tell; each side is a recorder and a mutation of it.
+
+    Args:
+        only: the names of the programs that are wanted, run so that torch calls the ops that it
+            calls for Python subclasses; None: all, run plainly.
+    """
 
     def side(number: int) -> dict[str, Any]:
         recorder, mutation = sides[number]
         path = folder / f"{number}.json"
-        task = json.dumps({"kind": kind, "arguments": arguments, "mutation": mutation})
+        asked = {"kind": kind, "arguments": arguments, "mutation": mutation, "only": only}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.native.accounts", str(path), task],
+            [sys.executable, "-m", "tests.native.accounts", str(path), json.dumps(asked)],
             env={**os.environ, "LAZYGT_RECORDER": recorder, "LAZYGT_CHECK_PASSES": "0"},
             cwd=ROOT,
             capture_output=True,
@@ -40,13 +52,24 @@ def accounts(
         return list(pool.map(side, range(len(sides))))
 
 
-def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
-    """Where two lists of accounts differ, one line a field, and the program's name first."""
+def other_ops(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """The names of programs for which torch called other ops on one side."""
+    return [a["name"] for a, b in zip(ours, theirs, strict=True) if a["ops"] != b["ops"]]
+
+
+def differences(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seen: list[str] | None = None
+) -> list[str]:
+    """Where two lists of accounts differ, one line a field, and the program's name first.
+
+    Args:
+        seen: programs of which only what the user sees is looked at.
+    """
     assert [a["name"] for a in ours] == [b["name"] for b in theirs]
     return [
         f"{a['name']}: {field}: {difference(a[field], b[field])}"
         for a, b in zip(ours, theirs, strict=True)
-        for field in a
+        for field in (SEEN if a["name"] in (seen or ()) else a)
         if a[field] != b[field]
     ]
 

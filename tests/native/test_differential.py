@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lazygt import native
-from tests.native.compare import accounts, differences
+from tests.native.compare import accounts, differences, other_ops
 from tests.native.mutations import MUTATIONS
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,16 +35,24 @@ DEEP: dict[str, list[Any]] = {
 }
 
 
-def compared(folder: Path, kind: str, arguments: list[Any], *sides: tuple[str, str | None]) -> Any:
-    ours, theirs = accounts(folder, kind, arguments, list(sides))
-    assert [ours["recorder"], theirs["recorder"]] == [recorder for recorder, _ in sides]
-    return differences(ours["accounts"], theirs["accounts"])
+def compared(folder: Path, kind: str, arguments: list[Any], *recorders: str) -> list[str]:
+    """What two recorders differ in."""
+
+    def run(only: list[str] | None) -> list[Any]:
+        sides = accounts(folder, kind, arguments, [(name, None) for name in recorders], only)
+        assert [side["recorder"] for side in sides] == list(recorders)
+        return [side["accounts"] for side in sides]
+
+    plain = run(None)
+    assert plain[0]
+    names = other_ops(*plain)
+    return differences(*plain, names) + (differences(*run(names)) if names else [])
 
 
 @needs_native
 @pytest.mark.parametrize("kind", FAST)
 def test_recorders_record_the_same(tmp_path: Path, kind: str) -> None:
-    found = compared(tmp_path, kind, FAST[kind], ("native", None), ("python", None))
+    found = compared(tmp_path, kind, FAST[kind], "native", "python")
     assert not found, "\n".join(found)
 
 
@@ -53,7 +61,7 @@ def test_recorders_record_the_same(tmp_path: Path, kind: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", DEEP)
 def test_recorders_record_the_same_of_many_more(tmp_path: Path, kind: str) -> None:
-    found = compared(tmp_path, kind, DEEP[kind], ("native", None), ("python", None))
+    found = compared(tmp_path, kind, DEEP[kind], "native", "python")
     assert not found, "\n".join(found)
 
 
@@ -76,7 +84,7 @@ def test_a_recorder_agrees_with_itself(told: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["operators", "models"])
 def test_a_recorder_agrees_with_itself_in_all(tmp_path: Path, kind: str) -> None:
-    found = compared(tmp_path, kind, FAST[kind], ("python", None), ("python", None))
+    found = compared(tmp_path, kind, FAST[kind], "python", "python")
     assert not found, "\n".join(found)
 
 

@@ -89,6 +89,16 @@ def test_every_constructor_of_torch_is_covered() -> None:
     assert names - left_out <= set(FACTORIES)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse_tensors_can_not_be_moved(s: lazygt.Session, kind: str) -> None:
+    blocks = (2, 2) if kind[0] == "b" else None
+    layout = getattr(torch, f"sparse_{kind}")
+    sparse = torch.eye(4, device="cpu").to_sparse(layout=layout, blocksize=blocks)
+    with pytest.raises(NotImplementedError, match="dense strided tensors only"):
+        sparse.to("lazygt")
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_sparse_and_quantized_constructors_stay_on_the_cpu(s: lazygt.Session) -> None:
