@@ -327,5 +327,5 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
             break
     if NATIVE is not None and name in (HITS_OF_CPP if known else STEPLESS):
         assert n == 0, "Python ran"
-    else:
+    elif NATIVE is None or not known:  # C++ may know others, too
         assert n > 10, "hardly a line was interrupted"
