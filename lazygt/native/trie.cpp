@@ -120,7 +120,7 @@ void Step::forget(const Step* step) {
 
 std::vector<std::vector<uint64_t>> Step::keys() const {
   std::vector<std::vector<uint64_t>> keys;
-  for (const auto& child : children_) keys.push_back(child.key);
+  for (const auto& child : children_) keys.emplace_back(child.key.begin(), child.key.end());
   return keys;
 }
 
