@@ -121,3 +121,25 @@ def test_a_known_failure_that_keeps_a_rank_from_a_collective_is_named() -> None:
             s.synchronize()
         with pytest.raises(lazygt.ExecutionError, match=r"index_select.*worker 1: IndexError"):
             bad.sum().item()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_table_in_rows_refuses_what_is_in_no_rows() -> None:
+    """Each rank takes the rows of others for zeros, and may not take others for theirs."""
+    look_ups = {
+        "index": lambda table, at: table[at],
+        "embedding": lambda table, at: torch.nn.functional.embedding(at, table),
+        "index_select": lambda table, at: table.index_select(0, at),
+        "gather": lambda table, at: table.gather(0, at[:, None].expand(-1, 3)),
+    }
+    with lazygt.session(mesh={"data": 2}, threads=1):
+        table = lazygt.distribute(torch.arange(24.0).reshape(8, 3), [S0])
+        for name, look_up in look_ups.items():
+            for row in (8, 99, -9, -99):
+                at = torch.tensor([1, row, 6], device="cpu").to("lazygt")
+                with pytest.raises((IndexError, RuntimeError), match=rf"{name}.*(out of|index)"):
+                    look_up(table, at).sum().item()
+            at = torch.tensor([1, 7, 6], device="cpu").to("lazygt")
+            assert look_up(table, at).sum().item() == 135.0
+        assert table[torch.tensor([-1, -8])].sum().item() == 69.0

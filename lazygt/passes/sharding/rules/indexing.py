@@ -237,12 +237,22 @@ def _look_up(count: int) -> Lowering:
 
 
 def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
-    """Indices counted from this rank's block, 0 where they lie outside; and which those are."""
+    """Indices counted from this rank's block, 0 where they lie outside; and which those are.
+
+    What lies outside of all blocks stays so: torch's kernel has to refuse it.
+    """
     start, stop = build.bounds(count)
-    outside = build.op("aten.logical_or.default", build.op("aten.lt.Scalar", indices, start),
-                       build.op("aten.ge.Scalar", indices, stop))  # fmt: skip
-    shifted = build.op("aten.sub.Scalar", indices, start)
-    return build.op("aten.masked_fill.Scalar", shifted, outside, 0), outside
+    outside = _out_of(build, indices, start, stop)
+    local = build.op("aten.sub.Scalar", indices, start)
+    local = build.op("aten.masked_fill.Scalar", local, outside, 0)
+    nowhere = _out_of(build, indices, 0, count)
+    return build.op("aten.masked_fill.Scalar", local, nowhere, count), outside
+
+
+def _out_of(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
+    """Which indices are not in ``[start, stop)``."""
+    below = build.op("aten.lt.Scalar", indices, start)
+    return build.op("aten.logical_or.default", below, build.op("aten.ge.Scalar", indices, stop))
 
 
 def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
