@@ -166,6 +166,11 @@ def _pointwise_key(
     return tuple(key)
 
 
+def _alike(operands: list[TensorMeta]) -> bool:
+    """Whether both are tensors of one shape; to torch a number is one without dims."""
+    return len(operands) == 2 and operands[0].shape == operands[1].shape
+
+
 def _pointwise(
     f: OpFacts, args: tuple[Arg, ...], metas: dict[int, TensorMeta], dtype: torch.dtype
 ) -> Results | None:
@@ -174,7 +179,7 @@ def _pointwise(
     shape = broadcast([meta.shape for meta in operands])
     if shape is None:
         return None
-    if not all(map(is_contiguous, operands)) and any(meta.shape != shape for meta in operands):
+    if not all(map(is_contiguous, operands)) and not _alike(operands):
         return None
     if f.outputs == ("f",):
         return Results((contiguous(shape, dtype),))

@@ -252,7 +252,10 @@ def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
 def _out_of(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
     """Which indices are not in ``[start, stop)``."""
     below = build.op("aten.lt.Scalar", indices, start)
-    return build.op("aten.logical_or.default", below, build.op("aten.ge.Scalar", indices, stop))
+    either: Ref = build.op(
+        "aten.logical_or.default", below, build.op("aten.ge.Scalar", indices, stop)
+    )
+    return either
 
 
 def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
