@@ -154,14 +154,16 @@ class Template:
 
 
 _template: Template | None = None
+_starting = threading.Lock()
 
 
 def template() -> Template:
     """The template of this process, started when it is first asked for."""
     global _template
-    if _template is None:
-        _template = Template.start()
-    return _template
+    with _starting:  # two threads may start their first processes at once
+        if _template is None:
+            _template = Template.start()
+        return _template
 
 
 def is_template(pid: int) -> bool:
