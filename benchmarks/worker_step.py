@@ -20,6 +20,7 @@ from benchmarks.contestant import QUICK, WORKLOADS
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
 from benchmarks.models import Step
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, code_of
+from lazygt.runtime.known_runs import KnownRuns
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Value
 
@@ -44,9 +45,16 @@ def noting() -> Iterator[list[Run]]:
         yield runs
 
 
+def in_python(known: KnownRuns, digest: bytes, lists: object, executor: EagerExecutor) -> None:
+    """Leave a known plan to Python, where its runs can be noted."""
+
+
 def runs_of(make: Callable[[str], Step]) -> list[Run]:
     """What a steady step has a worker run."""
-    with lazygt.session(launcher="inline", compile="off") as s:
+    with (
+        mock.patch.object(KnownRuns, "keep", in_python),
+        lazygt.session(launcher="inline", compile="off") as s,
+    ):
         step = make("lazygt")
         for _ in range(WARM_UP):
             s.synchronize()
