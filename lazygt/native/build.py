@@ -1,7 +1,8 @@
 """Builds the extension at set-up, as many source files at a time as there are cores.
 
 The result is put into its place whole or not at all. Two that build at once wait for each other,
-and the second finds what the first has made. Objects are kept, so that a changed file costs itself.
+and the second finds what the first has made. Objects are kept: a changed file costs what includes
+it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -42,6 +44,7 @@ LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 COMPILER_BYTES = 3 << 29
 #: Builds, and objects, that are kept; those used last.
 KEPT_BUILDS, KEPT_OBJECTS = 24, 200
+QUOTED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(Exception):
@@ -126,12 +129,13 @@ def _alone(place: Path) -> Iterator[None]:
 
 def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
     """An object of each source file; those that are kept already are not made again."""
-    shared = b"\0".join([header.read_bytes() for header in headers()])
-    shared += repr((facts.torch, facts.python, flags(), path)).encode()
+    shared = repr((facts.torch, facts.python, flags(), path)).encode()
     objects_of = {}
     for unit in units():
-        key = hashlib.sha256(shared + b"\0" + unit.read_bytes()).hexdigest()[:32]
-        objects_of[unit] = objects / f"{unit.stem}-{key}.o"
+        key = hashlib.sha256(shared)
+        for source in (unit, *_included(unit)):
+            key.update(b"\0" + source.read_bytes())
+        objects_of[unit] = objects / f"{unit.stem}-{key.hexdigest()[:32]}.o"
     missing = [unit for unit, there in objects_of.items() if not there.exists()]
     if missing:
         jobs = _jobs(len(missing))
@@ -141,6 +145,20 @@ def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]
     for there in objects_of.values():
         os.utime(there)
     return list(objects_of.values())
+
+
+def _included(unit: Path) -> list[Path]:
+    """Our headers that a source file includes, itself or by way of another."""
+    ours = {header.name: header for header in headers()}
+    found: dict[Path, None] = {}
+    left = [unit]
+    while left:
+        for name in QUOTED.findall(left.pop().read_text()):
+            header = ours.get(name)
+            if header is not None and header not in found:
+                found[header] = None
+                left.append(header)
+    return sorted(found)
 
 
 def _jobs(files: int) -> int:

@@ -50,11 +50,15 @@ def test_a_changed_file_costs_itself(room: Room) -> None:
     assert len(room.builds()) == 2
 
 
-def test_a_changed_header_costs_all(room: Room) -> None:
-    room.build()
-    room.write("other.h", "#define ANSWER 43\n")
+def test_a_changed_header_costs_what_includes_it(room: Room) -> None:
+    room.write("other.h", '#include "numbers.h"\n')
+    room.write("numbers.h", "#define ANSWER 42\n")
     build(quietly)
     assert room.calls() == ALL
+    for changed, answer in (("numbers.h", 43), ("other.h", 44)):
+        room.write(changed, f"#define ANSWER {answer}\n")
+        build(quietly)
+        assert room.calls() == ["_lazygt_native", "other"]
 
 
 def test_other_flags_are_another_build(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
