@@ -128,7 +128,7 @@ def test_what_arrived_before_a_death_is_delivered_before_the_error():
         ask(link, "echo")
         link.send(0, [b"echo", b"first"])
         worker = link._pool.workers[0]
-        while not worker.boxes.filled():
+        while not worker.boxes.incoming.filled():
             select.select([worker.boxes.wakes], [], [], 0.01)
         worker.process.kill()
         assert worker.process.wait(WAIT)
