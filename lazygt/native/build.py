@@ -150,15 +150,15 @@ def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]
 def _included(unit: Path) -> list[Path]:
     """Our headers that a source file includes, itself or by way of another."""
     ours = {header.name: header for header in headers()}
-    found: dict[Path, None] = {}
+    included: dict[Path, None] = {}
     left = [unit]
     while left:
         for name in QUOTED.findall(left.pop().read_text()):
             header = ours.get(name)
-            if header is not None and header not in found:
-                found[header] = None
+            if header is not None and header not in included:
+                included[header] = None
                 left.append(header)
-    return sorted(found)
+    return sorted(included)
 
 
 def _jobs(files: int) -> int:
