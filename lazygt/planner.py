@@ -19,6 +19,7 @@ from lazygt.history import History, Miss, newly_alive
 from lazygt.passes import PIPELINE
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Optimised, Template, Templates
+from lazygt.record.bridge import shown_of
 from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
@@ -51,6 +52,7 @@ class CachedPlan(NamedTuple):
         makers: output -> recorded op.
         shardings: how each output lies on the mesh; None: whole on every rank.
         slots: of each output the places of its blocks among those of the plans.
+        shown: what the native recorder keeps of this.
         stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless asked for.
     """
 
@@ -60,6 +62,7 @@ class CachedPlan(NamedTuple):
     makers: tuple[int, ...]
     shardings: tuple[Sharding | None, ...]
     slots: tuple[range, ...]
+    shown: Any
     stages: Stages
     decided: tuple[AxisStep, ...]
 
@@ -195,13 +198,15 @@ class Planner:
         decided: list[AxisStep] = []
         plans, shardings, optimised = self._plans(recorded, steps, stages, decided)
         makers_of = makers(steps)
+        made_by = tuple([makers_of[index] for index in outputs])
         kept = CachedPlan(
             self._client.entries.of(plans),
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
-            makers=tuple([makers_of[index] for index in outputs]),
+            makers=made_by,
             shardings=shardings,
             slots=self._mesh.slots(shardings),
+            shown=shown_of(outputs, made_by, shardings),
             stages=tuple(stages or ()),
             decided=tuple(decided) if keep else (),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -141,12 +142,14 @@ class Submitter:
     def _submit(
         self, trace: Trace, reason: str, fetch: Storage | None, ask: bool, as_number: bool
     ) -> Any:
-        storages, outputs = trace.alive()
-        if not trace.call_sites and fetch is None and self._client.idle:
+        ops = trace.step.ops
+        if not ops and fetch is None and self._client.idle:
             return None
         history, kept, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
-        if trace.call_sites:
+        living = trace.alive()
+        if ops:
+            outputs = living.numbers
             kept = trace.plan(outputs)
             hit = kept is not None
             if kept is None:
@@ -159,7 +162,7 @@ class Submitter:
             Flush(
                 reason,
                 forced_by if self.names_lines else None,
-                len(trace.call_sites),
+                ops,
                 None if kept is None else kept.entry.plan.digest,
                 hit,
                 seq,
@@ -168,8 +171,10 @@ class Submitter:
         if kept is not None:
             if self._tiers.busy or kept.entry.runs <= self._tiers.settled:
                 self._tiers.ran(kept.entry)
-            self._rebind(kept, outputs, storages, values, trace.call_sites)
-        del values
+            if self._in_blocks:
+                values = kept.grouped(list(values))
+            trace.rebind(kept, living, values, self._recorder.backward_call_site)
+        del values, living
         answer: Any = None
         if fetch is not None:
             answer = self._fetched(seq, fetch, regions, as_number)
@@ -183,7 +188,7 @@ class Submitter:
 
     def _run(
         self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
-    ) -> tuple[int, list[RemoteValue], Provenance, Regions | None]:
+    ) -> tuple[int, Iterable[RemoteValue], Provenance, Regions | None]:
         """Send the run of a trace and begin a new one; does not wait.
 
         Returns:
@@ -191,12 +196,13 @@ class Submitter:
             fetched value lie.
         """
         entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
-        inputs = [remote.id for _, remote in trace.inputs]
-        if self._in_blocks:
-            inputs = [key for _, remote in trace.inputs for key in remote.ids]
         wanted, regions = self._wanted(fetch, trace, kept)
         self._recorder.next_trace()
-        _let_go_of_inputs(trace)
+        if self._in_blocks:
+            inputs: Collection[int] = [key for _, remote in trace.inputs for key in remote.ids]
+        else:
+            inputs = trace.input_ids()
+        trace.let_go_of_inputs()
         provenance = Provenance(
             trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
         )
@@ -224,24 +230,6 @@ class Submitter:
         if sharding is None or self._dry:
             return keys[:1], None
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
-
-    def _rebind(
-        self,
-        kept: CachedPlan,
-        outputs: tuple[int, ...],
-        storages: list[Storage],
-        values: list[RemoteValue],
-        call_sites: list[CallSite | None],
-    ) -> None:
-        """The handles show the outputs of the run from here on."""
-        if self._in_blocks:
-            values = kept.grouped(values)
-        for storage, index in zip(storages, outputs, strict=True):
-            position = kept.positions[index]
-            value = values[position]
-            value.sharding = kept.shardings[position]
-            value.call_site = call_sites[kept.makers[position]] or self._recorder.backward_call_site
-            storage.set_remote(value)
 
     def _learn_layouts(self) -> None:
         """Take in the strides that kernels gave their results, where others were inferred."""
@@ -323,12 +311,3 @@ class Submitter:
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
     """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
     return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)
-
-
-def _let_go_of_inputs(trace: Trace) -> None:
-    """The trace is over: an input that nobody else holds is freed with its run."""
-    held, trace.inputs = trace.inputs, []
-    for storage, _ in held:
-        entered = storage()
-        if entered is not None and entered.serial == trace.serial and entered.index < 0:
-            entered.serial = 0

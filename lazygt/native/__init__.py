@@ -81,6 +81,11 @@ def choice() -> Choice:
     return Choice("python", loaded.reason, missing=wanted == "native")
 
 
+def recording() -> ModuleType | None:
+    """The extension, if this process records with it."""
+    return extension() if choice().recorder == "native" else None
+
+
 def extension() -> ModuleType:
     """The extension, of whom there must be one.
 

@@ -2,10 +2,10 @@
 #include "device.h"
 #include "module.h"
 #include "recorder.h"
+#include "ship.h"
 #include "storage.h"
 
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace lazygt {
 namespace {
@@ -55,50 +55,6 @@ PyMethodDef methods[] = {
 
 // -- what has been recorded ----------------------------------------------------------------------
 
-py::list take_params(Recorder& r) {
-  py::list taken;
-  for (const auto& number : r.params) taken.append(torch::jit::toPyObject(number));
-  r.params.clear();
-  return taken;
-}
-
-py::list take_marks(Recorder& r) {
-  py::list taken;
-  for (const auto& mark : r.marks) taken.append(call_site(mark));
-  r.marks_taken += r.marks.size();
-  r.marks.clear();
-  return taken;
-}
-
-// (weak reference to the storage, RemoteValue) of each
-py::list take_inputs(Recorder& r) {
-  py::list taken;
-  auto entered = std::move(r.inputs);
-  r.inputs.clear();
-  for (auto& [weak, remote] : entered) {
-    auto cell = weak.lock();
-    if (!cell) cell = c10::make_intrusive<Cell>(&r, 0, 0, intern({}, {}, 0, at::kFloat));  // gone
-    auto reference = checked(PyWeakref_NewRef(storage_of(cell).ptr(), nullptr));
-    taken.append(py::make_tuple(reference, py::handle(remote->object)));
-  }
-  return taken;
-}
-
-// The storages that still show a value of the trace, and the values' numbers.
-py::tuple alive(Recorder& r) {
-  py::list storages;
-  std::vector<int32_t> indices;
-  for (size_t i = 0; i < r.owners.size(); ++i) {
-    auto cell = r.owners[i].lock();
-    if (!cell || cell->index != int32_t(i) || cell->serial != r.serial) continue;
-    storages.append(storage_of(cell));
-    indices.push_back(int32_t(i));
-  }
-  py::tuple numbers(indices.size());
-  for (size_t i = 0; i < indices.size(); ++i) numbers[i] = indices[i];
-  return py::make_tuple(storages, numbers);
-}
-
 void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& type) {
   type.def("begin", [](Recorder& r, uint64_t serial, py::object root, py::object trace) {
         r.begin(serial, step_of(root), trace);
@@ -107,10 +63,6 @@ void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& t
           "step", [](Recorder& r) { return py::reinterpret_borrow<py::object>(r.step->node); },
           [](Recorder& r, py::object node) { r.step = step_of(node); })
       .def_property_readonly("ops", [](Recorder& r) { return r.marks_taken + r.marks.size(); })
-      .def("take_params", take_params)
-      .def("take_marks", take_marks)
-      .def("take_inputs", take_inputs)
-      .def("alive", alive)
       .def("advance", [](Recorder& r, py::object node) { r.advance(step_of(node)); })
       .def_property_readonly("room", [](Recorder& r) { return r.owners.size(); })
       .def("reserve", [](Recorder& r) { r.reserve(*r.step); })
@@ -180,7 +132,9 @@ void bind_recorder(py::module_& m) {
         r.owners.clear();
         r.inputs.clear();
       });
+  bind_remote(m);
   bind_trace(type);
+  bind_ship(m, type);
   m.def("handle", [](py::object meta, py::object storage, py::object view) {
     return wrap(new_handle(meta_of(meta), cell_of(storage), view.is_none() ? ViewP() : py::cast<ViewP>(view)));
   });

@@ -3,6 +3,7 @@
 #pragma once
 #include "meta.h"
 #include "positions.h"
+#include "remote.h"
 
 #include <c10/core/TensorImpl.h>
 
@@ -22,10 +23,9 @@ struct Cell final : c10::intrusive_ptr_target {
   int32_t index;    // of its value there; an input's is negative
   bool blank = false;
   bool keeps_proxy = false;
-  uint32_t sharding = 0;  // how `remote` is stored; 0: whole on every worker
   const Meta* meta;
-  HeldP remote;              // its RemoteValue
-  at::Tensor host;           // a number that is computed in the client
+  RemoteP remote;             // its value on the workers
+  at::Tensor host;            // a number that is computed in the client
   PyObject* proxy = nullptr;  // what Python sees of it: see storage.cpp
 
   Cell(Recorder* owner, uint64_t serial, int32_t index, const Meta* meta)
@@ -35,6 +35,12 @@ struct Cell final : c10::intrusive_ptr_target {
     serial = trace;
     index = value;
     remote.reset();
+  }
+  void set_remote(RemoteP value) {
+    blank = false;
+    serial = 0;
+    host.reset();
+    remote = std::move(value);
   }
   void release_resources() override;
 };

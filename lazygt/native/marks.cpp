@@ -100,5 +100,14 @@ py::object call_site(const Mark& mark) {
   return py::make_tuple(code, mark.lasti);
 }
 
+Mark mark_of(py::handle call_site) {
+  if (call_site.is_none()) return {nullptr, 0};
+  auto [code, lasti] = py::cast<std::pair<py::object, int>>(call_site);
+  TORCH_CHECK(PyCode_Check(code.ptr()), "a call site begins with a code object");
+  auto* pointer = reinterpret_cast<PyCodeObject*>(code.ptr());
+  if (looked_up(pointer) < 0) learn(pointer);
+  return {pointer, lasti};
+}
+
 void set_library_test(py::object is_library) { library_test = is_library.release().ptr(); }
 }  // namespace lazygt

@@ -10,5 +10,7 @@ struct Mark {
 Mark user_mark();
 // (code, lasti) or None; needs the GIL.
 py::object call_site(const Mark& mark);
+// Of such a tuple; its code object is kept, too.
+Mark mark_of(py::handle call_site);
 void set_library_test(py::object is_library);  // graph.source.is_library
 }  // namespace lazygt

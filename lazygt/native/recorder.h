@@ -11,7 +11,15 @@
 namespace lazygt {
 using Stack = std::vector<c10::IValue>;
 
-struct Recorder {
+// What a trace has noted, and Python has not taken over.
+struct Noted {
+  std::vector<c10::IValue> params;  // the numbers that its run gets
+  std::vector<std::pair<c10::weak_intrusive_ptr<Cell>, RemoteP>> inputs;
+  std::vector<Mark> marks;  // the user's frame of each op
+  size_t marks_taken = 0;
+};
+
+struct Recorder : Noted {
   Lock lock;
   std::atomic<bool> closed{false};
   bool anchored = false;  // traces that are too long end where one did before:
@@ -20,14 +28,10 @@ struct Recorder {
   PyObject* python;           // record.bridge.NativeRecorder, which is there while ops are recorded
   PyObject* trace = nullptr;  // its NativeTrace
 
-  // -- the trace: numbers, inputs and marks that Python has not taken over yet -------------------
+  // -- the trace ---------------------------------------------------------------------------------
   uint64_t serial = 0;
   StepP step;
   std::vector<c10::weak_intrusive_ptr<Cell>> owners;  // of each value
-  std::vector<c10::IValue> params;
-  std::vector<std::pair<c10::weak_intrusive_ptr<Cell>, HeldP>> inputs;
-  std::vector<Mark> marks;
-  size_t marks_taken = 0;
 
   explicit Recorder(py::handle python) : python(python.ptr()) {}
 

@@ -95,7 +95,9 @@ PyObject* get_meta(PyObject* self, void*) {
 PyObject* get_remote(PyObject* self, void*) {
   Cell* cell = proxy(self)->cell;
   if (cell == nullptr || !cell->remote) Py_RETURN_NONE;
-  return Py_NewRef(cell->remote->object);
+  HANDLE_TH_ERRORS
+  return py::cast(cell->remote).release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 PyObject* get_host(PyObject* self, void*) {
   HANDLE_TH_ERRORS
@@ -137,14 +139,7 @@ int set_meta(PyObject* self, PyObject* value, void*) {
 }
 int set_remote(PyObject* self, PyObject* value, void*) {
   return assign(self, value, [&](Cell& cell) {
-    HeldP remote;
-    uint32_t sharding = 0;
-    if (value != Py_None) {
-      sharding = sharding_number(attribute(value, "sharding"));
-      remote = c10::make_intrusive<Held>(value);
-    }
-    cell.sharding = sharding;
-    cell.remote.swap(remote);
+    cell.remote = value == Py_None ? RemoteP() : py::cast<RemoteP>(py::handle(value));
   });
 }
 int set_host(PyObject* self, PyObject* value, void*) {

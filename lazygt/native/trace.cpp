@@ -85,12 +85,13 @@ void Recorder::enter(const CellP& cell) {
     return;
   }
   Words key;
-  key.put(word(INPUT, cell->sharding));
+  const uint32_t sharding = cell->remote->sharding;
+  key.put(word(INPUT, sharding));
   key.put(reinterpret_cast<uint64_t>(cell->meta));
   Step* next = step->find(key);
   if (next == nullptr) {
     Gil gil;
-    auto made = step_of(call_method(trace, "input_step", tensor_meta(cell->meta), sharding_of(cell->sharding)));
+    auto made = step_of(call_method(trace, "input_step", tensor_meta(cell->meta), sharding_of(sharding)));
     step->add(key, made);
     next = made.get();
   }

@@ -6,12 +6,14 @@ done by the recorder written in Python, on cells, views and steps that C++ share
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 from typing import Any
 
 import torch
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.mesh import Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.ops import (
     MASKABLE,
@@ -21,7 +23,7 @@ from lazygt.graph.ops import (
     viewed_argument,
     writing_facts,
 )
-from lazygt.graph.source import is_library
+from lazygt.graph.source import CallSite, is_library
 from lazygt.record import chains, handlers, host_values, views
 from lazygt.record.infer import Inference
 from lazygt.record.miss import on_miss
@@ -37,7 +39,7 @@ from lazygt.record.tensor import (
     is_lazy,
     storage_of,
 )
-from lazygt.record.trace import Trace, TraceOwner, TracePoint, new_serial
+from lazygt.record.trace import Living, Trace, TraceOwner, TracePoint, new_serial
 from lazygt.record.trie import TraceTrie, TrieNode
 
 
@@ -98,7 +100,7 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
 class NativeTrace(Trace):
     """A trace of which C++ has the newest part, until the next one begins."""
 
-    __slots__ = ("_call_sites", "_inputs", "_native", "_params", "_step")
+    __slots__ = ("_call_sites", "_inputs", "_native", "_noted", "_params", "_step")
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -106,18 +108,19 @@ class NativeTrace(Trace):
         self.first_miss, self.forward_ops, self.split = None, {}, 0
         self._repeat = None
         self._params: list[Any] = []
-        self._call_sites: list[Any] = []
+        self._call_sites: Any = []
         self._inputs: list[Any] = []
         self._step: TrieNode = trie.root
-        self._native = native
+        self._native = self._noted = native
         native.begin(self.serial, trie.root, self)
 
     def seal(self) -> None:
-        """Take all of it over: C++ begins another one."""
+        """It has ended, and C++ begins another one."""
         self._step = self.step
-        for _ in (self.params, self.call_sites, self.inputs):
-            pass
+        self._noted = noted = self._native.end()
         self._native = None
+        if not self._call_sites:
+            self._call_sites = noted.call_sites()
 
     # -- what C++ and Python both add to: C++ hands over what it has when Python asks --------------
 
@@ -135,22 +138,20 @@ class NativeTrace(Trace):
     @property
     def params(self) -> list[Any]:  # type: ignore[override]
         """The numbers that its run gets."""
-        if self._native is not None:
-            self._params += self._native.take_params()
+        self._params += self._noted.take_params()
         return self._params
 
     @property
-    def call_sites(self) -> list[Any]:  # type: ignore[override]
-        """The user's frame of each op, by op number."""
-        if self._native is not None:
-            self._call_sites += self._native.take_marks()
+    def call_sites(self) -> Any:  # type: ignore[override]
+        """The user's frame of each op, by op number: a list, or C++'s own when it has ended."""
+        if type(self._call_sites) is list:
+            self._call_sites += self._noted.take_marks()
         return self._call_sites
 
     @property
     def inputs(self) -> list[Any]:
         """(storage, remote value) a slot."""
-        if self._native is not None:
-            self._inputs += self._native.take_inputs()
+        self._inputs += self._noted.take_inputs()
         return self._inputs
 
     @inputs.setter
@@ -183,10 +184,33 @@ class NativeTrace(Trace):
         handles: list[LazyTensor] = self._native.show_views(source)
         return handles
 
-    def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
-        """The storages that still show a value of this trace, and those values' numbers."""
-        storages, numbers = self._native.alive()
-        return storages, numbers
+    # -- its end: C++ keeps what Python has not asked for -----------------------------------------
+
+    def alive(self) -> Living:
+        """What is still shown of it."""
+        living: Living = self._native.alive()
+        return living
+
+    def input_ids(self) -> Collection[int]:
+        """The ids of its inputs, when it has ended."""
+        return super().input_ids() if self._inputs else self._noted.input_ids()
+
+    def let_go_of_inputs(self) -> None:
+        """It is over: an input that nobody else holds is freed with its run."""
+        if self._inputs:
+            super().let_go_of_inputs()
+        else:
+            self._noted.let_go()
+
+    def rebind(self, kept: Any, living: Any, values: Any, backward: CallSite | None) -> None:
+        """What is shown of it are the outputs of its run from here on."""
+        if type(values) is list:  # in blocks
+            super().rebind(kept, living, values, backward)
+            return
+        sites = self._call_sites
+        if type(sites) is list:
+            sites = NATIVE.CallSites(self.call_sites)
+        kept.shown.rebind(living, values, sites, backward)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -269,7 +293,7 @@ class NativeRecorder(Recorder):
 
     def next_trace(self) -> None:
         """Begin anew at the root."""
-        self.shipped_ops += len(self.trace.call_sites)
+        self.shipped_ops += self.trace.step.ops
         self.trace.seal()
         self.trace = NativeTrace(self, self.trie, self.inference, self.native)
 
@@ -375,6 +399,13 @@ class _ClosedOwner:
 def connect() -> None:
     """Tell C++ whom it asks; done once, when the device is registered."""
     NATIVE.connect(learn, chains.view_ops, is_library, _ClosedOwner())
+
+
+def shown_of(
+    numbers: tuple[int, ...], makers: tuple[int, ...], shardings: tuple[Sharding | None, ...]
+) -> Any:
+    """What C++ has to know of a plan's outputs, to show handles those of a run."""
+    return None if NATIVE is None else NATIVE.Outputs(numbers, makers, shardings)
 
 
 def new_recorder(trie: TraceTrie, worker_device: str, ship_code: bool) -> Recorder:

@@ -352,13 +352,13 @@ class Recorder:
 
     def next_trace(self) -> None:
         """Begin anew at the root."""
-        self.shipped_ops += len(self.trace.call_sites)
+        self.shipped_ops += self.trace.step.ops
         self.trace = self._make_trace()
 
     @property
     def ops(self) -> int:
         """Ops recorded since the session opened."""
-        return self.shipped_ops + len(self.trace.call_sites)
+        return self.shipped_ops + self.trace.step.ops
 
     def overflow(self) -> None:
         """Flush a trace that has become too long, at a place that comes again.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 #: The C++ extension, where it records; else None.
-NATIVE: Any = native.extension() if native.choice().recorder == "native" else None
+NATIVE: Any = native.recording()
 
 
 class State(Enum):

@@ -6,7 +6,8 @@ import itertools
 import os
 import weakref
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,6 +61,13 @@ class TraceSink(Protocol):
 
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""
+
+
+class Living(NamedTuple):
+    """The storages that still show a value of a trace, and those values' numbers."""
+
+    storages: list[Storage]
+    numbers: tuple[int, ...]
 
 
 class TraceOwner(Owner, Protocol):
@@ -276,8 +284,10 @@ class Trace:
         """How many values there is room for."""
         return len(self.storages)
 
-    def alive(self) -> tuple[list[Storage], tuple[int, ...]]:
-        """The storages that still show a value of this trace, and those values' numbers."""
+    # -- its end -------------------------------------------------------------------------
+
+    def alive(self) -> Living:
+        """What is still shown of it."""
         storages, indices = [], []
         serial = self.serial
         for index, shown_by in enumerate(self.storages):
@@ -285,7 +295,7 @@ class Trace:
             if storage is not None and storage.index == index and storage.serial == serial:
                 storages.append(storage)
                 indices.append(index)
-        return storages, tuple(indices)
+        return Living(storages, tuple(indices))
 
     def plan(self, outputs: tuple[int, ...]) -> Any | None:
         """The plan of a trace that ended here and needs ``outputs``, if there is one.
@@ -305,10 +315,40 @@ class Trace:
             self.trie.touch((id(step), outputs))
         return kept
 
+    def input_ids(self) -> Collection[int]:
+        """The ids of its inputs."""
+        return [remote.id for _, remote in self.inputs]
+
+    def let_go_of_inputs(self) -> None:
+        """It is over: an input that nobody else holds is freed with its run."""
+        held, self.inputs = self.inputs, []
+        for storage, _ in held:
+            entered = storage()
+            if entered is not None and entered.serial == self.serial and entered.index < 0:
+                entered.serial = 0
+
+    def rebind(
+        self, kept: Any, living: Living, values: Iterable[Any], backward: CallSite | None
+    ) -> None:
+        """What is shown of it are the outputs of its run from here on.
+
+        Args:
+            kept: the plan.
+            values: its outputs.
+            backward: the user's line of ops that have none of their own.
+        """
+        outputs = list(values)
+        for storage, index in zip(living.storages, living.numbers, strict=True):
+            position = kept.positions[index]
+            value = outputs[position]
+            value.sharding = kept.shardings[position]
+            value.call_site = self.call_sites[kept.makers[position]] or backward
+            storage.set_remote(value)
+
     def bytes_alive(self) -> int:
         """Bytes of what this trace made and handles still show; autograd's count, too."""
         entered = {id(storage()) for storage, _ in self.inputs}
-        storages, _ = self.alive()
+        storages = self.alive().storages
         return sum(storage.meta.nbytes for storage in storages if id(storage) not in entered)
 
     def call_site_of(self, index: int) -> CallSite | None:

@@ -8,7 +8,7 @@ the program up to there is the one that was seen before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,7 +282,7 @@ class Provenance:
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
     step: TrieNode
-    call_sites: list[CallSite | None]
+    call_sites: Sequence[CallSite | None]
     backward: CallSite | None
     #: for each plan, step -> recorded op; empty: the same numbers
     origins: tuple[tuple[int, ...], ...]
@@ -330,7 +330,7 @@ class Provenance:
 
 
 def sites_of(
-    steps: list[TrieNode], call_sites: list[CallSite | None], backward: CallSite | None
+    steps: list[TrieNode], call_sites: Sequence[CallSite | None], backward: CallSite | None
 ) -> tuple[CallSite | None, ...]:
     """Where the user called each op; a backward op has its forward op's place."""
     sites = []
@@ -343,7 +343,7 @@ def sites_of(
 
 
 def lines_of(
-    steps: list[TrieNode], call_sites: list[CallSite | None], backward: CallSite | None
+    steps: list[TrieNode], call_sites: Sequence[CallSite | None], backward: CallSite | None
 ) -> tuple[str, ...]:
     """The user's file:line of each op; a backward op has its forward op's."""
     return tuple(map(expand, sites_of(steps, call_sites, backward)))

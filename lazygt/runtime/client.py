@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -30,7 +30,16 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords, again_message, swap_message
 from lazygt.runtime.quick_numbers import number_reader
-from lazygt.runtime.values import Answer, Fetches, Regions, RemoteValue, Uploads, drained, wanted
+from lazygt.runtime.values import (
+    Answer,
+    Fetches,
+    Freed,
+    Regions,
+    RemoteValue,
+    Uploads,
+    new_values,
+    wanted,
+)
 from lazygt.runtime.wire import Buffer, Part, bits, decode, size_of
 
 
@@ -99,7 +108,7 @@ class Client:
         self._number: Any = number_reader() if link.world_size == 1 else None
         self._seq = 0
         self._next_id = 1
-        self._dead: deque[int] = deque()
+        self._freed = Freed()
         self._in_flight: OrderedDict[int, _InFlightRun] = OrderedDict()
         self._written: list[tuple[Any, ...]] = []
         #: number of the workers' process group
@@ -120,11 +129,11 @@ class Client:
         self.counts.bytes_uploaded += meta.nbytes
         key = self._new_ids(1)
         self._uploads.add(key, source, meta)
-        return RemoteValue(key, self._dead)
+        return RemoteValue(key, self._freed)
 
     def adopt(self, key: int) -> RemoteValue:
         """A value that a worker named itself (a data-dependent result)."""
-        return RemoteValue(key, self._dead)
+        return RemoteValue(key, self._freed)
 
     def _new_ids(self, count: int) -> int:
         first = self._next_id
@@ -138,20 +147,20 @@ class Client:
     @property
     def idle(self) -> bool:
         """Whether there is nothing that a message would have to carry."""
-        return not self._uploads and not self._dead
+        return not self._uploads and not self._freed
 
     # -- runs ----------------------------------------------------------------------------
 
     def run(
         self,
         entry: PlanRecord | None,
-        inputs: list[int],
+        inputs: Collection[int],
         params: tuple[Any, ...],
         fetches: tuple[int, ...] = (),
         describe: Describe | None = None,
         why: str = "",
         ranks: Collection[int] = (0,),
-    ) -> tuple[int, list[RemoteValue]]:
+    ) -> tuple[int, Iterable[RemoteValue]]:
         """Send a run; returns its number and the values of the plan's outputs.
 
         Does not wait; see ``hold_back``.
@@ -172,7 +181,7 @@ class Client:
         puts, buffers = self._uploads.take()
         run = Run(self._seq, base=base, puts=puts, fetches=fetches)
         run.timed = self.observer is not None and self.observer.wants_timings
-        frees = sorted(drained(self._dead))
+        frees = self._freed.take()
         if entry is None:
             run.frees = (0, tuple(frees)) if frees else None
         else:
@@ -191,7 +200,7 @@ class Client:
         )
         for rank, frames in enumerate(messages):
             self._send("run", rank, frames, why)
-        return self._seq, [RemoteValue(base + k, self._dead) for k in range(outputs)]
+        return self._seq, new_values(base, outputs, self._freed)
 
     def _renew(self, since: int) -> None:
         """Have the workers form a new process group, once all have answered what they were sent.

@@ -11,7 +11,8 @@ from lazygt.runtime.foreign import schema
 from lazygt.runtime.graph_codec import plan_name, template_name
 from lazygt.runtime.messages import Ship, Swap
 from lazygt.runtime.plan import Plan, PlanTemplate
-from lazygt.runtime.wire import Buffer, DeltaCodec, encode
+from lazygt.runtime.values import new_codec
+from lazygt.runtime.wire import Buffer, encode
 
 
 class PlanRecord:
@@ -48,7 +49,7 @@ class PlanRecord:
         #: how many values its run makes
         self.outputs = len(self.plan.outline.outputs)
         self.salt, self.names = _names(self.plans)
-        self.inputs, self.frees = DeltaCodec(), DeltaCodec()
+        self.inputs, self.frees = new_codec(), new_codec()
         #: the bits of the last run's run-time numbers
         self.numbers: bytes | None = None
         self.sent = False

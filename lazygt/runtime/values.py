@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lazygt import native
 from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.meta import TensorMeta
@@ -21,18 +22,36 @@ from lazygt.runtime import wire
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Done, Failure, Fetched, Put
 from lazygt.runtime.shared_memory import Arena, tensor_over
-from lazygt.runtime.wire import Buffer
+from lazygt.runtime.wire import Buffer, DeltaCodec
+
+#: The C++ extension, where it records, so that what it holds of values is C++'s, too; else None.
+NATIVE: Any = native.recording()
+
+
+class Freed:
+    """Ids of values that nobody speaks of any more: they are freed with the next run."""
+
+    def __init__(self) -> None:
+        self._ids: deque[int] = deque()
+        self.add = self._ids.append
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def take(self) -> Collection[int]:
+        """Those there are now, in order."""
+        return sorted(drained(self._ids))
 
 
 class RemoteValue:
     """A value that the workers hold. When nobody speaks of it any more, its id is freed with the
     next run."""
 
-    __slots__ = ("_dead", "call_site", "id", "rest", "sharding")
+    __slots__ = ("_freed", "call_site", "id", "rest", "sharding")
 
-    def __init__(self, key: int, dead: deque[int]) -> None:
+    def __init__(self, key: int, freed: Freed) -> None:
         self.id = key
-        self._dead = dead
+        self._freed = freed
         #: how it lies on the mesh; None: every rank has all of it
         self.sharding: Sharding | None = None
         #: the further blocks of a value of which a rank holds several
@@ -46,7 +65,22 @@ class RemoteValue:
         return (self.id, *[block.id for block in self.rest])
 
     def __del__(self) -> None:
-        self._dead.append(self.id)
+        self._freed.add(self.id)
+
+
+def new_values(first: int, count: int, freed: Freed) -> Iterable[RemoteValue]:
+    """The values that a run makes, whose ids follow one another."""
+    return [RemoteValue(key, freed) for key in range(first, first + count)]
+
+
+def new_codec() -> DeltaCodec:
+    """What says a list of ids to the workers."""
+    return DeltaCodec()
+
+
+if NATIVE is not None:
+    Freed, RemoteValue, new_values = NATIVE.Freed, NATIVE.RemoteValue, NATIVE.Values  # type: ignore[misc]
+    new_codec = NATIVE.DeltaCodec
 
 
 class Uploads:

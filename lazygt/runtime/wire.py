@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import marshal
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
@@ -287,12 +287,12 @@ class DeltaCodec:
         self.ids: list[int] = []
         self.moving: list[bool] = []
 
-    def encode(self, ids: list[int], base: int) -> Any:
+    def encode(self, ids: Collection[int], base: int) -> Any:
         """The update that makes the other side's list equal ``ids``; None when it is already."""
         if not ids and not self.ids:
             self.base = base
             return None
-        guess = self._guess(base)
+        guess, ids = self._guess(base), list(ids)
         if guess == ids:
             self._keep(guess, base)
             return None
@@ -303,7 +303,7 @@ class DeltaCodec:
                 x for i, (a, b) in enumerate(zip(ids, guess, strict=True)) if a != b for x in (i, a)
             ]
             update = (1, tuple(wrong))
-        self._learn(list(ids), base)
+        self._learn(ids, base)
         return update
 
     def decode(self, update: Any, base: int) -> list[int]:
