@@ -307,12 +307,9 @@ class Trace:
         kept = step.plans.get(outputs)
         if kept is None:
             needed = set(outputs)
-            for have, plan in step.plans.items():
-                if needed.issubset(have):
-                    outputs, kept = have, plan
-                    break
+            kept = next((p for have, p in step.plans.items() if needed.issubset(have)), None)
         if kept is not None:
-            self.trie.touch((id(step), outputs))
+            self.trie.touch(id(kept))
         return kept
 
     def input_ids(self) -> Collection[int]:

@@ -144,10 +144,11 @@ class TraceTrie:
         #: steps to forget when the trace that is recorded now has its plan
         self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
-        self._recent: Recent[tuple[int, tuple[int, ...]], TrieNode] = Recent(
+        #: a plan's id -> the step where it stands, and its outputs
+        self._recent: Recent[int, tuple[TrieNode, tuple[int, ...]]] = Recent(
             max_plans, max_plan_bytes
         )
-        #: says that the plan of (a step's id, outputs) was used
+        #: says that the plan of this id was used
         self.touch = self._recent.touch
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
@@ -184,17 +185,17 @@ class TraceTrie:
 
     def kept(self) -> list[Any]:
         """All plans, least recently used first."""
-        return [step.plans[outputs] for (_, outputs), step in self._recent.items()]
+        return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
         step.plans[outputs] = plan
-        forgotten = self._recent.keep((id(step), outputs), step, nbytes)
-        dropped = [self._drop(old, place, step) for (_, old), place in forgotten]
+        forgotten = self._recent.keep(id(plan), (step, outputs), nbytes)
+        dropped = [self._drop(place, step) for _, place in forgotten]
         dropped += self._forget_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
-            (_, old), place = self._recent.oldest()
-            dropped.append(self._drop(old, place, step))
+            _, place = self._recent.oldest()
+            dropped.append(self._drop(place, step))
         return dropped
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
@@ -228,17 +229,18 @@ class TraceTrie:
         while todo:
             step = todo.pop()
             self.steps -= 1
-            for outputs, plan in step.plans.items():
-                self._recent.drop((id(step), outputs))
+            for plan in step.plans.values():
+                self._recent.drop(id(plan))
                 dropped.append(plan)
             step.plans.clear()
             todo += step.children.values()
         return dropped
 
-    def _drop(self, outputs: tuple[int, ...], place: TrieNode, keep: TrieNode) -> Any:
+    def _drop(self, place: tuple[TrieNode, tuple[int, ...]], keep: TrieNode) -> Any:
         """Take a plan from where it stands, and the steps that led there alone."""
-        plan = place.plans.pop(outputs)
-        self._prune(place, keep)
+        step, outputs = place
+        plan = step.plans.pop(outputs)
+        self._prune(step, keep)
         return plan
 
     def _prune(self, step: TrieNode, keep: TrieNode) -> None:

@@ -76,6 +76,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("step_messages", "--steps 5 --launcher inline", "times fewer"),
         ("training_steps", "--rounds 1 --only MLP", "MLP 784-512-512-10, Adam"),
         ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
+        ("flush_cost", "--rounds 3", "client / eager"),
         ("small_syncs", "--rounds 1", "inline"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
