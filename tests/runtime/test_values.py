@@ -1,4 +1,4 @@
-"""Values that workers hold, as the client speaks of them: in Python, and in C++ where it records."""
+"""Values that workers hold, as the client speaks of them: in Python and in C++."""
 
 from __future__ import annotations
 
@@ -46,12 +46,16 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def test_an_id_is_freed_once_when_nobody_speaks_of_it(kind: Kind) -> None:
     freed = kind.freed()
     value = again = kind.value(7, freed)
-    assert value.id == 7 and value.ids == (7,) and not freed
+    assert value.id == 7
+    assert value.ids == (7,)
+    assert not freed
     del value
     assert not freed
     del again
-    assert freed and list(freed.take()) == [7]
-    assert not freed and list(freed.take()) == []
+    assert freed
+    assert list(freed.take()) == [7]
+    assert not freed
+    assert list(freed.take()) == []
 
 
 def test_freed_ids_come_in_order(kind: Kind) -> None:
@@ -67,7 +71,8 @@ def test_blocks_are_freed_with_their_value(kind: Kind) -> None:
     value = kind.value(1, freed)
     assert value.rest == ()
     value.rest = [kind.value(2, freed), kind.value(3, freed)]
-    assert value.ids == (1, 2, 3) and [block.id for block in value.rest] == [2, 3]
+    assert value.ids == (1, 2, 3)
+    assert [block.id for block in value.rest] == [2, 3]
     del value
     gc.collect()
     assert list(freed.take()) == [1, 2, 3]
@@ -75,18 +80,22 @@ def test_blocks_are_freed_with_their_value(kind: Kind) -> None:
 
 def test_a_value_says_how_it_lies_and_who_made_it(kind: Kind) -> None:
     value = kind.value(1, kind.freed())
-    assert value.sharding is None and getattr(value, "call_site", None) is None
+    assert value.sharding is None
+    assert getattr(value, "call_site", None) is None
     value.sharding = Sharding((Shard(0), Replicate()))
     value.call_site = here = user_call_site(0)
-    assert value.sharding == Sharding((Shard(0), Replicate())) and value.call_site == here
+    assert value.sharding == Sharding((Shard(0), Replicate()))
+    assert value.call_site == here
     value.sharding = value.call_site = None
-    assert value.sharding is None and value.call_site is None
+    assert value.sharding is None
+    assert value.call_site is None
 
 
 def test_what_a_run_makes_and_nobody_takes_is_freed(kind: Kind) -> None:
     freed = kind.freed()
     taken = [value.id for value in kind.values(10, 3, freed)]
-    assert taken == [10, 11, 12] and list(freed.take()) == [10, 11, 12]
+    assert taken == [10, 11, 12]
+    assert list(freed.take()) == [10, 11, 12]
     made = kind.values(20, 2, freed)
     del made
     assert list(freed.take()) == [20, 21]
