@@ -198,11 +198,7 @@ class Submitter:
         entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
         wanted, regions = self._wanted(fetch, trace, kept)
         self._recorder.next_trace()
-        if self._in_blocks:
-            inputs: Collection[int] = [key for _, remote in trace.inputs for key in remote.ids]
-        else:
-            inputs = trace.input_ids()
-        trace.let_go_of_inputs()
+        inputs = trace.let_go_of_inputs()
         provenance = Provenance(
             trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
         )

@@ -23,6 +23,7 @@ struct Cell final : c10::intrusive_ptr_target {
   int32_t index;    // of its value there; an input's is negative
   bool blank = false;
   bool keeps_proxy = false;
+  uint64_t entered = 0;  // the trace that it has entered last
   const Meta* meta;
   RemoteP remote;             // its value on the workers
   at::Tensor host;            // a number that is computed in the client

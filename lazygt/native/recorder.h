@@ -11,15 +11,7 @@
 namespace lazygt {
 using Stack = std::vector<c10::IValue>;
 
-// What a trace has noted, and Python has not taken over.
-struct Noted {
-  std::vector<c10::IValue> params;  // the numbers that its run gets
-  std::vector<std::pair<c10::weak_intrusive_ptr<Cell>, RemoteP>> inputs;
-  std::vector<Mark> marks;  // the user's frame of each op
-  size_t marks_taken = 0;
-};
-
-struct Recorder : Noted {
+struct Recorder {
   Lock lock;
   std::atomic<bool> closed{false};
   bool anchored = false;  // traces that are too long end where one did before:
@@ -32,6 +24,11 @@ struct Recorder : Noted {
   uint64_t serial = 0;
   StepP step;
   std::vector<c10::weak_intrusive_ptr<Cell>> owners;  // of each value
+  std::vector<RemoteP> inputs;
+  // the numbers that its run gets, and the user's frame of each op: those that Python has not taken
+  std::vector<c10::IValue> params;
+  std::vector<Mark> marks;
+  size_t marks_taken = 0;
 
   explicit Recorder(py::handle python) : python(python.ptr()) {}
 

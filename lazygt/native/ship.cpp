@@ -6,11 +6,15 @@
 
 namespace lazygt {
 namespace {
+constexpr size_t AHEAD = 8;  // cells lie scattered: so many are on their way to the processor
+
 Living living(Recorder& r) {
-  Living found;
-  for (size_t i = 0; i < r.owners.size(); ++i) {
-    if (r.owners[i].use_count() == 0) continue;
-    auto cell = r.owners[i].lock();
+  Living found{r.step, {}, {}};
+  const auto& owners = r.owners;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    if (i + AHEAD < owners.size()) __builtin_prefetch(owners[i + AHEAD]._unsafe_get_target());
+    if (owners[i].use_count() == 0) continue;
+    auto cell = owners[i].lock();
     if (!cell || cell->index != int32_t(i) || cell->serial != r.serial) continue;
     found.cells.push_back(std::move(cell));
     found.numbers.push_back(int32_t(i));
@@ -18,10 +22,15 @@ Living living(Recorder& r) {
   return found;
 }
 
-py::tuple numbers(const Living& living) {
-  py::tuple all(living.numbers.size());
-  for (size_t i = 0; i < living.numbers.size(); ++i) all[i] = living.numbers[i];
-  return all;
+py::object numbers(const Living& living) {
+  Step& step = *living.step;
+  if (!step.alive_tuple || step.alive != living.numbers) {
+    py::tuple all(living.numbers.size());
+    for (size_t i = 0; i < living.numbers.size(); ++i) all[i] = living.numbers[i];
+    step.alive = living.numbers;
+    step.alive_tuple = c10::make_intrusive<Held>(all.ptr());
+  }
+  return py::reinterpret_borrow<py::object>(step.alive_tuple->object);
 }
 
 py::list storages(const Living& living) {
@@ -30,69 +39,59 @@ py::list storages(const Living& living) {
   return all;
 }
 
-// Moves out what the trace has noted; the next one is likely to note as much.
-Ended end(Recorder& r) {
-  Ended ended;
-  static_cast<Noted&>(ended) = std::move(static_cast<Noted&>(r));
-  ended.serial = r.serial;
-  static_cast<Noted&>(r) = Noted();
-  r.params.reserve(ended.params.size());
-  r.inputs.reserve(ended.inputs.size());
-  r.marks.reserve(ended.marks.size());
-  return ended;
-}
-
-Ids input_ids(const Ended& ended) {
-  Ids ids;
-  ids.list.reserve(ended.inputs.size());
-  for (const auto& [cell, remote] : ended.inputs) ids.list.push_back(remote->id);
-  return ids;
-}
-
-// An input that nobody else holds is freed with its run.
-void let_go(Ended& ended) {
-  for (auto& [weak, remote] : ended.inputs) {
-    auto cell = weak.lock();
-    if (cell && cell->serial == ended.serial && cell->index < 0) cell->serial = 0;
+// Those that hold memory of their own: what was written in place had entered with its own.
+py::list made(Recorder& r) {
+  py::list all;
+  for (const auto& cell : living(r).cells) {
+    if (cell->entered != r.serial) all.append(storage_of(cell));
   }
-  ended.inputs.clear();
+  return all;
 }
 
-// -- what Python takes over ----------------------------------------------------------------------
+// -- what its run gets ---------------------------------------------------------------------------
 
 py::object python_number(const c10::IValue& number) {
   if (number.isDouble()) return checked(PyFloat_FromDouble(number.toDouble()));
   return torch::jit::toPyObject(number);
 }
 
-py::list take_params(Noted& noted) {
-  py::list taken;
-  for (const auto& number : noted.params) taken.append(python_number(number));
-  noted.params.clear();
+py::tuple take_params(Recorder& r) {
+  py::tuple taken(r.params.size());
+  for (size_t i = 0; i < r.params.size(); ++i) taken[i] = python_number(r.params[i]);
+  r.params.clear();
   return taken;
 }
 
-py::list take_marks(Noted& noted) {
-  py::list taken;
-  for (const auto& mark : noted.marks) taken.append(call_site(mark));
-  noted.marks_taken += noted.marks.size();
-  noted.marks.clear();
+py::tuple take_marks(Recorder& r) {
+  py::tuple taken(r.marks.size());
+  for (size_t i = 0; i < r.marks.size(); ++i) taken[i] = call_site(r.marks[i]);
+  r.marks_taken += r.marks.size();
+  r.marks.clear();
   return taken;
 }
 
-// (weak reference to the storage, RemoteValue) of each
-py::list take_inputs(Noted& noted) {
-  py::list taken;
-  auto entered = std::move(noted.inputs);
-  noted.inputs.clear();
-  for (auto& [weak, remote] : entered) {
-    auto cell = weak.lock();
-    if (!cell) cell = c10::make_intrusive<Cell>(nullptr, 0, 0, intern({}, {}, 0, at::kFloat));  // gone
-    auto reference = checked(PyWeakref_NewRef(storage_of(cell).ptr(), nullptr));
-    taken.append(py::make_tuple(reference, remote));
+CallSites take_sites(Recorder& r) {
+  CallSites sites;
+  sites.marks.reserve(r.marks.size());  // the next trace is likely to have as many
+  sites.marks.swap(r.marks);
+  return sites;
+}
+
+// The ids of all blocks. An input that nobody else holds is freed with the run.
+Ids take_inputs(Recorder& r) {
+  Ids ids;
+  ids.list.reserve(r.inputs.size());
+  for (const auto& remote : r.inputs) {
+    ids.list.push_back(remote->id);
+    if (!remote->rest) continue;
+    for (auto block : py::handle(remote->rest->object)) ids.list.push_back(py::cast<Remote&>(block).id);
   }
-  return taken;
+  r.inputs.clear();
+  return ids;
 }
+
+// (ids of its inputs, numbers, call sites) that Python has not taken
+py::tuple end(Recorder& r) { return py::make_tuple(take_inputs(r), take_params(r), take_sites(r)); }
 
 // -- what handles show of a run ------------------------------------------------------------------
 
@@ -122,13 +121,6 @@ void rebind(const Outputs& outputs, const Living& living, Values& values, const 
   }
 }
 
-template <class Class>
-void bind_noted(Class& type) {
-  type.def("take_params", [](typename Class::type& noted) { return take_params(noted); })
-      .def("take_marks", [](typename Class::type& noted) { return take_marks(noted); })
-      .def("take_inputs", [](typename Class::type& noted) { return take_inputs(noted); });
-}
-
 CallSites sites_of(const py::list& rows) {
   CallSites sites;
   for (auto row : rows) sites.marks.push_back(mark_of(row));
@@ -143,15 +135,14 @@ py::object site(const CallSites& sites, int64_t at) {
 }  // namespace
 
 void bind_ship(py::module_& m, py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& type) {
-  type.def("alive", &living).def("end", &end);
-  bind_noted(type);
+  type.def("alive", &living)
+      .def("made", &made)
+      .def("take_params", &take_params)
+      .def("take_marks", &take_marks)
+      .def("end", &end);
   py::class_<Living>(m, "Living")
       .def_property_readonly("numbers", &numbers)
       .def_property_readonly("storages", &storages);
-  py::class_<Ended> ended(m, "Ended");
-  ended.def("input_ids", &input_ids).def("let_go", &let_go);
-  ended.def("call_sites", [](Ended& noted) { return CallSites{std::move(noted.marks)}; });
-  bind_noted(ended);
   py::class_<CallSites>(m, "CallSites")
       .def(py::init(&sites_of))
       .def("__len__", [](const CallSites& sites) { return sites.marks.size(); })

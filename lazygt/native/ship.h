@@ -11,13 +11,9 @@ struct CallSites {
 
 // The cells that still show a value of the trace, and those values' numbers.
 struct Living {
+  StepP step;  // where it ended
   std::vector<CellP> cells;
   std::vector<int32_t> numbers;
-};
-
-// What a trace had noted when it ended.
-struct Ended : Noted {
-  uint64_t serial;
 };
 
 // What handles show of the outputs of a plan: planner.CachedPlan says more of it.

@@ -46,11 +46,10 @@ void Recorder::begin(uint64_t number, StepP root, py::handle new_trace) {
 void Recorder::settle() {
   {
     Gil gil;
-    size_t numbers = cut(trace, "_params", step->params), slots = cut(trace, "_inputs", step->inputs);
-    params.resize(std::min(params.size(), size_t(step->params) - numbers));
-    size_t entered = std::min(inputs.size(), size_t(step->inputs) - slots);
-    inputs.erase(inputs.begin() + int64_t(entered), inputs.end());
+    size_t taken = cut(trace, "_params", step->params);
+    params.resize(std::min(params.size(), size_t(step->params) - taken));
   }
+  inputs.resize(std::min(inputs.size(), size_t(step->inputs)));
   while (marks_taken + marks.size() < size_t(step->ops)) marks.push_back(user_mark());
   reserve(*step);
 }
@@ -95,10 +94,10 @@ void Recorder::enter(const CellP& cell) {
     step->add(key, made);
     next = made.get();
   }
-  inputs.emplace_back(c10::weak_intrusive_ptr<Cell>(cell), cell->remote);
+  inputs.push_back(cell->remote);
   step = StepP::reclaim_copy(next);
   cell->index = ~(step->inputs - 1);
-  cell->serial = serial;
+  cell->serial = cell->entered = serial;
 }
 
 void Recorder::write_blank(const CellP& cell) {

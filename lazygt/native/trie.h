@@ -32,6 +32,8 @@ struct Step final : c10::intrusive_ptr_target {
   c10::SmallVector<const Meta*, 1> fresh, written;  // of its results; null: an undefined tensor
   c10::SmallVector<ViewKindP, 1> kinds;             // of its results, if they are views
   c10::SmallVector<LinkP, 1> links;                 // so, to them from a whole storage
+  std::vector<int32_t> alive;  // the values that were shown when a trace ended here last
+  HeldP alive_tuple;           // the same in Python: compared in no time, when it is a key
 
   explicit Step(py::handle node);  // needs the GIL
   // The step below by that key, or null.

@@ -100,7 +100,7 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
 class NativeTrace(Trace):
     """A trace of which C++ has the newest part, until the next one begins."""
 
-    __slots__ = ("_call_sites", "_inputs", "_native", "_noted", "_params", "_step")
+    __slots__ = ("_call_sites", "_ids", "_native", "_params", "_step")
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -109,18 +109,19 @@ class NativeTrace(Trace):
         self._repeat = None
         self._params: list[Any] = []
         self._call_sites: Any = []
-        self._inputs: list[Any] = []
+        self._ids: Collection[int] = ()
         self._step: TrieNode = trie.root
-        self._native = self._noted = native
+        self._native = native
         native.begin(self.serial, trie.root, self)
 
     def seal(self) -> None:
         """It has ended, and C++ begins another one."""
         self._step = self.step
-        self._noted = noted = self._native.end()
+        self._ids, params, sites = self._native.end()
         self._native = None
-        if not self._call_sites:
-            self._call_sites = noted.call_sites()
+        # most often Python has taken nothing before
+        self._params = [*self._params, *params] if self._params else params
+        self._call_sites = [*self._call_sites, *sites] if self._call_sites else sites
 
     # -- what C++ and Python both add to: C++ hands over what it has when Python asks --------------
 
@@ -138,25 +139,16 @@ class NativeTrace(Trace):
     @property
     def params(self) -> list[Any]:  # type: ignore[override]
         """The numbers that its run gets."""
-        self._params += self._noted.take_params()
+        if self._native is not None:
+            self._params += self._native.take_params()
         return self._params
 
     @property
     def call_sites(self) -> Any:  # type: ignore[override]
         """The user's frame of each op, by op number: a list, or C++'s own when it has ended."""
-        if type(self._call_sites) is list:
-            self._call_sites += self._noted.take_marks()
+        if self._native is not None:
+            self._call_sites += self._native.take_marks()
         return self._call_sites
-
-    @property
-    def inputs(self) -> list[Any]:
-        """(storage, remote value) a slot."""
-        self._inputs += self._noted.take_inputs()
-        return self._inputs
-
-    @inputs.setter
-    def inputs(self, inputs: list[Any]) -> None:
-        self._inputs = inputs
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -191,16 +183,13 @@ class NativeTrace(Trace):
         living: Living = self._native.alive()
         return living
 
-    def input_ids(self) -> Collection[int]:
-        """The ids of its inputs, when it has ended."""
-        return super().input_ids() if self._inputs else self._noted.input_ids()
+    def let_go_of_inputs(self) -> Collection[int]:
+        """It has ended; the ids of its inputs, which C++ has let go of."""
+        return self._ids
 
-    def let_go_of_inputs(self) -> None:
-        """It is over: an input that nobody else holds is freed with its run."""
-        if self._inputs:
-            super().let_go_of_inputs()
-        else:
-            self._noted.let_go()
+    def bytes_alive(self) -> int:
+        """Bytes of what this trace made and handles still show; autograd's count, too."""
+        return sum(storage.meta.nbytes for storage in self._native.made())
 
     def rebind(self, kept: Any, living: Any, values: Any, backward: CallSite | None) -> None:
         """What is shown of it are the outputs of its run from here on."""
@@ -209,7 +198,7 @@ class NativeTrace(Trace):
             return
         sites = self._call_sites
         if type(sites) is list:
-            sites = NATIVE.CallSites(self.call_sites)
+            sites = NATIVE.CallSites(sites)
         kept.shown.rebind(living, values, sites, backward)
 
     # -- steps -------------------------------------------------------------------------------------

@@ -312,17 +312,22 @@ class Trace:
             self.trie.touch(id(kept))
         return kept
 
-    def input_ids(self) -> Collection[int]:
-        """The ids of its inputs."""
-        return [remote.id for _, remote in self.inputs]
+    def let_go_of_inputs(self) -> Collection[int]:
+        """It has ended: an input that nobody else holds is freed with its run.
 
-    def let_go_of_inputs(self) -> None:
-        """It is over: an input that nobody else holds is freed with its run."""
+        Returns:
+            The ids of all their blocks.
+        """
         held, self.inputs = self.inputs, []
         for storage, _ in held:
             entered = storage()
             if entered is not None and entered.serial == self.serial and entered.index < 0:
                 entered.serial = 0
+        ids: list[int] = []
+        for _, remote in held:
+            ids.append(remote.id)
+            ids += [block.id for block in remote.rest]
+        return ids
 
     def rebind(
         self, kept: Any, living: Living, values: Iterable[Any], backward: CallSite | None
