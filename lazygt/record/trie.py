@@ -279,7 +279,7 @@ def makers(steps: list[TrieNode]) -> list[int]:
 # -- who wrote a step ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is made in every flush
 class Provenance:
     """Says which op a step of a run is, and who wrote it; expanded only for an error."""
 
