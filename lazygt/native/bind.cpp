@@ -6,6 +6,7 @@
 #include "storage.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace lazygt {
 namespace {
