@@ -217,6 +217,12 @@ class NativeTrace(Trace):
         room: int = self._native.room
         return room
 
+    @property
+    def entered(self) -> int:
+        """How many inputs it has, until it ends."""
+        entered: int = self._native.entered
+        return entered
+
     def settle(self) -> None:
         """Make the lists agree with the step that was reached."""
         if self._native is not None:

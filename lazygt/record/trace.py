@@ -284,6 +284,11 @@ class Trace:
         """How many values there is room for."""
         return len(self.storages)
 
+    @property
+    def entered(self) -> int:
+        """How many inputs it has."""
+        return len(self.inputs)
+
     # -- its end -------------------------------------------------------------------------
 
     def alive(self) -> Living:
