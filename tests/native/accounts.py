@@ -4,8 +4,8 @@ Run as ``python -m tests.native.accounts FILE JSON``, with the recorder that LAZ
 ``compare`` starts two such processes.
 
 For tensors of a Python subclass, as those of the recorder in Python are, torch's own C++ calls
-other ops here and there (``isTensorSubclassLike``). It does so for every tensor in a dispatch mode:
-a task may ask for one.
+other ops here and there (``isTensorSubclassLike``). It does so for every tensor in a dispatch mode,
+and replays views backward where that is asked for: a task may ask for both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,7 +60,7 @@ def account(task: Task, as_subclasses: bool) -> Account:
     with lazygt.session(**settings) as s:
         for program in task.programs:
             try:
-                with BaseTorchDispatchMode() if as_subclasses else nullcontext():
+                with like_subclasses() if as_subclasses else nullcontext():
                     result = program()
                 results.append([shown(leaf) for leaf in tree_leaves(result)])
             except Exception as error:  # noqa: BLE001 - what it is is compared
@@ -83,6 +84,13 @@ def account(task: Task, as_subclasses: bool) -> Account:
         "runs": runs,
         **{f"count of {count}": stats[count] for count in COUNTS},
     }
+
+
+@contextmanager
+def like_subclasses() -> Iterator[None]:
+    """Have torch call the ops that it calls for Python subclasses, of any tensor."""
+    with BaseTorchDispatchMode(), _force_original_view_tracking(True):
+        yield
 
 
 def hexed(digest: bytes | None) -> str | None:
@@ -148,7 +156,8 @@ def positions(first: int, count: int) -> Iterator[Task]:
     """Programs whose positions change from turn to turn, some of them shipped after each turn.
 
     None goes backward through a write into a part: torch asks for that part by its strides where
-    handles are its own tensors, and takes the view again where they are of a Python class.
+    handles are its own tensors, and takes the view again where they are of a Python class: other
+    plans, and so other numbers of messages.
     """
     steps = sorted(test_positions.STEPS.keys() - {"gradient"})
     for seed in range(first, first + count):
