@@ -89,7 +89,7 @@ def record(make: Callable[[], Step], nodes: int) -> Recorded:
             expand(call_site or recorder.backward_call_site) for call_site in trace.call_sites
         )
         kinds = tuple(type(value).__name__ for value in trace.params)
-        return Recorded(trace.step.path(), trace.alive()[1], lines, kinds)
+        return Recorded(trace.step.path(), trace.alive().numbers, lines, kinds)
 
 
 def infer(graph: Graph) -> None:
