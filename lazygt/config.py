@@ -83,6 +83,7 @@ def wheels_setting() -> str | None:
 #: Settings that are integers of at least 1.
 _COUNTS = (
     "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",
+    "max_cuda_graph_bytes",
 )  # fmt: skip
 
 
@@ -133,6 +134,14 @@ class Config:
         str,
     )
     compile: str = _setting("auto", "auto, off, or now: run fused groups compiled", str)
+    cuda_graphs: str = _setting(
+        "auto",
+        "auto, off, or now: on GPUs, run hot plans as CUDA graphs; auto: where they are faster",
+        str,
+    )
+    max_cuda_graph_bytes: int = _setting(
+        4 << 30, "bytes of a GPU's memory that a worker's CUDA graphs may keep", int
+    )
     compile_timeout: float = _setting(
         300.0, "seconds that a wait for compiled code lasts without an answer", float
     )
@@ -197,6 +206,10 @@ class Config:
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"
+            )
+        if self.cuda_graphs not in {"auto", "off", "now"}:
+            raise ValueError(
+                f"lazygt.session(cuda_graphs={self.cuda_graphs!r}): expected 'auto', 'off' or 'now'"
             )
         if self.plan_code not in {"auto", "native", "python"}:
             raise ValueError(

@@ -36,6 +36,7 @@ from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import Console
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.opening import device_type, open_link
+from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
@@ -255,6 +256,15 @@ class Session:
         """The fused groups for which compiled code was asked, in that order."""
         return list(self._tiers.compiles.values())
 
+    def cuda_graphs(self) -> list[tuple[PlanRecord, int, Captured]]:
+        """What became of hot plans on GPUs: the plan, the rank, and its CUDA graphs or why it has
+        none."""
+        return [
+            (entry, rank, told)
+            for entry in self._client.entries
+            for rank, told in sorted(entry.captures.items())
+        ]
+
     def stages(self, plan: Plan) -> Stages:
         """A plan's graph as recorded and after each pass: (name, graph) in order.
 
@@ -323,6 +333,7 @@ class Session:
             "bytes_fetched": counts.bytes_fetched,
             "fetches": counts.fetches,
             "plans_sent": counts.plans_sent,
+            "cuda_graphs": sum(told.graphs for _, _, told in self.cuda_graphs()),
             "largest_run_message": counts.largest_run,
             "last_run_message": counts.last_run,
             "free_messages": 0,

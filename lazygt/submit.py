@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -184,6 +185,8 @@ class Submitter:
             self._client.hold_back()
         if self._client.relaid:
             self._learn_layouts()
+        if self._client.capture_errors:
+            self._warn_of_captures()
         return answer
 
     def _run(
@@ -232,6 +235,16 @@ class Submitter:
         reports, self._client.relaid = self._client.relaid, []
         dropped = learn(self._recorder.inference, self._recorder.trie, reports)
         self._planner.forget(dropped)
+
+    def _warn_of_captures(self) -> None:
+        errors, self._client.capture_errors = self._client.capture_errors, []
+        warnings.warn(
+            f"lazygt: a CUDA graph could not be captured: {errors[0]}\nThe plan runs step by "
+            f"step, as before, and that worker captures no others. "
+            f"lazygt.session(cuda_graphs='off') asks for none.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     # -- what comes back -----------------------------------------------------------------
 

@@ -89,7 +89,8 @@ def cuda() -> Check:
             advice = "a driver is loaded but torch sees no GPU: compare its version with torch's"
         status: Status = "warn" if advice else "ok"
         return Check("cuda", status, f"no GPU; torch is {built}; workers run on the CPU", advice)
-    return Check("cuda", "ok", "; ".join(map(gpu, range(torch.cuda.device_count()))))
+    gpus = "; ".join(map(gpu, range(torch.cuda.device_count())))
+    return Check("cuda", "ok", f"{gpus}; CUDA graphs of hot plans: {Config.load().cuda_graphs}")
 
 
 def gpu(index: int) -> str:

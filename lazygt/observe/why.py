@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from lazygt.graph.source import expand
 from lazygt.history import Flush, Miss
 from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.messages import Captured
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def why(session: Session) -> Why:
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
         session.compiles(), tuple(history.fallbacks.values()), tuple(history.resized),
+        session.cuda_graphs(),
     )  # fmt: skip
 
 
@@ -45,6 +48,7 @@ class Why:
         compiles: the groups for which compiled code was asked.
         fallbacks: the ops for which blocks were put together, since no rule says how they run on
             blocks; the first time of each.
+        cuda_graphs: what became of hot plans on GPUs, by plan and rank.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
@@ -54,6 +58,7 @@ class Why:
     compiles: Sequence[Compile] = ()
     fallbacks: Sequence[ReplicateFallback] = ()
     resized: Sequence[Miss] = ()
+    cuda_graphs: Sequence[tuple[PlanRecord, int, Captured]] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -65,6 +70,8 @@ class Why:
         ]
         if self.resized:
             parts.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
+        if self.cuda_graphs:
+            parts.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
         return "\n".join(
             row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )
@@ -117,6 +124,15 @@ class Why:
 def _compile_row(compile: Compile) -> str:
     gain = f", {compile.gain:.2f}x as fast" if compile.gain else ""
     return f"{compile.line}  {compile.ops} ops {compile.status}, {compile.seconds:.2f} s{gain}"
+
+
+def _capture_row(entry: PlanRecord, rank: int, told: Captured) -> str:
+    plan = f"plan {entry.plan.digest.hex()[:12]}, rank {rank}"
+    if told.error:
+        return f"{plan}: none, {told.error}"
+    gain = f", {told.gain:.2f}x as fast" if told.gain else ""
+    steps = f"{told.steps} of {len(entry.plan.steps.graph.nodes)} steps"
+    return f"{plan}: {told.graphs} with {steps}, {told.nbytes} bytes in all{gain}"
 
 
 def _trouble(compile: Compile) -> str:

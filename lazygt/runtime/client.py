@@ -17,6 +17,7 @@ from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import (
     TO_CLIENT,
+    Captured,
     Done,
     Failure,
     Left,
@@ -95,6 +96,8 @@ class Client:
         self.entries = PlanRecords(link.world_size)
         #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
+        #: why workers capture no more CUDA graphs
+        self.capture_errors: list[str] = []
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
         self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
@@ -464,6 +467,8 @@ class Client:
             case Wrote():
                 checks, handles = told.checks, told.handles
                 self._written.append((rank, told.number, checks, told.error, handles))
+            case Captured():
+                self._captured(rank, told)
             case Swapped():
                 self._swapped(rank, told.digest, told.error)
 
@@ -487,6 +492,13 @@ class Client:
                     f"plan {told.digest.hex()[:12]} has no result {told.rows!r:.80}"
                 )
         self.relaid.append((graph, told.rows))
+
+    def _captured(self, rank: int, told: Captured) -> None:
+        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
+        if entry is not None:
+            entry.captures[rank] = told
+        if told.failed:
+            self.capture_errors.append(f"worker {rank}: {told.error}")
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
         self.entries.swapped(rank, digest)

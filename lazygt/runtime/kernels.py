@@ -69,7 +69,8 @@ def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) 
     return base
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator(device: torch.device) -> torch.Generator:
+    """The one that a worker's ops draw from."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
@@ -77,17 +78,17 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def manual_seed(device: torch.device, seed: int) -> None:
     """Seed the worker's generator."""
-    _generator(device).manual_seed(seed)
+    generator(device).manual_seed(seed)
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
     """The state of the worker's generator, as bytes."""
-    return _generator(device).get_state().clone()
+    return generator(device).get_state().clone()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the worker's generator."""
-    _generator(device).set_state(state.cpu().contiguous())
+    generator(device).set_state(state.cpu().contiguous())
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

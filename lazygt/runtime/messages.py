@@ -233,5 +233,24 @@ class Relaid(Part, tag=11):
     rows: tuple[tuple[Count, Count, tuple[int, ...]], ...]
 
 
+class Captured(Part, tag=12):
+    """A plan runs as CUDA graphs from now on, or why it does not.
+
+    Attributes:
+        graphs, steps: how many graphs, and how many of the plan's steps are in them.
+        nbytes: what all graphs of the worker keep.
+        gain: how many times faster than without; 0.0: not measured.
+        failed: a capture has failed, for ``error``.
+    """
+
+    digest: Name
+    graphs: Count = 0
+    steps: Count = 0
+    nbytes: Count = 0
+    gain: float = 0.0
+    error: str = ""
+    failed: bool = False
+
+
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
-TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid)
+TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid, Captured)

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from lazygt.runtime.foreign import schema
 from lazygt.runtime.graph_codec import plan_name, template_name
-from lazygt.runtime.messages import Ship, Swap
+from lazygt.runtime.messages import Captured, Ship, Swap
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.values import new_codec
 from lazygt.runtime.wire import Buffer, encode
@@ -23,6 +23,7 @@ class PlanRecord:
     """
 
     __slots__ = (
+        "captures",
         "considered",
         "frees",
         "inputs",
@@ -58,6 +59,8 @@ class PlanRecord:
         self.ships = self.size = 0
         #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
         self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
+        #: what ranks have said of its CUDA graphs
+        self.captures: dict[int, Captured] = {}
         #: whether it has been decided what of it is compiled
         self.considered = False
 
@@ -143,7 +146,10 @@ class PlanRecords:
 
     def swapped(self, rank: int, digest: bytes) -> None:
         """A rank has answered the swap of the plan that it knows by this name."""
-        name = next((e.names[0] for e in self if e.name(rank) == digest), digest)
+        entry = next((e for e in self if e.name(rank) == digest), None)
+        name = digest if entry is None else entry.names[0]
+        if entry is not None:
+            entry.captures.pop(rank, None)
         if name in self.swapping:
             self.swapping[name] -= 1
             if not self.swapping[name]:

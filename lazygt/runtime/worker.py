@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec import structs
 
 from lazygt.config import Config
 from lazygt.errors import GraphError, ProtocolError, kind_of
@@ -18,7 +19,9 @@ from lazygt.runtime import graph_codec, kernels, wire
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
+from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor, code_of
+from lazygt.runtime.executors.graphed import GraphedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.foreign import loader
@@ -95,6 +98,8 @@ class Worker:
             LAZYGT_SHM_THRESHOLD says.
         cache_dir: where compiled code lies. None: as LAZYGT_CACHE_DIR says.
         plan_code: what runs plans after their first run. None: as LAZYGT_PLAN_CODE says.
+        cuda_graphs, max_cuda_graph_bytes: see ``CudaGraphs``. None: as LAZYGT_CUDA_GRAPHS and
+            LAZYGT_MAX_CUDA_GRAPH_BYTES say.
         inline: the generator is the client's own, so it is lent to a run and put back.
         copier: makes what copies values for transfers, when one is asked for first.
         encode: makes what ``handle`` returns of a reply.
@@ -113,6 +118,8 @@ class Worker:
         inline: bool = False,
         cache_dir: str | None = None,
         plan_code: str | None = None,
+        cuda_graphs: str | None = None,
+        max_cuda_graph_bytes: int | None = None,
         copier: Callable[[torch.device], Copier] | None = None,
         encode: Callable[..., list[Buffer]] = encode,
     ) -> None:
@@ -127,11 +134,14 @@ class Worker:
             shm_threshold=shm_threshold,
             cache_dir=cache_dir,
             plan_code=plan_code,
+            cuda_graphs=cuda_graphs,
+            max_cuda_graph_bytes=max_cuda_graph_bytes,
         )
         self._executors: Recent[bytes, EagerExecutor] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         self._make_code = code_of(config.plan_code)
+        self._graphs = graphs_of(self.device, config.cuda_graphs, config.max_cuda_graph_bytes)
         self._known_runs = KnownRuns(self.store) if self._make_code is NativeCode else None
         self._known: dict[bytes, _Known] = {}
         #: of the plans that are kept
@@ -186,7 +196,10 @@ class Worker:
             self._waiting.append([f if isinstance(f, Part) else bytes(f) for f in frames])
             return [self._encode(Need(run.seq, run.digest))] if first and run.digest else []
         done = self._run(run, frames[1:])
-        return [*self._departure(), *self._layouts(run.digest), done]
+        told = [*self._departure(), *self._layouts(run.digest)]
+        if self._graphs is not None and run.digest is not None:
+            told += self._captures(run.digest)
+        return [*told, done]
 
     def close(self) -> None:
         """Drop all values."""
@@ -214,7 +227,7 @@ class Worker:
         else:
             executor = EagerExecutor(plan, self.device, code=self._make_code)
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
-            self._executors.keep(digest, executor, size)
+            self._keep(digest, executor, size)
 
     def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
         """The template of this name, which lives as long as a plan made of it; None: forgotten."""
@@ -242,10 +255,22 @@ class Worker:
         try:
             plan = executor.plan
             made = compiled(plan, self.device, message.groups, self._cache, self._make_code)
-            self._executors.keep(digest, made, plan.outline.nbytes)
+            self._keep(digest, made, plan.outline.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return Swapped(digest, f"{type(error).__name__}: {error}")
         return Swapped(digest)
+
+    def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
+        """Have a plan run by this executor; where there are CUDA graphs, until it is captured."""
+        if self._graphs is not None:
+            executor = GraphedExecutor(executor, self._graphs)
+        self._executors.keep(digest, executor, size)
+
+    def _executor(self, digest: bytes) -> EagerExecutor | None:
+        """What runs a plan now; None: it is forgotten."""
+        executor = self._executors.get(digest)
+        given_up = isinstance(executor, GraphedExecutor) and executor.given_up
+        return executor.plain if executor is not None and given_up else executor
 
     def _departure(self) -> list[list[Buffer]]:
         """What tells the client, once and before the answer to a run, that this rank has left its
@@ -260,12 +285,24 @@ class Worker:
         """What tells the client, before the answer to a plan's first run, which of its results
         lie otherwise than the plan says."""
         executor = None if name is None else self._executors.get(name)
-        if name is None or executor is None or not executor.interpreter.relaid:
+        if name is None or executor is None:
+            return []
+        executor = executor.plain
+        if not executor.interpreter.relaid:
             return []
         rows, executor.interpreter.relaid = executor.interpreter.relaid, []
         # in compiled plans nodes have other numbers; their steps were compared before
         plain = executor.schedule is executor.plan.steps
         return [self._encode(Relaid(name, tuple(rows)))] if plain else []
+
+    def _captures(self, name: bytes) -> list[list[Buffer]]:
+        """What tells the client, before the answer to a run, what became of a plan's CUDA
+        graphs."""
+        executor = self._executors.get(name)
+        if not isinstance(executor, GraphedExecutor):
+            return []
+        news, executor.news = executor.news, None
+        return [] if news is None else [self._encode(structs.replace(news, digest=name))]
 
     def _renew(self, message: Renew) -> None:
         """Join a new process group. All ranks are told so, when all have answered all runs."""
@@ -326,7 +363,7 @@ class Worker:
         """Finish a known run, of which the program has ended: it may have stopped at some node."""
         done = Done(seq)
         if stopped is not None:
-            executor = self._executors.get(digest)
+            executor = self._executor(digest)
             assert executor is not None
             outcome = executor.go_on(Stopped(*stopped), self._known[digest].params)
             self._settle(executor.plan, seq, base, outcome, done)
@@ -377,7 +414,7 @@ class Worker:
 
     def _execute(self, run: Run, done: Done) -> None:
         assert run.digest is not None
-        executor, known = self._executors.get(run.digest), self._known[run.digest]
+        executor, known = self._executor(run.digest), self._known[run.digest]
         assert executor is not None
         ids = known.inputs.decode(run.inputs, run.base)
         frees = known.frees.decode(run.frees, run.base)
@@ -389,7 +426,7 @@ class Worker:
         inputs = self._inputs(executor.schedule, ids, frees)
         done.releases.extend(self.store.free(frees))
         if run.timed:
-            executor = TimedExecutor(executor)
+            executor = TimedExecutor(executor.plain)
         if known.checked != self._group:
             known.checked = self._group
             known.mismatch = self._mismatch(executor.plan, run.seq, known.own)

@@ -92,6 +92,11 @@ class EagerExecutor:
         self.code: Code | None = None
         self._checked = False
 
+    @property
+    def plain(self) -> EagerExecutor:
+        """What runs it node after node: itself, unless it stands before another one."""
+        return self
+
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
         with torch._C._AutoDispatchBelowAutograd():

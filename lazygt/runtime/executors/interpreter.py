@@ -121,6 +121,14 @@ class CheckedInterpreter:
                 values.pop(dead, None)
         return failures
 
+    def step(self, number: int, values: dict[int, Any], params: tuple[Any, ...]) -> None:
+        """Run one node, check its results, and drop what dies there; raises what the node does."""
+        node, results = self.schedule.graph.nodes[number], self._results[number]
+        self._node(number, node, results, values, params, check=True)
+        self.relaid.clear()  # the client was told when the plan ran first
+        for dead in self.schedule.frees[number]:
+            values.pop(dead, None)
+
     @staticmethod
     def _part(failure: Failure, failures: list[Failure]) -> None:
         """Leave the ranks that wait for what can't be computed here; the client is told why."""

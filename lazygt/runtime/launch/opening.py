@@ -59,6 +59,8 @@ def _inline(config: Config, mesh: Mesh, copier: str) -> Link:
         inline=True,
         cache_dir=config.cache_dir,
         plan_code=config.plan_code,
+        cuda_graphs=config.cuda_graphs,
+        max_cuda_graph_bytes=config.max_cuda_graph_bytes,
         copier=(lambda device: load_named(copier)(device)) if copier else None,
         encode=hand_over,
     )
@@ -96,6 +98,8 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
             "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
             "LAZYGT_PLAN_CODE": config.plan_code,
+            "LAZYGT_CUDA_GRAPHS": config.cuda_graphs,
+            "LAZYGT_MAX_CUDA_GRAPH_BYTES": str(config.max_cuda_graph_bytes),
             "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },

@@ -10,12 +10,14 @@ import torch
 from lazygt.runtime.executors.compiled import CompiledExecutor
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.generated import GeneratedCode
+from lazygt.runtime.executors.graphed import GraphedExecutor
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.store import Failed, Value
 from tests.passes.tools import graph_of, same_bits
 from tests.runtime.executors.compared import needs_native
+from tests.runtime.executors.cuda_stand_in import stand_in
 
 Make = Callable[[Plan, torch.device], EagerExecutor]
 
@@ -24,6 +26,7 @@ EXECUTORS: dict[str, Make] = {
     "native": lambda plan, device: EagerExecutor(plan, device, code=NativeCode),
     "generated": lambda plan, device: EagerExecutor(plan, device, code=GeneratedCode),
     "timed": lambda plan, device: TimedExecutor(EagerExecutor(plan, device)),
+    "graphed": lambda plan, device: GraphedExecutor(EagerExecutor(plan, device), stand_in()[0]),
     "compiled": lambda plan, device: CompiledExecutor(plan, device, {}, GeneratedCode),
     "compiled, native": lambda plan, device: CompiledExecutor(plan, device, {}, NativeCode),
 }

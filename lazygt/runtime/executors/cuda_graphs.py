@@ -1,0 +1,338 @@
+"""CUDA graphs of a worker: stretches of a plan, captured once and replayed with one launch.
+
+A graph reads and writes the memory that it was captured with. What a stretch takes is there
+already if it lies at the same address in each run (weights, and what an earlier stretch made);
+anything else is copied to memory of the graph's own before a replay. What it makes lies in a pool
+that all graphs of the worker share: only during a run, since whoever runs it copies what lives on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from lazygt.graph.alias import draws
+from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.executors.interpreter import CheckedInterpreter
+from lazygt.runtime.executors.stretches import Stretch
+from lazygt.runtime.kernels import clone, generator
+from lazygt.runtime.store import Value
+
+#: What torch says of an op that waits for the GPU, where none may.
+_WAITED = "called a synchronizing CUDA operation"
+
+
+class Uncapturable(Exception):
+    """Why a stretch is run step by step; nothing has been run of it."""
+
+
+class CudaGraphs:
+    """The stream and the memory pool in which a worker captures.
+
+    Args:
+        limit: bytes that the graphs may keep.
+        measured: whether a plan's graphs are used only if they are faster.
+        cuda: ``torch.cuda``, or what stands in for it.
+
+    Attributes:
+        usable: whether more can be captured: not after a capture that failed, which may leave
+            torch's allocator with half of it.
+    """
+
+    def __init__(
+        self, device: torch.device, limit: int, measured: bool = True, cuda: Any = torch.cuda
+    ) -> None:
+        self.device, self.limit, self.measured = device, limit, measured
+        self.usable = True
+        self.clock: Callable[[], float] = time.perf_counter
+        self._cuda = cuda
+        self._stream: Any = None
+        self._pool: Any = None
+        self._pool_bytes = 0
+        self._kept: WeakSet[CapturedStretch] = WeakSet()
+        self._failed: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the graphs keep: their pool, and memory that is copied to before a replay."""
+        if not self._kept:
+            return 0
+        return self._pool_bytes + sum(kept.nbytes for kept in self._kept)
+
+    def room_for(self, peak: int) -> bool:
+        """Whether a plan with so many bytes alive at once can be captured within the limit."""
+        pool = self._pool_bytes if self._kept else 0
+        return max(pool, peak) + self.nbytes - pool <= self.limit
+
+    def seconds(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        """How long something takes with all that it has the GPU do, and what it returns."""
+        self._cuda.synchronize(self.device)
+        begin = self.clock()
+        returned = run()
+        self._cuda.synchronize(self.device)
+        return self.clock() - begin, returned
+
+    @contextlib.contextmanager
+    def nobody_waits(self) -> Iterator[None]:
+        """Inside, torch's ops raise where they would wait for the GPU; see ``waited``."""
+        before = self._cuda.get_sync_debug_mode()
+        self._cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            self._cuda.set_sync_debug_mode(before)
+
+    @staticmethod
+    def waited(error: Exception) -> bool:
+        """Whether an op raised this because it would have waited."""
+        return _WAITED in str(error)
+
+    def captured(
+        self,
+        stretch: Stretch,
+        interpreter: CheckedInterpreter,
+        values: dict[int, Value],
+        params: tuple[Any, ...],
+        fixed: set[int],
+    ) -> CapturedStretch:
+        """A stretch as a graph. It has not been run yet.
+
+        Args:
+            values: all that are alive before it; they stay as they are.
+            fixed: addresses of storages that are the same in each run.
+
+        Raises:
+            Uncapturable: it can't be a graph.
+            Exception: whatever a kernel or CUDA raises; see ``usable``.
+        """
+        copies = _copies(stretch, values, fixed, self.device)
+        inside = {number: copies.get(number, values[number]) for number in stretch.takes}
+        nodes = interpreter.schedule.graph.nodes[stretch.first : stretch.end]
+
+        def body() -> None:
+            for number in range(stretch.first, stretch.end):
+                interpreter.step(number, inside, params)
+
+        graph = self._capture(body, any(map(draws, nodes)))
+        captured = CapturedStretch(stretch, graph, self.device, copies, inside, values)
+        self._kept.add(captured)
+        return captured
+
+    def _capture(self, body: Callable[[], None], random: bool) -> Any:
+        cuda = self._cuda
+        if self._stream is None:
+            self._stream = cuda.Stream(self.device)
+        if not self._kept:
+            self._pool, self._pool_bytes = cuda.graph_pool_handle(), 0
+        graph = cuda.CUDAGraph()
+        if random:  # so that a replay draws what its kernels would have drawn
+            graph.register_generator_state(generator(self.device))
+        cuda.synchronize(self.device)
+        self._clear_workspaces()
+        before = cuda.memory_reserved(self.device)
+        with cuda.stream(self._stream):
+            try:
+                # other threads may go on meanwhile, as NCCL's watchdog does
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                body()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
+        self._clear_workspaces()
+        self._pool_bytes += max(cuda.memory_reserved(self.device) - before, 0)
+        return graph
+
+    def _abandon(self, graph: Any) -> None:
+        """End a capture that has failed."""
+        self.usable = False
+        self._failed = graph  # the allocator may ask it until the process ends
+        with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+            graph.capture_end()
+        if self.device.type == "cuda":
+            index = self.device.index or torch.cuda.current_device()
+            with contextlib.suppress(RuntimeError):  # capture_end has come so far
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+
+    def _clear_workspaces(self) -> None:
+        """Have cuBLAS take a workspace of the pool for a capture, and keep it no longer."""
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def graphs_of(device: torch.device, setting: str, limit: int) -> CudaGraphs | None:
+    """What captures on a device; None: nothing is captured there.
+
+    Args:
+        setting: as ``lazygt.session(cuda_graphs=...)`` has it.
+    """
+    if device.type != "cuda" or setting == "off":
+        return None
+    return CudaGraphs(device, limit, setting == "auto")
+
+
+class CapturedStretch:
+    """A stretch as a graph.
+
+    Args:
+        copies: what is copied before each replay: value -> where to.
+        inside: the values at the end of the capture.
+        outside: the values before it.
+
+    Attributes:
+        in_place: addresses of storages, not the graph's own, that it reads or writes.
+        storages: addresses of those that each replay writes anew.
+        nbytes: of the memory that is copied to.
+
+    Raises:
+        Uncapturable: something that it makes can't be handed out.
+    """
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        graph: Any,
+        device: torch.device,
+        copies: dict[int, torch.Tensor],
+        inside: dict[int, Value],
+        outside: dict[int, Value],
+    ) -> None:
+        self.stretch, self._graph = stretch, graph
+        self._copies = [
+            (numbers, [copies[number] for number in numbers]) for numbers in _by_dtype(copies)
+        ]
+        self.nbytes = sum(copy.untyped_storage().nbytes() for copy in copies.values())
+        homes = {
+            address(outside[number]): number for number in stretch.takes if number not in copies
+        }
+        homes.pop(0, None)
+        self.in_place = set(homes)
+        #: values that lie where the graph has put them
+        self._static: dict[int, Any] = {}
+        #: values that lie in a storage that it was given: which value's, and how
+        self._shared: list[tuple[int, int, TensorMeta | None]] = []
+        for number in stretch.gives:
+            value = inside[number]
+            home = homes.get(address(value))
+            if home is None:
+                self._static[number] = _plain(value, device)
+                continue
+            meta = TensorMeta.of(_plain(value, device))
+            same = meta == TensorMeta.of(_plain(outside[home], device))
+            self._shared.append((number, home, None if same else meta))
+        self.storages = {address(value) for value in self._static.values()} - {0}
+        self.storages |= {address(copy) for copy in copies.values()} - {0}
+
+    def replay(self, values: dict[int, Any]) -> bool:
+        """Run it on the values that are alive; False, and nothing is done, where one of them lies
+        otherwise than when it was captured."""
+        loads = [
+            (copies, [values[number] for number in numbers]) for numbers, copies in self._copies
+        ]
+        if not all(_alike(c, v) for load in loads for c, v in zip(*load, strict=True)):
+            return False
+        for copies, sources in loads:
+            torch._foreach_copy_(copies, sources)
+        shared = [(number, values[home], meta) for number, home, meta in self._shared]
+        self._graph.replay()
+        for number in self.stretch.drops:
+            values.pop(number, None)
+        values.update(self._static)
+        for number, source, meta in shared:
+            values[number] = source if meta is None else _view(source, meta)
+        return True
+
+
+def address(value: Any) -> int:
+    """Of its storage; 0: it has no memory."""
+    if not isinstance(value, torch.Tensor) or value._is_zerotensor():
+        return 0
+    storage = value.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
+def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies with the very same strides, in few launches."""
+    results: dict[int, torch.Tensor] = {}
+    dense: dict[int, torch.Tensor] = {}
+    for position, value in enumerate(values):
+        copy = torch.empty_like(value)
+        lazy = value.is_conj() or value.is_neg() or value._is_zerotensor()
+        if lazy or copy.stride() != value.stride():
+            results[position] = clone(value)
+        else:
+            results[position], dense[position] = copy, value
+    for positions in _by_dtype(dense):
+        torch._foreach_copy_([results[p] for p in positions], [dense[p] for p in positions])
+    return [results[position] for position in range(len(values))]
+
+
+def own_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
+    """The values, those in these storages in copies of them; what shared memory shares it again."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for number, value in values.items():
+        place = address(value)
+        if place in storages:
+            if place not in copies:
+                copies[place] = value.untyped_storage().clone()
+            values[number] = _view(value, TensorMeta.of(value), copies[place])
+    return values
+
+
+def _copies(
+    stretch: Stretch, values: dict[int, Value], fixed: set[int], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Memory for what the stretch takes from changing places."""
+    copies: dict[int, torch.Tensor] = {}
+    places: set[int] = set()
+    for number in stretch.takes:
+        value = _plain(values[number], device)
+        place = address(value)
+        if place == 0 or place in fixed:
+            continue
+        if place in places:
+            raise Uncapturable("two of its operands share memory that moves")
+        places.add(place)
+        if value.storage_offset() or torch.empty_like(value).stride() != value.stride():
+            raise Uncapturable("one of its operands is part of memory that moves")
+        copies[number] = clone(value)
+    return copies
+
+
+def _plain(value: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value._is_zerotensor():
+        raise Uncapturable("a value without memory")
+    if value.is_conj() or value.is_neg():
+        raise Uncapturable("a value with a lazy bit")
+    if value.device.type != device.type:
+        raise Uncapturable(f"a value on the {value.device.type}")
+    return value
+
+
+def _alike(copy: torch.Tensor, value: torch.Tensor) -> bool:
+    return copy.stride() == value.stride() and copy.device == value.device
+
+
+def _by_dtype(values: dict[int, torch.Tensor]) -> Iterable[list[int]]:
+    """The keys in groups that one launch copies."""
+    groups: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for number, value in values.items():
+        groups[value.dtype].append(number)
+    return groups.values()
+
+
+def _view(
+    value: torch.Tensor, meta: TensorMeta, storage: torch.UntypedStorage | None = None
+) -> torch.Tensor:
+    """A tensor of this meta in the storage of a value, or in another one."""
+    view = torch.empty(0, dtype=meta.dtype, device=value.device)
+    view.set_(storage or value.untyped_storage(), meta.offset, meta.shape, meta.stride)
+    if meta.conj:
+        view = torch._conj(view)
+    return torch._neg_view(view) if meta.neg else view

@@ -1,0 +1,267 @@
+"""The graphed executor: on a GPU, a hot plan as CUDA graphs, with what can't be captured between.
+
+It begins as the executor that it stands before (``plain``), and looks at what changes from run to
+run. Then the plan's steps are run once with torch telling which of them wait for the GPU, what can
+be captured is, and both ways are timed in turn. The faster one stays.
+
+A replay computes what the steps compute, with the same kernels. What a graph holds fast is looked
+at before each: where the inputs lie that it uses in place, and the numbers that are arguments of
+its kernels. If one differs the run is the plain executor's; if that goes on, the plan is captured
+anew with what has changed left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lazygt.graph.alias import draws
+from lazygt.graph.cost import peak_bytes
+from lazygt.graph.node import Node
+from lazygt.runtime.executors.captured_plan import CapturedPlan
+from lazygt.runtime.executors.cuda_graphs import CudaGraphs, address
+from lazygt.runtime.executors.eager import EagerExecutor, Outcome
+from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
+from lazygt.runtime.executors.stretches import Stretch, capturable, cut
+from lazygt.runtime.messages import Captured
+from lazygt.runtime.plan import Schedule
+from lazygt.runtime.store import Failed, Value
+from lazygt.runtime.wire import bits
+
+#: Runs that are looked at before a plan is captured, if it is measured, and if not.
+WATCHED, WATCHED_NOW = 6, 2
+#: How often each way is timed.
+TRIALS = 4
+#: What a run that can't be a replay counts, less one for each that is, and when that is too much.
+MISMATCH, TOO_MANY = 2, 6
+#: How often a plan is captured, at most.
+CAPTURES = 4
+
+_WATCH, _ASK, _CAPTURE, _TRY, _REPLAY, _PLAIN = range(6)
+
+
+class GraphedExecutor(EagerExecutor):
+    """Runs one plan, from some run on as CUDA graphs.
+
+    Args:
+        plain: what runs it otherwise.
+        graphs: what captures.
+
+    Attributes:
+        news: what has been decided since the worker looked last.
+        given_up: whether ``plain`` will do all further runs.
+    """
+
+    def __init__(self, plain: EagerExecutor, graphs: CudaGraphs) -> None:
+        super().__init__(plain.plan, plain.interpreter.device, _owning(plain))
+        self._plain = plain
+        self.news: Captured | None = None
+        self._graphs = graphs
+        self._phase, self._runs, self._captures = _WATCH, 0, 0
+        #: of the last run that was looked at: where its inputs lay, and its numbers
+        self._places: list[int] = []
+        self._numbers: tuple[Any, ...] = ()
+        #: inputs that have moved, numbers that have changed, nodes that wait for the GPU
+        self._moved: set[int] = set()
+        self._changed: set[int] = set()
+        self._apart: set[int] = set()
+        self._captured: CapturedPlan | None = None
+        self._mismatches = 0
+        #: seconds of the runs that were timed: plain, as graphs, plain ...
+        self._times: list[float] = []
+
+    @property
+    def plain(self) -> EagerExecutor:
+        """What it stands before."""
+        return self._plain
+
+    @property
+    def given_up(self) -> bool:
+        """See the class."""
+        return self._phase == _PLAIN
+
+    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
+        if self._phase == _PLAIN or Failed in map(type, inputs):
+            return self.plain.run(inputs, params)
+        if self._mismatches >= TOO_MANY:
+            self._phase, self._captured, self._mismatches = _CAPTURE, None, 0
+        with torch._C._AutoDispatchBelowAutograd():
+            if self._phase == _WATCH:
+                return self._watch(inputs, params)
+            if self._phase == _ASK:
+                return self._ask(inputs, params)
+            if self._phase == _CAPTURE:
+                return self._capture(inputs, params)
+            return self._again(inputs, params)
+
+    # -- before a capture ----------------------------------------------------------------
+
+    def _watch(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        self._look(inputs, params)
+        self._runs += 1
+        if self._runs >= (WATCHED if self._graphs.measured else WATCHED_NOW):
+            self._phase = _ASK
+        return self.plain.run(inputs, params)
+
+    def _look(self, inputs: list[Value], params: tuple[Any, ...]) -> None:
+        """Note which inputs and numbers are not those of the last run."""
+        places = [address(value) for value in inputs]
+        if self._places:
+            pairs = zip(places, self._places, strict=True)
+            self._moved.update(i for i, (now, then) in enumerate(pairs) if now != then)
+            numbers = zip(params, self._numbers, strict=True)
+            self._changed.update(i for i, pair in enumerate(numbers) if _differ(*pair))
+        self._places, self._numbers = places, params
+
+    def _ask(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run step by step, and note which of them wait for the GPU."""
+        if not cut(self.schedule, (), self._changed):
+            self._phase = _PLAIN
+            return self.plain.run(inputs, params)
+        self._look(inputs, params)
+        asking = _Asking(self.schedule, self.interpreter.device)
+        asking.graphs, asking.waits = self._graphs, self._apart
+        values = dict(enumerate(inputs))
+        inputs.clear()
+        self.interpreter, ours = asking, self.interpreter
+        outcome = self._finish(values, params, 0, check=True)
+        self.interpreter, self._phase = ours, _CAPTURE
+        return outcome
+
+    # -- captures ------------------------------------------------------------------------
+
+    def _capture(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run, and capture meanwhile."""
+        self._look(inputs, params)
+        stretches = cut(self.schedule, self._apart, self._changed)
+        refusal = self._refusal(stretches)
+        if refusal is not None:
+            self._give_up(refusal)
+            return self.plain.run(inputs, params)
+        self._captures += 1
+        plan = CapturedPlan(self.interpreter, self._graphs, stretches)
+        outcome = self._outcome(plan.capture(inputs, params, self._moved), params)
+        if plan.error is not None:
+            error = plan.error
+            self._give_up(f"{type(error).__name__}: {error}".rstrip(": "), failed=True)
+        elif not plan.complete:
+            self._captures -= 1  # an op has failed: that was no try
+        elif not plan.captures:
+            self._give_up("none of it can be captured")
+        elif self._graphs.nbytes > self._graphs.limit:
+            self._give_up(self._too_large(self._graphs.nbytes))
+        else:
+            self._captured, self._mismatches, self._times = plan, 0, []
+            self._phase = _TRY if self._graphs.measured else _REPLAY
+            if self._phase == _REPLAY:
+                self._tell(0.0)
+        return outcome
+
+    def _refusal(self, stretches: list[Stretch]) -> str | None:
+        """Why no capture is to be tried."""
+        if not stretches:
+            return "too few steps in a row can be captured"
+        if self._captures == CAPTURES:
+            return "its inputs move and its numbers change"
+        if not self._graphs.usable:
+            return "a capture has failed in this worker"
+        peak = peak_bytes(self.schedule.graph, self.schedule.frees)
+        if not self._graphs.room_for(peak):
+            return self._too_large(peak)
+        return None
+
+    def _too_large(self, nbytes: int) -> str:
+        return f"it takes {nbytes} bytes, of max_cuda_graph_bytes={self._graphs.limit}"
+
+    # -- runs ----------------------------------------------------------------------------
+
+    def _again(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run what is captured, if that computes what this run is to compute."""
+        assert self._captured is not None
+        if not self._captured.fits(inputs, params):
+            self._look(inputs, params)
+            self._mismatches += MISMATCH
+            return self.plain.run(inputs, params)
+        return self._try(inputs, params) if self._phase == _TRY else self._replay(inputs, params)
+
+    def _replay(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        plan = self._captured
+        assert plan is not None
+        misfits = plan.misfits
+        outcome = self._outcome(plan.run(inputs, params), params)
+        self._mismatches += MISMATCH if plan.misfits > misfits else -(self._mismatches > 0)
+        return outcome
+
+    def _try(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run, timed: plain and as graphs in turn."""
+        run = self._replay if len(self._times) % 2 else self.plain.run
+        seconds, outcome = self._graphs.seconds(lambda: run(inputs, params))
+        self._times.append(seconds)
+        if len(self._times) == 2 * TRIALS:
+            gain = min(self._times[::2]) / max(min(self._times[1::2]), 1e-9)
+            if gain > 1:
+                self._phase = _REPLAY
+                self._tell(gain)
+            else:
+                self._give_up(f"as CUDA graphs it would be {gain:.2f}x as fast")
+        return outcome  # type: ignore[no-any-return]
+
+    def _outcome(self, outputs: list[Value] | Stopped, params: tuple[Any, ...]) -> Outcome:
+        if isinstance(outputs, Stopped):
+            return self.go_on(outputs, params)
+        return Outcome(outputs, [], None, [])
+
+    # -- what is decided -----------------------------------------------------------------
+
+    def _give_up(self, reason: str, failed: bool = False) -> None:
+        self._phase, self._captured = _PLAIN, None
+        self.news = Captured(self.plan.digest, error=reason, failed=failed)
+
+    def _tell(self, gain: float) -> None:
+        assert self._captured is not None
+        captures, nbytes = self._captured.captures, self._graphs.nbytes
+        steps = sum(stretch.end - stretch.first for stretch in captures)
+        self.news = Captured(self.plan.digest, len(captures), steps, nbytes, gain)
+
+
+class _Asking(CheckedInterpreter):
+    """Finds the nodes that wait for the GPU.
+
+    A node is run again when it would have waited, so those are not asked that write or draw.
+    """
+
+    graphs: CudaGraphs
+    waits: set[int]
+
+    def _node(
+        self,
+        number: int,
+        node: Node,
+        results: range,
+        values: dict[int, Any],
+        params: tuple[Any, ...],
+        check: bool,
+    ) -> None:
+        if not node.writes and capturable(node) and not draws(node):
+            try:
+                with self.graphs.nobody_waits():
+                    return super()._node(number, node, results, values, params, check)
+            except RuntimeError as error:
+                if not self.graphs.waited(error):
+                    raise
+                self.waits.add(number)
+        return super()._node(number, node, results, values, params, check)
+
+
+def _owning(plain: EagerExecutor) -> Schedule:
+    """The plan's steps; the inputs that either way overwrites are the run's own."""
+    steps = plain.plan.steps
+    owned = {*steps.writes.owned_inputs, *plain.schedule.writes.owned_inputs}
+    return replace(steps, writes=replace(steps.writes, owned_inputs=tuple(sorted(owned))))
+
+
+def _differ(now: Any, then: Any) -> bool:
+    return now is not then and bits((now,)) != bits((then,))

@@ -1,0 +1,136 @@
+"""Stretches: the steps of a plan that can be captured as one CUDA graph, and those between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from lazygt.graph.alias import WRITE_BACK, op_facts
+from lazygt.graph.node import DEVICE, Node, params_in
+from lazygt.runtime.plan import Schedule
+
+#: Kernels from which on a stretch is worth a graph: each costs a launch and copies of its own.
+SHORTEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some steps in a row.
+
+    Attributes:
+        first, end: the nodes, without ``end``.
+        captured: whether they are to be a CUDA graph.
+        takes: values from before that they read.
+        gives: values that they make and that live on.
+        drops: values from before that die in them.
+        params: run-time numbers that they take.
+    """
+
+    first: int
+    end: int
+    captured: bool
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    drops: tuple[int, ...] = ()
+    params: tuple[int, ...] = ()
+
+
+def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -> list[Stretch]:
+    """A schedule as stretches; empty if none of them can be captured.
+
+    Args:
+        apart: nodes that are known not to be capturable.
+        changing: params whose numbers change, so that they can't be part of a graph: it has the
+            arguments of its kernels in it.
+    """
+    nodes = schedule.graph.nodes
+    if any(_turns(node) for node in nodes):
+        return []
+    metas = schedule.graph.values
+    fits = [
+        number not in apart
+        and not _masked(node, metas)
+        and capturable(node)
+        and not any(index in changing for index in params_of(node))
+        for number, node in enumerate(nodes)
+    ]
+    kernels = [_launches(node) for node in nodes]
+    runs: list[tuple[int, int, bool]] = []
+    for fit, numbers in groupby(range(len(nodes)), fits.__getitem__):
+        row = list(numbers)
+        long = fit and sum(kernels[number] for number in row) >= SHORTEST
+        if runs and not long and not runs[-1][2]:
+            runs[-1] = runs[-1][0], row[-1] + 1, False
+        else:
+            runs.append((row[0], row[-1] + 1, long))
+    if not any(captured for _, _, captured in runs):
+        return []
+    return list(_described(schedule, runs))
+
+
+def capturable(node: Node) -> bool:
+    """Whether a node does nothing but launch kernels on its operands, as far as its op tells.
+
+    Not so: collectives, which other ranks have to meet, what sets a generator, code of users,
+    compiled groups (their loader waits for events), and what answers Python.
+    """
+    if node.op == WRITE_BACK:
+        return True
+    if not node.op.startswith("aten.") or "@" in node.op or node.dynamic:
+        return False
+    if op_facts(node) is None or not node.results:
+        return False
+    return dict(node.kwargs).get("device") in (None, DEVICE)
+
+
+def params_of(node: Node) -> list[int]:
+    """The run-time numbers that a node takes."""
+    return params_in((*node.args, *(arg for _, arg in node.kwargs)))
+
+
+def _masked(node: Node, metas: tuple[object, ...]) -> bool:
+    """Whether it writes where a mask says: its kernel asks the GPU how many places that are."""
+    if "index_put" not in node.op:
+        return False
+    return any(getattr(metas[r], "dtype", None) in (torch.bool, torch.uint8) for r in node.refs())
+
+
+def _turns(node: Node) -> bool:
+    """Whether it gives its operand another shape in place: that may be a graph's own tensor."""
+    f = op_facts(node)
+    return f is not None and f.inplace_view
+
+
+def _launches(node: Node) -> bool:
+    f = op_facts(node)
+    return f is None or not f.views
+
+
+def _described(schedule: Schedule, runs: list[tuple[int, int, bool]]) -> Iterator[Stretch]:
+    graph = schedule.graph
+    numbered = list(graph.numbered())
+    born = len(graph.inputs)
+    for first, end, captured in runs:
+        before = born
+        takes: dict[int, None] = {}
+        freed: list[int] = []
+        params: set[int] = set()
+        for number in range(first, end):
+            node, results = numbered[number]
+            takes.update(dict.fromkeys(ref for ref in node.refs() if ref < before))
+            freed.extend(schedule.frees[number])
+            params.update(params_of(node))
+            born = results.stop
+        dead = set(freed)
+        yield Stretch(
+            first,
+            end,
+            captured,
+            tuple(takes),
+            tuple(value for value in range(before, born) if value not in dead),
+            tuple(value for value in freed if value < before),
+            tuple(sorted(params)),
+        )

@@ -1,0 +1,35 @@
+"""Any program gives the bits of eager torch when its plans are captured and replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lazygt
+from tests.property.programs import PROGRAMS, Step, run
+from tests.property.test_programs import assert_same
+from tests.runtime.executors import cuda_stand_in
+
+pytestmark = pytest.mark.timeout(600)
+
+#: Runs of a program: looked at, asked, captured, and replayed.
+RUNS = 6
+
+
+@given(PROGRAMS, st.sampled_from([1, 2, 4]), st.integers(0, 3))
+def test_a_captured_program_gives_the_bits_of_eager_torch(
+    program: list[Step], shortest: int, seed: int
+) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        cuda_stand_in.captured(),
+        lazygt.session(launcher="inline", compile="off"),
+    ):
+        patch.setattr("lazygt.runtime.executors.stretches.SHORTEST", shortest)
+        for number in range(RUNS):
+            torch.manual_seed(seed + number)
+            lazy = run(program, "lazygt")
+            torch.manual_seed(seed + number)
+            assert_same(lazy, run(program, "cpu"))
