@@ -89,6 +89,8 @@ class Node:
     dynamic: bool = False
     body: Graph | None = None
     _refs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    #: see ``graph.sizes.sizes_in``
+    _sizes: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Node):

@@ -12,6 +12,7 @@ Nothing is to be computed from a symbolic meta: its sizes do not fit each other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -44,6 +45,26 @@ def sized(op: str) -> frozenset[int | str]:
         return frozenset()
     places = {place for place, data in enumerate(facts.hoist) if not data}
     return frozenset(places | {name for name, data in facts.hoist_named.items() if not data})
+
+
+def sizes_in(node: Node) -> tuple[int, ...]:
+    """The sizes that stand in a node's arguments, each once."""
+    numbers = node._sizes
+    if numbers is None:
+        places = sized(node.op)
+        arguments = [arg for place, arg in enumerate(node.args) if place in places]
+        arguments += [arg for name, arg in node.kwargs if name in places]
+        numbers = tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
+        object.__setattr__(node, "_sizes", numbers)  # asked again and again; it changes nothing
+    return numbers
+
+
+def _numbers(arg: Arg) -> Iterator[int]:
+    if type(arg) is tuple:
+        for item in arg:
+            yield from _numbers(item)
+    elif type(arg) is int and arg >= LEAST:
+        yield arg
 
 
 class SymbolicGraph:

@@ -147,6 +147,12 @@ void bind_recorder(py::module_& m) {
     if (attribute(parent, "native").is_none() || attribute(child, "native").is_none()) return;
     step_of(parent)->forget(step_of(child).get());
   });
+  m.def("add_again", [](const py::list& pairs) {  // (step, the earlier one) of each, the first known
+    for (size_t i = 1; i < pairs.size(); ++i) {
+      py::tuple above = pairs[i - 1], pair = pairs[i];
+      add_again(above[0], pair[0], above[1], pair[1]);
+    }
+  });
   m.def("keys_below", [](py::object node) { return step_of(node)->keys(); });
   m.def("step_below", [](py::object node, const std::vector<uint64_t>& words) -> py::object {
     Words key;

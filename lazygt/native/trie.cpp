@@ -124,6 +124,14 @@ std::vector<std::vector<uint64_t>> Step::keys() const {
   return keys;
 }
 
+Words Step::key_of(const Step* step) const {
+  Words words;
+  for (const auto& child : children_) {
+    if (child.step.get() == step) words.assign(child.key.begin(), child.key.end());
+  }
+  return words;
+}
+
 StepP step_of(py::handle node) {
   auto known = attribute(node, "native");
   if (!known.is_none()) {
@@ -156,6 +164,39 @@ const c10::SmallVector<ViewKindP, 1>& kinds_of(Step& step) {
     step.links.push_back(c10::make_intrusive<Link>(LinkP(), step.kinds.back(), 0));
   }
   return step.kinds;
+}
+
+void add_again(py::handle parent, py::handle made, py::handle before, py::handle old) {
+  static PyObject *native = PyUnicode_InternFromString("native"), *key_name = PyUnicode_InternFromString("key"),
+                  *node_name = PyUnicode_InternFromString("node"), *input_name = PyUnicode_InternFromString("input");
+  auto get = [](py::handle of, PyObject* name) { return checked(PyObject_GetAttr(of.ptr(), name)); };
+  if (get(before, native).is_none() || get(old, native).is_none()) return;  // Python alone was there
+  auto node = get(made, node_name), input = get(made, input_name);
+  if (input.is_none() && !get(made, key_name).is(get(old, key_name))) return;
+  auto from = step_of(old);
+  Words key = step_of(before)->key_of(from.get());
+  if (key.empty()) return;
+  if (!input.is_none()) key[1] = reinterpret_cast<uint64_t>(meta_of(input));
+  auto step = step_of(made);
+  const bool same = node.is(get(old, node_name));
+  if (from->make != Make::UNKNOWN) {
+    step->make = from->make;
+    step->fresh = same ? from->fresh : metas(attribute(node, "fresh"));
+    step->written = same ? from->written : metas(attribute(node, "written"));
+  }
+  if (same) {
+    step->kinds = from->kinds;
+    step->links = from->links;
+  } else if (!from->kinds.empty()) {
+    for (size_t i = 0; i < kinds_of(*step).size(); ++i) {
+      const auto &kind = step->kinds[i], &known = from->kinds[i];
+      if (known->words.empty()) continue;
+      kind->words.assign(key.begin(), key.end());
+      kind->at = known->at;
+      kind->rule = known->rule;
+    }
+  }
+  step_of(parent)->add(key, step);
 }
 
 void set_view_ops(py::object view_ops) { view_ops_of = view_ops.release().ptr(); }

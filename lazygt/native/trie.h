@@ -39,6 +39,8 @@ struct Step final : c10::intrusive_ptr_target {
   // The step below by that key, or null.
   Step* find(const Words& key);
   void add(const Words& key, StepP step);
+  // By the key that leads to a step below this one; empty: none does.
+  Words key_of(const Step* step) const;
   void forget(const Step* step);
   // Of the steps below.
   std::vector<std::vector<uint64_t>> keys() const;
@@ -63,5 +65,8 @@ StepP step_of(py::handle node);
 void prepare(Step& step, const Facts& f);
 // The view kinds of a step, made once; needs the GIL.
 const c10::SmallVector<ViewKindP, 1>& kinds_of(Step& step);
+// Adds the step of a TrieNode below another's as it was added, below `before`, for an earlier one: by
+// the same key, but for how an input looks. Both do the same, perhaps in other sizes. Needs the GIL.
+void add_again(py::handle parent, py::handle made, py::handle before, py::handle old);
 void set_view_ops(py::object view_ops);  // record.views.view_ops
 }  // namespace lazygt

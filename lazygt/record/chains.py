@@ -6,6 +6,7 @@ from lazygt.graph.alias import ViewStepKey, view_step
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param, Ref
 from lazygt.graph.ops import viewed_argument
+from lazygt.record.ahead import go_ahead
 from lazygt.record.moving import StepTaker, known_step, moving, new_step, pitch
 from lazygt.record.positions import SAMPLE, Key
 from lazygt.record.tensor import Storage, ViewChain, ViewOp
@@ -96,7 +97,9 @@ def _added(trace: StepTaker, step: TrieNode) -> TrieNode:
     """A new step, which is in the trie from here on."""
     assert step.node is not None
     trace.repeat.follow(step, trace.repeat.internal(trace.step, step.key, step.node))
-    return trace.trie.add(step)
+    trace.trie.add(step)
+    go_ahead(trace)
+    return step
 
 
 def take_note(trace: StepTaker, view: ViewChain, taken: list[TrieNode], first: int) -> None:

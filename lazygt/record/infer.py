@@ -54,13 +54,8 @@ class Inference:
         Raises:
             Exception: torch's own, when the op does not take such arguments.
         """
-        if self._corrected:
-            known = self._corrected.get(_key(f, args, kwargs, metas, params))
-            if known is not None:
-                return known
-        quick = self._shapes.results(f, args, kwargs, metas, params)
+        quick = self.by_rule(f, args, kwargs, metas, params)
         if quick is not None:
-            self.quick += 1
             return quick
         key = _key(f, args, kwargs, metas, params)
         if key in self._seen:
@@ -74,6 +69,23 @@ class Inference:
         if len(self._seen) > _LIMIT:
             self._seen.popitem(last=False)
         return inferred
+
+    def by_rule(
+        self,
+        f: OpFacts,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        metas: dict[int, TensorMeta],
+        params: list[Any],
+    ) -> Results | None:
+        """The same where no meta kernel has to run for it, else None. Raises nothing."""
+        if self._corrected:
+            known = self._corrected.get(_key(f, args, kwargs, metas, params))
+            if known is not None:
+                return known
+        quick = self._shapes.results(f, args, kwargs, metas, params)
+        self.quick += quick is not None
+        return quick
 
     def correct(self, node: Node, graph: Graph, strides: Mapping[int, tuple[int, ...]]) -> bool:
         """Take note of the strides that a kernel gave to results of a node.
@@ -89,7 +101,7 @@ class Inference:
             return False
         values = graph.values
         metas = {n: meta for n in node.refs() if (meta := values[n]) is not None}
-        params = [_SAMPLES[kind] for kind in graph.params]
+        params = [_NAMED[kind] for kind in graph.params]
         key = _key(f, node.args, node.kwargs, metas, params)
         if key in self._corrected:
             return False
@@ -116,7 +128,8 @@ class Inference:
 
 
 #: A number of each kind that a graph's params may be of.
-_SAMPLES: dict[str, Any] = {"int": 1, "float": 1.0, "bool": True, "complex": 1j}
+SAMPLES: dict[type, Any] = {int: 1, float: 1.0, bool: True, complex: 1j}
+_NAMED = {kind.__name__: sample for kind, sample in SAMPLES.items()}
 
 
 def _key(

@@ -11,6 +11,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
+from lazygt.record.ahead import go_ahead
 from lazygt.record.host_values import foreign
 from lazygt.record.moving import known_step, moving, new_step
 from lazygt.record.repeats import call_of, metas_of
@@ -53,7 +54,11 @@ def on_miss(
     step.forward = _link_backward(trace.forward_ops, step.ops - 1)
     step.backward = torch._C._current_autograd_node() is not None
     trace.repeat.follow(step, repeated)
-    return trace.trie.add(step, trace.bytes_alive)
+    if step.backward and trace.repeat.step is not None:  # its forward op need not have been a miss
+        step.forward = trace.repeat.step.forward
+    trace.trie.add(step, trace.bytes_alive)
+    go_ahead(trace)
+    return step
 
 
 def _all_lazy(args: tuple[Any, ...]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lazygt.graph.exact import exact
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Param, Ref
-from lazygt.graph.sizes import LEAST, sized
+from lazygt.graph.sizes import LEAST, sized, sizes_in
 from lazygt.passes.questions import told_apart
 from lazygt.record.trie import TrieNode
 
@@ -28,7 +28,7 @@ class Outline:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = [step.input if step.node is None else step.node for step in steps]
-        self._sizes = [() if step.node is None else _sizes_in(step.node) for step in steps]
+        self._sizes = [() if step.node is None else sizes_in(step.node) for step in steps]
         self._inside = [_inside(step) for step in self._steps]
 
     def resized(self, steps: Steps) -> dict[int, int] | None:
@@ -66,29 +66,13 @@ def _told_apart(steps: Sequence[TensorMeta | Node | None]) -> int:
     return told_apart(metas, nodes)
 
 
-def _sizes_in(node: Node) -> tuple[int, ...]:
-    """The sizes that stand in a node's arguments."""
-    places = sized(node.op)
-    arguments = [arg for place, arg in enumerate(node.args) if place in places]
-    arguments += [arg for name, arg in node.kwargs if name in places]
-    return tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
-
-
 def _inside(step: TensorMeta | Node | None) -> frozenset[int]:
     """All sizes in a node, or none of an input."""
     if not isinstance(step, Node):
         return frozenset()
     metas = [meta for meta in step.results if meta is not None]
     shown = [size for meta in metas for size in (*meta.shape, *meta.stride, meta.offset)]
-    return frozenset([*_sizes_in(step), *[size for size in shown if size >= LEAST]])
-
-
-def _numbers(arg: Arg) -> Iterator[int]:
-    if type(arg) is tuple:
-        for item in arg:
-            yield from _numbers(item)
-    elif type(arg) is int and arg >= LEAST:
-        yield arg
+    return frozenset([*sizes_in(step), *[size for size in shown if size >= LEAST]])
 
 
 class _Match:

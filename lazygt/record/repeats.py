@@ -17,32 +17,79 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.record.tensor import graph_meta, is_lazy
-from lazygt.record.trie import TrieNode
+from lazygt.record.trie import TraceTrie, TrieNode
 
 #: So many steps that follow one are looked at, to find one that differs in its ints alone: the
 #: newest and the oldest ones.
 _NEWEST, _OLDEST = 4, 2
+#: How many steps are added ahead at first: twice as many whenever all were reached, and far less
+#: when they were not.
+_WANTED = 16
 
 Call = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 #: Whether a step of an earlier trace is the new one but for sizes.
 Fits = Callable[[TrieNode], bool]
 
 
+class Differences:
+    """What looks otherwise in one trace than in another, which it is in other sizes.
+
+    Attributes:
+        values: numbers of the values that do.
+        sizes: of their shapes: size there -> here; None: one stands for several.
+        resized: those of them that are others here, or several.
+    """
+
+    def __init__(self) -> None:
+        self.values: set[int] = set()
+        self.sizes: dict[int, int | None] = {}
+        self.resized: set[int] = set()
+
+    def note(self, new: TrieNode, old: TrieNode) -> None:
+        """Add those of a new step."""
+        if new.node is None:
+            self._note(-new.inputs, new.input, old.input)
+        elif new.node is not old.node:
+            assert old.node is not None
+            pairs = zip(new.node.results, old.node.results, strict=True)
+            for number, (here, there) in enumerate(pairs, new.first):
+                self._note(number, here, there)
+
+    def _note(self, number: int, here: TensorMeta | None, there: TensorMeta | None) -> None:
+        if here is there or here == there:
+            return
+        self.values.add(number)
+        if here is None or there is None:
+            return
+        for size, other in zip(here.shape, there.shape, strict=False):
+            if self.sizes.setdefault(other, size) != size:
+                self.sizes[other] = None
+            if self.sizes[other] != other:
+                self.resized.add(other)
+
+
 class Repeat:
     """The earlier trace that one is in other sizes, followed step by step.
 
     Attributes:
-        step: its step where this trace has come to; None: there is none like it.
+        here: up to where this trace was followed.
+        step: the step of the earlier one where it has come to then; None: there is none like it.
+        differences: what looks otherwise than there.
+        ahead: (here, step) of the step from which others were added ahead, and of these.
+        wanted: how many are to be added.
     """
 
-    __slots__ = ("_changed", "_here", "step")
+    __slots__ = ("_metas", "_trie", "ahead", "differences", "here", "step", "wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, trie: TraceTrie) -> None:
+        self.here: TrieNode | None = None
         self.step: TrieNode | None = None
-        #: up to where this trace was followed
-        self._here: TrieNode | None = None
-        #: numbers of the values that look otherwise than there
-        self._changed: set[int] = set()
+        self.ahead: list[tuple[TrieNode, TrieNode]] = []
+        self.wanted = _WANTED
+        self._trie = trie
+        self.differences = Differences()
+        #: of the values of this trace, once somebody asks
+        self._metas: dict[int, TensorMeta | None] | None = None
 
     def op(self, parent: TrieNode, key: tuple[Any, ...], f: OpFacts) -> TrieNode | None:
         """The op that a new one below ``parent`` is in other sizes."""
@@ -66,27 +113,58 @@ class Repeat:
         """
         node = step.node
         assert node is not None
-        if step.key != key or not self._changed.isdisjoint(node.refs()):
+        if step.key != key or not self.differences.values.isdisjoint(node.refs()):
             return None
         return step.again(parent)
 
     def follow(self, new: TrieNode, step: TrieNode | None) -> None:
         """This trace has a new step, which is ``step`` of the earlier one in other sizes."""
-        self._here = new
-        if step is not None and _counts(new) != _counts(step):
-            step = None
-        if step is not None:
-            _note_changes(new, step, self._changed)
-        self.step = step
+        if step is None or counts(new) != counts(step):
+            self.here, self.step = new, None
+        else:
+            self.go_on(new, step)
+
+    def go_on(self, new: TrieNode, step: TrieNode) -> None:
+        """So, where as many values, numbers and inputs lead to either."""
+        self.here, self.step = new, step
+        if new.node is not step.node or new.input is not step.input:
+            self.differences.note(new, step)
+        if self._metas is not None:
+            _add_results(new, self._metas)
+
+    def metas(self, node: Node) -> dict[int, TensorMeta] | None:
+        """The metas of the values of this trace that a node takes; None: there are none of one."""
+        if self._metas is None:
+            assert self.here is not None
+            self._metas = {}
+            for step in self.here.path():
+                _add_results(step, self._metas)
+        metas = {number: self._metas.get(number) for number in node.refs()}
+        if None in metas.values():
+            return None
+        return metas  # type: ignore[return-value]
 
     def _next(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
-        if self._here is parent:
+        self._trie.reached(parent)
+        self._come_to(parent)
+        if self.here is parent:
             if self.step is None:
                 return None
             step = _below(self.step, key, fits)
             if step is not None:
                 return step
         return self._anew(parent, key, fits)
+
+    def _come_to(self, parent: TrieNode) -> None:
+        """This trace has come to a step, perhaps by some that were added ahead."""
+        if not self.ahead:
+            return
+        came_true = self.here is parent
+        self.wanted = 2 * self.wanted if came_true else self.wanted // 4
+        at = parent.depth - self.ahead[0][0].depth
+        if not came_true and 0 <= at < len(self.ahead) and self.ahead[at][0] is parent:
+            self.here, self.step = self.ahead[at]
+        self.ahead = []
 
     def _anew(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
         """Look for an earlier trace that goes on like this one, where the way forked last."""
@@ -97,14 +175,14 @@ class Repeat:
             fork = fork.parent
         way.reverse()
         for begin in _tried(fork, way[:1]):
-            changed: set[int] = set()
-            step = begin if not way else _along(begin, way, changed)
+            differences = Differences()
+            step = begin if not way else _along(begin, way, differences)
             if step is not None and way:
                 step = _below(step, key, fits)
             elif not fits(begin):
                 step = None
             if step is not None:
-                self._changed = changed
+                self.differences, self._metas = differences, None
                 return step
         return None
 
@@ -116,11 +194,11 @@ def _tried(fork: TrieNode, besides: list[TrieNode]) -> Iterator[TrieNode]:
     return (step for step in dict.fromkeys(some) if step not in besides)
 
 
-def _along(step: TrieNode, way: list[TrieNode], changed: set[int]) -> TrieNode | None:
+def _along(step: TrieNode, way: list[TrieNode], differences: Differences) -> TrieNode | None:
     """The step where a way ends that begins with ``step`` and is, in other sizes, this one.
 
     Args:
-        changed: gets the numbers of the values that look otherwise.
+        differences: gets what looks otherwise.
     """
     other: TrieNode | None = step
     for number, own in enumerate(way):
@@ -129,9 +207,9 @@ def _along(step: TrieNode, way: list[TrieNode], changed: set[int]) -> TrieNode |
             other = _below(other, own.key, _fits(own))
         elif not _fits(own)(step):
             return None
-        if other is None or _counts(other) != _counts(own):
+        if other is None or counts(other) != counts(own):
             return None
-        _note_changes(own, other, changed)
+        differences.note(own, other)
     return other
 
 
@@ -161,22 +239,17 @@ def _shows_alike(step: TrieNode, meta: TensorMeta) -> bool:
     return shown is not None and shown.dtype is meta.dtype and len(shown.shape) == len(meta.shape)
 
 
-def _counts(step: TrieNode) -> tuple[int, int, int]:
+def counts(step: TrieNode) -> tuple[int, int, int]:
     """How many values, numbers and inputs there are up to a step."""
     return step.values, step.params, step.inputs
 
 
-def _note_changes(new: TrieNode, old: TrieNode, changed: set[int]) -> None:
-    """Add the numbers of the values that look otherwise in a new step than in an old one."""
-    if new.node is None:
-        if new.input != old.input:
-            changed.add(-new.inputs)
-    elif new.node is not old.node:
-        assert old.node is not None
-        pairs = zip(new.node.results, old.node.results, strict=True)
-        changed.update(
-            [number for number, (a, b) in enumerate(pairs, new.first) if a is not b and a != b]
-        )
+def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
+    """Add the metas of what a step makes, by number."""
+    if step.node is None:
+        metas[-step.inputs] = step.input
+    else:
+        metas.update(enumerate(step.node.results, step.first))
 
 
 def call_of(step: TrieNode, key: tuple[Any, ...]) -> Call | None:

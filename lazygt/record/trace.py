@@ -18,6 +18,7 @@ from lazygt.graph.node import DEVICE, Node, Param
 from lazygt.graph.ops import OpFacts, facts, returned_write
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import chains
+from lazygt.record.ahead import go_ahead
 from lazygt.record.infer import Inference
 from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import (
@@ -112,7 +113,7 @@ class Trace:
     def repeat(self) -> Repeat:
         """The earlier trace that it is in other sizes."""
         if self._repeat is None:
-            self._repeat = Repeat()
+            self._repeat = Repeat(self.trie)
         return self._repeat
 
     # -- values --------------------------------------------------------------------------
@@ -164,6 +165,7 @@ class Trace:
             step = TrieNode(self.step, key, input=meta)
             self.repeat.follow(step, self.repeat.input(self.step, key, meta))
             self.trie.add(step)
+            go_ahead(self)
         return step
 
     def check(self, storage: Storage) -> None:
@@ -241,6 +243,7 @@ class Trace:
                 step = TrieNode(self.step, key, node, facts=f)
                 self.repeat.follow(step, self.repeat.internal(self.step, key, node))
                 self.trie.add(step)
+                go_ahead(self)
             self.reach(step)
         except BaseException:
             self.settle()

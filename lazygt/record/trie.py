@@ -60,7 +60,6 @@ class TrieNode:
         node: Node | None = None,
         input: TensorMeta | None = None,
         facts: OpFacts | None = None,
-        like: TrieNode | None = None,
     ) -> None:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
         self.children: dict[Any, TrieNode] = {}
@@ -85,18 +84,28 @@ class TrieNode:
             self.ops += 1
             self.values += len(node.fresh) + len(node.written)
             # a write through a view takes numbers that the view has taken
-            if like is None:
-                taken = params_in((node.args, node.kwargs))
-                self.params = max([self.params, *[number + 1 for number in taken]])
-            else:
-                self.params = like.params
+            taken = params_in((node.args, node.kwargs))
+            self.params = max([self.params, *[number + 1 for number in taken]])
             single = facts is not None and facts.outputs == ("f",)
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
     def again(self, parent: TrieNode) -> TrieNode:
         """The same op below another step: there it takes what looks the same."""
-        step = TrieNode(parent, self.key, self.node, facts=self.facts, like=self)
+        before = self.parent
+        assert before is not None
+        # without ``__init__``, which has to find out what is known here: many at a time are made
+        step = TrieNode.__new__(TrieNode)
+        step.parent, step.key, step.node, step.facts = parent, self.key, self.node, self.facts
+        step.input, step.children, step.plans, step.native = self.input, {}, {}, None
+        step.depth, step.nbytes = parent.depth + 1, parent.nbytes
+        step.ops = parent.ops + self.ops - before.ops
+        step.inputs = parent.inputs + self.inputs - before.inputs
+        step.first = parent.values
+        step.values = parent.values + self.values - before.values
+        step.params = parent.params + self.params - before.params
+        step.full, step.forward, step.backward = False, -1, False
+        step.placed = parent.placed or self.placed
         step.make, step.itself, step.pitch = self.make, self.itself, self.pitch
         step.numbers, step.view_ops, step.moves = self.numbers, self.view_ops, self.moves
         return step
@@ -141,6 +150,8 @@ class TraceTrie:
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self.places = Places()
+        #: steps that were added ahead, each below the one before; not reached yet
+        self._ahead: list[TrieNode] = []
         #: steps to forget when the trace that is recorded now has its plan
         self.superseded: list[TrieNode] = []
         self._max_steps = max_steps
@@ -168,6 +179,35 @@ class TraceTrie:
         self.steps += 1
         return step
 
+    def add_ahead(self, step: TrieNode) -> bool:
+        """Remember a step that the trace has not come to, below the last such one or where it is;
+        unless the trace would perhaps have to be flushed there."""
+        parent, node = step.parent, step.node
+        assert parent is not None
+        nbytes = parent.nbytes
+        for meta in () if node is None else node.fresh:
+            nbytes += 0 if meta is None else meta.nbytes
+        if step.depth >= self.max_depth or nbytes >= self.max_bytes:
+            return False
+        step.nbytes = nbytes
+        self._ahead.append(step)
+        parent.children[step.key] = step
+        self.steps += 1
+        return True
+
+    def reached(self, step: TrieNode) -> None:
+        """A trace is at this step and goes no further ahead: what was added below is forgotten."""
+        ahead, self._ahead = self._ahead, []
+        if not ahead:
+            return
+        at = step.depth - ahead[0].depth
+        count = at + 1 if 0 <= at < len(ahead) and ahead[at] is step else 0
+        for top in ahead[count : count + 1]:
+            assert top.parent is not None
+            if top.parent.children.get(top.key) is top:
+                top.parent.forget(top)
+                self._forget(top)
+
     def half_full(self, step: TrieNode, alive: Callable[[], int]) -> bool:
         """Whether a trace that ends here is at least half as long as one may be."""
         if 2 * step.depth >= self.max_depth:
@@ -189,6 +229,7 @@ class TraceTrie:
 
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Remember a plan of so many bytes; returns the plans that were dropped to make room."""
+        self.reached(step)
         step.plans[outputs] = plan
         forgotten = self._recent.keep(id(plan), (step, outputs), nbytes)
         dropped = [self._drop(place, step) for _, place in forgotten]

@@ -38,7 +38,7 @@ def planned(
         if not reusing:
             patch.setattr(s._planner, "_resized", lambda *_: None)
             patch.setattr(s._planner.templates, "resize", lambda *_, **__: None)
-            patch.setattr(Repeat, "op", lambda *_: None)
+            patch.setattr(Repeat, "_next", lambda *_: None)
         for program, size in programs:
             state = start("lazygt", *size)
             s.flush()
