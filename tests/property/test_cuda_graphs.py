@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazygt
+from tests.property import test_positions
 from tests.property.programs import PROGRAMS, Step, run
 from tests.property.test_programs import assert_same
 from tests.runtime.executors import cuda_stand_in
@@ -33,3 +34,18 @@ def test_a_captured_program_gives_the_bits_of_eager_torch(
             lazy = run(program, "lazygt")
             torch.manual_seed(seed + number)
             assert_same(lazy, run(program, "cpu"))
+
+
+@given(test_positions.PROGRAMS, st.integers(0, 99), st.sampled_from([1, 2, 4]))
+def test_positions_that_change_give_the_bits_of_eager_torch(
+    program: list[test_positions.Step], seed: int, shortest: int
+) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        cuda_stand_in.captured(),
+        lazygt.session(launcher="inline", compile="off") as s,
+    ):
+        patch.setattr("lazygt.runtime.executors.stretches.SHORTEST", shortest)
+        patch.setattr(test_positions, "TURNS", RUNS + 2)
+        lazy = test_positions.run("lazygt", program, seed, s.flush)
+        assert repr(lazy) == repr(test_positions.run("cpu", program, seed, lambda: None))

@@ -15,7 +15,7 @@ from lazygt.runtime.executors.cuda_graphs import (
     own_storages,
 )
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
-from lazygt.runtime.executors.stretches import Stretch
+from lazygt.runtime.executors.stretches import Stretch, steady_after
 from lazygt.runtime.store import Value
 from lazygt.runtime.wire import bits
 
@@ -43,7 +43,7 @@ class CapturedPlan:
         self._graphs = graphs
         self._stretches = stretches
         self._parts: list[Stretch | CapturedStretch] = []
-        #: (input, address of its storage) of those that graphs use where they lie
+        #: (input, address) of those that graphs use where they lie
         self._in_place: list[tuple[int, int]] = []
         #: numbers that are in graphs, and their bits
         self._baked: list[int] = []
@@ -70,21 +70,22 @@ class CapturedPlan:
             moved: inputs that are not at the same address in each run.
         """
         places = [address(value) for value in inputs]
-        fixed = {place for i, place in enumerate(places) if i not in moved} - {0}
+        pointers = [value.data_ptr() for value in inputs]  # type: ignore[union-attr]
+        steady = set(range(len(inputs))) - moved
         kept = list(inputs)  # so that nothing else comes to lie where they do
         values: dict[int, Any] = dict(enumerate(inputs))
         inputs.clear()
-        stopped = self._capture(values, params, fixed)
+        stopped = self._capture(values, params, steady)
         del kept
         in_place = {place for part in self._graphs_of() for place in part.in_place}
-        self._in_place = [(i, place) for i, place in enumerate(places) if place in in_place]
+        self._in_place = [(i, pointers[i]) for i, p in enumerate(places) if p in in_place]
         self._baked = sorted({index for each in self.captures for index in each.params})
         self._held = self._of_baked(params)
         return self._outputs(values) if stopped is None else self._stopped(stopped, values)
 
     def fits(self, inputs: list[Value], params: tuple[Any, ...]) -> bool:
         """Whether a run with these would compute what it is to compute."""
-        if any(address(inputs[i]) != place for i, place in self._in_place):
+        if any(inputs[i].data_ptr() != place for i, place in self._in_place):  # type: ignore[union-attr]
             return False
         return self._of_baked(params) == self._held
 
@@ -101,27 +102,31 @@ class CapturedPlan:
     # -- stretches -----------------------------------------------------------------------
 
     def _capture(
-        self, values: dict[int, Any], params: tuple[Any, ...], fixed: set[int]
+        self, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
     ) -> int | None:
         """Run stretch after stretch, each as what it will be; the node where that stopped."""
         for stretch in self._stretches:
-            part = self._captured(stretch, values, params, fixed | self._storages())
+            part = self._captured(stretch, values, params, steady)
             if part is None:
                 return stretch.first
             self._parts.append(part)
             stopped = self._run_part(part, values, params)
             if stopped is not None:
                 return stopped
+            if isinstance(part, CapturedStretch):
+                steady.update(stretch.gives)
+            else:
+                steady |= steady_after(self._schedule, stretch, steady)
         return None
 
     def _captured(
-        self, stretch: Stretch, values: dict[int, Any], params: tuple[Any, ...], fixed: set[int]
+        self, stretch: Stretch, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
     ) -> Stretch | CapturedStretch | None:
         """The stretch as a graph, or one to run step by step; None: the capture has failed."""
         if not stretch.captured:
             return stretch
         try:
-            return self._graphs.captured(stretch, self._interpreter, values, params, fixed)
+            return self._graphs.captured(stretch, self._interpreter, values, params, steady)
         except Uncapturable:
             return replace(stretch, captured=False)
         except Exception as error:  # noqa: BLE001 - reported to the client; nothing has been run

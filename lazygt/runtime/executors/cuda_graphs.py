@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from lazygt.graph.alias import draws
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.stretches import Stretch
-from lazygt.runtime.kernels import clone, generator
+from lazygt.runtime.kernels import clone
 from lazygt.runtime.store import Value
 
 #: What torch says of an op that waits for the GPU, where none may.
@@ -38,6 +38,7 @@ class CudaGraphs:
     Args:
         limit: bytes that the graphs may keep.
         measured: whether a plan's graphs are used only if they are faster.
+        alignment: bytes; how round an address kernels look at, at most.
         cuda: ``torch.cuda``, or what stands in for it.
 
     Attributes:
@@ -46,9 +47,15 @@ class CudaGraphs:
     """
 
     def __init__(
-        self, device: torch.device, limit: int, measured: bool = True, cuda: Any = torch.cuda
+        self,
+        device: torch.device,
+        limit: int,
+        measured: bool = True,
+        cuda: Any = torch.cuda,
+        alignment: int = 256,
     ) -> None:
         self.device, self.limit, self.measured = device, limit, measured
+        self.alignment = alignment
         self.usable = True
         self.clock: Callable[[], float] = time.perf_counter
         self._cuda = cuda
@@ -82,7 +89,9 @@ class CudaGraphs:
     def nobody_waits(self) -> Iterator[None]:
         """Inside, torch's ops raise where they would wait for the GPU; see ``waited``."""
         before = self._cuda.get_sync_debug_mode()
-        self._cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it may miss some: so a capture may fail
+            self._cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
@@ -99,40 +108,63 @@ class CudaGraphs:
         interpreter: CheckedInterpreter,
         values: dict[int, Value],
         params: tuple[Any, ...],
-        fixed: set[int],
+        steady: set[int],
     ) -> CapturedStretch:
         """A stretch as a graph. It has not been run yet.
 
         Args:
             values: all that are alive before it; they stay as they are.
-            fixed: addresses of storages that are the same in each run.
+            steady: those that lie at the same address in each run.
 
         Raises:
             Uncapturable: it can't be a graph.
             Exception: whatever a kernel or CUDA raises; see ``usable``.
         """
-        copies = _copies(stretch, values, fixed, self.device)
+        copies = self._copies(stretch, values, steady)
         inside = {number: copies.get(number, values[number]) for number in stretch.takes}
-        nodes = interpreter.schedule.graph.nodes[stretch.first : stretch.end]
 
         def body() -> None:
             for number in range(stretch.first, stretch.end):
                 interpreter.step(number, inside, params)
 
-        graph = self._capture(body, any(map(draws, nodes)))
-        captured = CapturedStretch(stretch, graph, self.device, copies, inside, values)
+        graph = self._capture(body)
+        captured = CapturedStretch(stretch, graph, self, copies, inside, values)
         self._kept.add(captured)
         return captured
 
-    def _capture(self, body: Callable[[], None], random: bool) -> Any:
+    def _copies(
+        self, stretch: Stretch, values: dict[int, Value], steady: set[int]
+    ) -> dict[int, torch.Tensor]:
+        """Memory for what the stretch takes from changing places."""
+        copies: dict[int, torch.Tensor] = {}
+        shares = Counter(map(address, values.values()))
+        for number in stretch.takes:
+            value = _plain(values[number], self.device)
+            place = address(value)
+            if place == 0 or number in steady:
+                continue
+            alone = shares[place] == 1 and number in stretch.drops
+            if number in stretch.exposed and not alone:
+                raise Uncapturable("others would not see what is written to a copy")
+            if torch.empty_like(value).stride() != value.stride():
+                raise Uncapturable("a value whose elements do not lie side by side")
+            if value.data_ptr() % self.alignment:
+                raise Uncapturable("a value that begins where no copy does")
+            copies[number] = clone(value)
+        return copies
+
+    def _capture(self, body: Callable[[], None]) -> Any:
+        """What ``body`` has the GPU do, as a graph; it is not done.
+
+        Draws are from the device's own generator, which torch has in each capture: a replay draws
+        what its kernels would have drawn, and moves the generator on as they would have.
+        """
         cuda = self._cuda
         if self._stream is None:
             self._stream = cuda.Stream(self.device)
         if not self._kept:
             self._pool, self._pool_bytes = cuda.graph_pool_handle(), 0
         graph = cuda.CUDAGraph()
-        if random:  # so that a replay draws what its kernels would have drawn
-            graph.register_generator_state(generator(self.device))
         cuda.synchronize(self.device)
         self._clear_workspaces()
         before = cuda.memory_reserved(self.device)
@@ -146,6 +178,7 @@ class CudaGraphs:
                 self._abandon(graph)
                 raise
         self._clear_workspaces()
+        cuda.synchronize(self.device)  # the side stream has written what replays tell generators by
         self._pool_bytes += max(cuda.memory_reserved(self.device) - before, 0)
         return graph
 
@@ -159,6 +192,12 @@ class CudaGraphs:
             index = self.device.index or torch.cuda.current_device()
             with contextlib.suppress(RuntimeError):  # capture_end has come so far
                 torch._C._cuda_endAllocateToPool(index, self._pool)
+        # before torch 2.13 the generator takes itself for captured until another capture ends
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is empty
+            mended = self._cuda.CUDAGraph()
+            mended.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            mended.capture_end()
 
     def _clear_workspaces(self) -> None:
         """Have cuBLAS take a workspace of the pool for a capture, and keep it no longer."""
@@ -198,12 +237,14 @@ class CapturedStretch:
         self,
         stretch: Stretch,
         graph: Any,
-        device: torch.device,
+        graphs: CudaGraphs,
         copies: dict[int, torch.Tensor],
         inside: dict[int, Value],
         outside: dict[int, Value],
     ) -> None:
+        device = graphs.device
         self.stretch, self._graph = stretch, graph
+        self._alignment = graphs.alignment
         self._copies = [
             (numbers, [copies[number] for number in numbers]) for numbers in _by_dtype(copies)
         ]
@@ -235,7 +276,7 @@ class CapturedStretch:
         loads = [
             (copies, [values[number] for number in numbers]) for numbers, copies in self._copies
         ]
-        if not all(_alike(c, v) for load in loads for c, v in zip(*load, strict=True)):
+        if not all(self._fits(c, v) for load in loads for c, v in zip(*load, strict=True)):
             return False
         for copies, sources in loads:
             torch._foreach_copy_(copies, sources)
@@ -247,6 +288,12 @@ class CapturedStretch:
         for number, source, meta in shared:
             values[number] = source if meta is None else _view(source, meta)
         return True
+
+    def _fits(self, copy: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether kernels take a copy as they would take the value: some look at strides, and at
+        how round an address is."""
+        round_enough = value.data_ptr() % self._alignment == 0
+        return round_enough and copy.stride() == value.stride() and copy.device == value.device
 
 
 def address(value: Any) -> int:
@@ -285,26 +332,6 @@ def own_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
     return values
 
 
-def _copies(
-    stretch: Stretch, values: dict[int, Value], fixed: set[int], device: torch.device
-) -> dict[int, torch.Tensor]:
-    """Memory for what the stretch takes from changing places."""
-    copies: dict[int, torch.Tensor] = {}
-    places: set[int] = set()
-    for number in stretch.takes:
-        value = _plain(values[number], device)
-        place = address(value)
-        if place == 0 or place in fixed:
-            continue
-        if place in places:
-            raise Uncapturable("two of its operands share memory that moves")
-        places.add(place)
-        if value.storage_offset() or torch.empty_like(value).stride() != value.stride():
-            raise Uncapturable("one of its operands is part of memory that moves")
-        copies[number] = clone(value)
-    return copies
-
-
 def _plain(value: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value._is_zerotensor():
         raise Uncapturable("a value without memory")
@@ -313,10 +340,6 @@ def _plain(value: Any, device: torch.device) -> torch.Tensor:
     if value.device.type != device.type:
         raise Uncapturable(f"a value on the {value.device.type}")
     return value
-
-
-def _alike(copy: torch.Tensor, value: torch.Tensor) -> bool:
-    return copy.stride() == value.stride() and copy.device == value.device
 
 
 def _by_dtype(values: dict[int, torch.Tensor]) -> Iterable[list[int]]:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from lazygt.graph.alias import WRITE_BACK, op_facts
+from lazygt.graph.alias import COPY, WRITE_BACK, Aliases, op_facts
 from lazygt.graph.node import DEVICE, Node, params_in
 from lazygt.runtime.plan import Schedule
 
@@ -26,6 +26,7 @@ class Stretch:
         takes: values from before that they read.
         gives: values that they make and that live on.
         drops: values from before that die in them.
+        exposed: of ``takes`` those whose memory they write, or hand on in what they give.
         params: run-time numbers that they take.
     """
 
@@ -35,6 +36,7 @@ class Stretch:
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
+    exposed: tuple[int, ...] = ()
     params: tuple[int, ...] = ()
 
 
@@ -50,8 +52,10 @@ def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -
     if any(_turns(node) for node in nodes):
         return []
     metas = schedule.graph.values
+    astray = _astray(schedule, changing)
     fits = [
         number not in apart
+        and number not in astray
         and not _masked(node, metas)
         and capturable(node)
         and not any(index in changing for index in params_of(node))
@@ -91,6 +95,43 @@ def params_of(node: Node) -> list[int]:
     return params_in((*node.args, *(arg for _, arg in node.kwargs)))
 
 
+def _astray(schedule: Schedule, changing: Collection[int]) -> set[int]:
+    """The nodes that write through a view whose position changes."""
+    views: set[int] = set()
+    nodes: set[int] = set()
+    for number, (node, results) in enumerate(schedule.graph.numbered()):
+        f = op_facts(node)
+        if f is not None and f.aliases:
+            moves = any(index in changing for index in params_of(node))
+            if moves or not views.isdisjoint(node.refs()):
+                views.update(results)
+        if not views.isdisjoint(_written(node)):
+            nodes.add(number)
+            views.update(results)
+    return nodes
+
+
+def steady_after(schedule: Schedule, stretch: Stretch, steady: set[int]) -> set[int]:
+    """Of values that lie at the same address in each run, the versions that a stretch's steps make
+    by writing them in place."""
+    first = len(schedule.graph.inputs)
+    versions: set[int] = set()
+    for number, node in enumerate(schedule.graph.nodes[: stretch.end]):
+        if number >= stretch.first:
+            modes = schedule.writes.modes[number]
+            for offset, (target, mode) in enumerate(zip(_written(node), modes, strict=True)):
+                if mode != COPY and target in steady | versions:
+                    fresh = 0 if node.op == WRITE_BACK else len(node.fresh)
+                    versions.add(first + fresh + offset)
+        first += len(node.results)
+    return versions
+
+
+def _written(node: Node) -> tuple[int, ...]:
+    """The values that it writes."""
+    return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
+
+
 def _masked(node: Node, metas: tuple[object, ...]) -> bool:
     """Whether it writes where a mask says: its kernel asks the GPU how many places that are."""
     if "index_put" not in node.op:
@@ -112,25 +153,33 @@ def _launches(node: Node) -> bool:
 def _described(schedule: Schedule, runs: list[tuple[int, int, bool]]) -> Iterator[Stretch]:
     graph = schedule.graph
     numbered = list(graph.numbered())
+    aliases = Aliases(graph)
+    aliases.run()
+    memory = aliases.memory
     born = len(graph.inputs)
     for first, end, captured in runs:
         before = born
         takes: dict[int, None] = {}
         freed: list[int] = []
         params: set[int] = set()
+        shown: set[int] = set()
         for number in range(first, end):
             node, results = numbered[number]
             takes.update(dict.fromkeys(ref for ref in node.refs() if ref < before))
             freed.extend(schedule.frees[number])
             params.update(params_of(node))
+            shown.update(memory[target] for target in _written(node))
             born = results.stop
         dead = set(freed)
+        gives = tuple(value for value in range(before, born) if value not in dead)
+        shown.update(memory[value] for value in gives)
         yield Stretch(
             first,
             end,
             captured,
             tuple(takes),
-            tuple(value for value in range(before, born) if value not in dead),
+            gives,
             tuple(value for value in freed if value < before),
+            tuple(value for value in takes if memory[value] in shown),
             tuple(sorted(params)),
         )

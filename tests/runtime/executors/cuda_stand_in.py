@@ -64,7 +64,6 @@ class StandInGraph:
 
     def __init__(self, cuda: StandInCuda) -> None:
         self.cuda = cuda
-        self.generators: list[torch.Generator] = []
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.storages: list[torch.UntypedStorage] = []
         self.numbers: dict[int, int] = {}
@@ -72,10 +71,6 @@ class StandInGraph:
         self.fresh: set[int] = set()
         self.dead: set[int] = set()
         self.before: dict[int, torch.UntypedStorage] = {}
-
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        assert self.cuda.capturing is None
-        self.generators.append(generator)
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         assert self.cuda.capturing is None
@@ -96,16 +91,16 @@ class StandInGraph:
         for number, storage in self.before.items():
             self.storages[number].copy_(storage)
         self.before.clear()
-        if self.cuda.fail is not None or self.cuda.captured >= self.cuda.allowed:
-            raise self.cuda.fail or RuntimeError("invalid capture")
+        self.cuda.ended += 1
+        self.cuda.stuck = self.cuda.ended == self.cuda.failing
+        if self.cuda.stuck:
+            raise RuntimeError("operation failed due to a previous error during capture")
         counts = {n: torch._C._storage_Use_Count(self.storages[n]._cdata) for n in self.fresh}
         self.dead = {number for number, count in counts.items() if count == 1}
         self.cuda.reserved += sum(self.storages[number].nbytes() for number in self.fresh)
-        self.cuda.captured += 1
+        self.cuda.captured += bool(self.calls)
 
     def note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and self.draws(func):
-            assert torch.default_generator in self.generators, f"{func} draws from nobody's"
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [self.lies(t) for t in given]
         written = self.written(func, args, kwargs)
@@ -123,10 +118,6 @@ class StandInGraph:
         if new or written:
             self.calls.append((func, *noted, results))
         return returned
-
-    @staticmethod
-    def draws(func: Any) -> bool:
-        return "dropout" in str(func) or "rand" in str(func) or "bernoulli" in str(func)
 
     @staticmethod
     def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -192,14 +183,15 @@ class StandInCuda:
 
     Attributes:
         captured, replays: counts of graphs.
-        fail: raised by the end of each capture, as CUDA does when one is invalid.
-        allowed: so many captures succeed.
+        ended: captures, failed ones too.
+        failing: which of them, from 1, fails at its end, as CUDA does when one is invalid.
+        stuck: whether the generator takes itself for captured.
     """
 
     def __init__(self) -> None:
         self.captured = self.replays = self.reserved = 0
-        self.fail: Exception | None = None
-        self.allowed = 1 << 30
+        self.ended = self.failing = 0
+        self.stuck = False
         self.current: object = None
         self.capturing: StandInGraph | None = None
         self.pools: list[object] = []
@@ -246,7 +238,7 @@ class StandInCuda:
 def stand_in(measured: bool = False, limit: int = 1 << 40) -> tuple[CudaGraphs, StandInCuda]:
     """What captures on the CPU, and what it captures with."""
     cuda = StandInCuda()
-    return CudaGraphs(torch.device("cpu"), limit, measured, cuda), cuda
+    return CudaGraphs(torch.device("cpu"), limit, measured, cuda, alignment=64), cuda
 
 
 @contextmanager

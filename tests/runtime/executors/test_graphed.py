@@ -225,16 +225,15 @@ def test_an_op_that_waits_for_the_gpu_is_found_and_runs_between_graphs() -> None
 
 
 def test_a_capture_that_fails_loses_nothing_and_is_the_last() -> None:
-    both = Both(UPDATE)
-    weight = torch.rand(4)
-    for step in range(10):
-        both.cuda.fail = RuntimeError("invalid capture") if step >= FIRST - 1 else None
+    both, weight = Both(UPDATE), torch.rand(4)
+    both.cuda.failing = 1
+    for _ in range(10):
         weight, _ = both.run([weight, torch.rand(4)], 0.1)
-    assert [(news.error, news.failed) for news in both.news] == [
-        ("RuntimeError: invalid capture", True)
-    ]
+    (news,) = both.news
+    assert news.failed
+    assert news.error.startswith("RuntimeError: operation failed due to a previous error")
     assert both.executor.given_up
-    assert (both.cuda.captured, both.cuda.replays) == (0, 0)
+    assert (both.cuda.captured, both.cuda.replays, both.cuda.stuck) == (0, 0, False)
     another = GraphedExecutor(both.plain, both.graphs)
     for _ in range(6):
         another.run(list(fresh()), (0.1,))
@@ -244,9 +243,8 @@ def test_a_capture_that_fails_loses_nothing_and_is_the_last() -> None:
 
 def test_the_second_graph_may_fail_after_the_first_has_run() -> None:
     both, weight = Both(UPDATE), torch.rand(4)
+    both.cuda.failing = 2
     for step in range(10):
-        if step == FIRST - 1:
-            both.cuda.allowed = 1
         weight, _ = both.run([weight, torch.rand(4)], 0.1 * step)
     assert both.cuda.replays == 1
     assert both.news[-1].failed
@@ -269,7 +267,7 @@ def test_the_faster_way_stays(faster: float, kept: bool) -> None:
 
 @pytest.mark.parametrize(("limit", "captures"), [(40, 0), (90, 1), (96, 1)])
 def test_graphs_keep_no_more_than_they_may(limit: int, captures: int) -> None:
-    """Three of its values are alive at once (48 bytes), but no memory is used twice here (96)."""
+    """Three of its results live at once (48 bytes), but no memory is used twice here (96)."""
     both = Both(CHAIN, limit=limit)
     for _ in range(8):
         both.run(fresh(), 0.5)
