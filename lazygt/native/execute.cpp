@@ -8,6 +8,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/python_arg_parser.h>
@@ -31,6 +32,7 @@ struct Frame {
   std::vector<IValue> numbers;     // the program's conversions
   Stack stack;
   PyObject* params;
+  bool checks = false;  // results are compared with what was promised
 };
 
 struct Instruction {
@@ -167,24 +169,24 @@ struct Spelling {
 
 // What only Python can call: lazygt's own ops, foreign ones, compiled groups.
 struct Called final : Instruction {
-  const Spelling& spelling;
+  std::shared_ptr<const Spelling> spelling;
   py::object kernel;
   py::tuple args, kwargs;
   std::vector<Place> places;
 
-  Called(int32_t node, const Spelling& spelling, py::object kernel, py::tuple args,
+  Called(int32_t node, std::shared_ptr<const Spelling> spelling, py::object kernel, py::tuple args,
          py::tuple kwargs, std::vector<Place> places)
-      : Instruction(node), spelling(spelling), kernel(std::move(kernel)), args(std::move(args)),
+      : Instruction(node), spelling(std::move(spelling)), kernel(std::move(kernel)), args(std::move(args)),
         kwargs(std::move(kwargs)), places(std::move(places)) {}
 
   void run(Frame& frame) const override {
     py::gil_scoped_acquire gil;
     py::tuple given(args.size());
-    for (size_t i = 0; i < args.size(); ++i) given[i] = spelling.argument(args[i], &frame);
+    for (size_t i = 0; i < args.size(); ++i) given[i] = spelling->argument(args[i], &frame);
     py::dict named;
     for (auto pair : kwargs) {
       auto item = py::reinterpret_borrow<py::tuple>(pair);
-      named[item[0]] = spelling.argument(item[1], &frame);
+      named[item[0]] = spelling->argument(item[1], &frame);
     }
     py::object returned = kernel(*given, **named);
     if (places.size() == 1) return take(frame, places[0], returned);
@@ -204,10 +206,10 @@ struct Called final : Instruction {
 // A copy with the very same strides: kernels round differently on other layouts.
 struct Clone final : Instruction {
   Slot to, from;
-  const py::object& careful;  // where torch's own copy has other strides
+  py::object careful;  // where torch's own copy has other strides
 
-  Clone(int32_t node, Slot to, Slot from, const py::object& careful)
-      : Instruction(node), to(to), from(from), careful(careful) {}
+  Clone(int32_t node, Slot to, Slot from, py::object careful)
+      : Instruction(node), to(to), from(from), careful(std::move(careful)) {}
 
   void run(Frame& frame) const override {
     auto copy = at::clone(frame.values[from]);
@@ -236,6 +238,33 @@ struct Restride final : Instruction {
   }
 };
 
+// A first run compares a value with what the client expects; a stride by which no element is found
+// does not matter.
+struct Check final : Instruction {
+  Slot slot;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+
+  Check(int32_t node, Slot slot, std::vector<int64_t> sizes, std::vector<int64_t> strides,
+        at::ScalarType dtype)
+      : Instruction(node), slot(slot), sizes(std::move(sizes)), strides(std::move(strides)), dtype(dtype) {}
+
+  void run(Frame& frame) const override {
+    const auto& value = frame.values[slot];
+    if (!frame.checks || !value.defined()) return;
+    TORCH_CHECK(value.scalar_type() == dtype && value.sizes() == c10::IntArrayRef(sizes) && lies(value),
+                "another result than was promised");
+  }
+  bool lies(const at::Tensor& value) const {
+    if (value.numel() <= 1) return true;
+    auto have = value.strides();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] != 1 && have[i] != strides[i]) return false;
+    }
+    return true;
+  }
+};
+
 struct Alias final : Instruction {
   Slot to, from;
 
@@ -260,7 +289,32 @@ class Program {
   Program(Slot values, py::object ref, py::object param, py::object device_mark, py::object device,
           py::object clone)
       : values_(values), slots_(values), clone_(std::move(clone)),
-        spelling_{std::move(ref), std::move(param), std::move(device_mark), std::move(device)} {}
+        spelling_(std::make_shared<Spelling>(Spelling{std::move(ref), std::move(param),
+                                                      std::move(device_mark), std::move(device)})) {}
+  // One of the same values in other sizes, still empty: `take_over` takes what is the same there.
+  std::unique_ptr<Program> resized() const {
+    std::unique_ptr<Program> program(new Program(values_, slots_, clone_, spelling_));
+    program->conversions_ = conversions_;
+    return program;
+  }
+
+  // The instructions of a node of `like`, with other checks if there are any. Nodes come in order.
+  void take_over(const Program& like, int32_t node, const py::list& checks) {
+    while (taken_ < like.code_.size() && like.code_[taken_]->node < node) ++taken_;
+    size_t checked = 0;
+    for (; taken_ < like.code_.size() && like.code_[taken_]->node == node; ++taken_) {
+      const auto& instruction = like.code_[taken_];
+      if (checks.empty() || !dynamic_cast<const Check*>(instruction.get())) {
+        code_.push_back(instruction);
+        continue;
+      }
+      TORCH_CHECK(checked < checks.size(), "a node has fewer results than before");
+      py::tuple expected = checks[checked++];
+      check(node, expected[0].cast<Slot>(), expected[1].cast<std::vector<int64_t>>(),
+            expected[2].cast<std::vector<int64_t>>(), expected[3]);
+    }
+    TORCH_CHECK(checked == checks.size(), "a node has more results than before");
+  }
 
   Slot spare() { return slots_++; }
 
@@ -270,7 +324,7 @@ class Program {
             const py::tuple& args, const py::tuple& kwargs, const py::sequence& places) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!op) return false;
-    auto boxed = std::make_unique<Boxed>(node, *op);
+    auto boxed = std::make_shared<Boxed>(node, *op);
     const auto before = conversions_.size();
     try {
       give(*boxed, args, py::dict(kwargs));
@@ -287,7 +341,7 @@ class Program {
 
   void call_python(int32_t node, py::object kernel, py::tuple args, py::tuple kwargs,
                    const py::sequence& places) {
-    code_.push_back(std::make_unique<Called>(node, spelling_, std::move(kernel), std::move(args),
+    code_.push_back(std::make_shared<Called>(node, spelling_, std::move(kernel), std::move(args),
                                              std::move(kwargs), places_of(places)));
   }
   void clone(int32_t node, Slot to, Slot from) { add<Clone>(node, to, from, clone_); }
@@ -296,13 +350,20 @@ class Program {
   void restride(int32_t node, Slot slot, std::vector<int64_t> strides) {
     add<Restride>(node, slot, std::move(strides));
   }
+  void check(int32_t node, Slot slot, std::vector<int64_t> sizes, std::vector<int64_t> strides,
+             py::handle dtype) {
+    TORCH_CHECK(THPDtype_Check(dtype.ptr()), "expected a torch.dtype");
+    add<Check>(node, slot, std::move(sizes), std::move(strides),
+               reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  }
   void finish(std::vector<Slot> outputs) { outputs_ = std::move(outputs); }
   void stop(int32_t node) { end_ = node; }
 
-  // Runs; `inputs` is emptied. The outputs, or (node, values by number) where it stopped: a node
-  // failed, or the program ends before it.
-  py::object run(const py::list& inputs, const py::tuple& params) const {
+  // Runs; `inputs` is emptied. The outputs, or (node, values by number, made) where it stopped: a node
+  // failed, or the program ends before it, or it has made something else than was promised.
+  py::object run(const py::list& inputs, const py::tuple& params, bool checks) const {
     Frame frame;
+    frame.checks = checks;
     frame.values.resize(slots_);
     frame.params = params.ptr();
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -315,7 +376,10 @@ class Program {
       py::gil_scoped_release unlocked;
       reached = advance(frame);
     }
-    if (reached < code_.size()) return stopped(frame, code_[reached]->node);
+    if (reached < code_.size()) {
+      const bool made = dynamic_cast<const Check*>(code_[reached].get()) != nullptr;
+      return stopped(frame, code_[reached]->node, made);
+    }
     if (!outputs_) return stopped(frame, end_);
     py::list outputs(outputs_->size());
     for (size_t i = 0; i < outputs_->size(); ++i) {
@@ -333,9 +397,12 @@ class Program {
     std::optional<int32_t> length;
   };
 
+  Program(Slot values, Slot slots, py::object clone, std::shared_ptr<const Spelling> spelling)
+      : values_(values), slots_(slots), clone_(std::move(clone)), spelling_(std::move(spelling)) {}
+
   template <class Kind, class... Args>
   void add(int32_t node, Args&&... args) {
-    code_.push_back(std::make_unique<Kind>(node, std::forward<Args>(args)...));
+    code_.push_back(std::make_shared<Kind>(node, std::forward<Args>(args)...));
   }
 
   void give(Boxed& boxed, const py::tuple& args, const py::dict& named) {
@@ -360,9 +427,9 @@ class Program {
     const auto& schema = boxed.op.schema();
     const auto& argument = schema.arguments()[position];
     const bool as_tensors = numbers_as_tensors(schema.name());
-    if (!spelling_.varies(arg)) {
+    if (!spelling_->varies(arg)) {
       torch::jit::ToIValueAllowNumbersAsTensors allow(as_tensors);
-      boxed.given.push_back(torch::jit::toIValue(spelling_.argument(arg, nullptr),
+      boxed.given.push_back(torch::jit::toIValue(spelling_->argument(arg, nullptr),
                                                  argument.real_type(), argument.N()));
       return;
     }
@@ -382,12 +449,12 @@ class Program {
 
   Source source_of(py::handle arg, const TypePtr& type, std::optional<int32_t> length,
                    bool as_tensors) {
-    if (spelling_.is_ref(arg)) {
+    if (spelling_->is_ref(arg)) {
       const bool optional = type->kind() == c10::TypeKind::OptionalType;
       const auto kind = optional ? Source::OPTIONAL_VALUE : Source::VALUE;
       return {kind, Spelling::index(arg), {}};
     }
-    if (spelling_.is_param(arg)) {
+    if (spelling_->is_param(arg)) {
       const bool wrapped = bare(type)->kind() == c10::TypeKind::TensorType;
       const auto number = wrapped ? static_cast<TypePtr>(c10::NumberType::get()) : type;
       conversions_.push_back({Spelling::index(arg), number, length});
@@ -395,7 +462,7 @@ class Program {
       return {kind, static_cast<int32_t>(conversions_.size()) - 1, {}};
     }
     torch::jit::ToIValueAllowNumbersAsTensors allow(as_tensors);
-    auto constant = torch::jit::toIValue(spelling_.argument(arg, nullptr), type, length);
+    auto constant = torch::jit::toIValue(spelling_->argument(arg, nullptr), type, length);
     return {Source::CONSTANT, 0, std::move(constant)};
   }
 
@@ -441,20 +508,21 @@ class Program {
     return at;
   }
 
-  py::object stopped(const Frame& frame, int32_t node) const {
+  py::object stopped(const Frame& frame, int32_t node, bool made = false) const {
     py::dict values;
     for (Slot slot = 0; slot < values_; ++slot) {
       values[py::int_(slot)] =
           py::reinterpret_steal<py::object>(THPVariable_Wrap(frame.values[slot]));
     }
-    return py::make_tuple(node, values);
+    return py::make_tuple(node, values, made);
   }
 
   Slot values_, slots_;
   int32_t end_ = 0;
   py::object clone_;
-  Spelling spelling_;
-  std::vector<std::unique_ptr<Instruction>> code_;
+  std::shared_ptr<const Spelling> spelling_;
+  std::vector<std::shared_ptr<const Instruction>> code_;  // shared with programs in other sizes
+  size_t taken_ = 0;  // how many of another program's were looked at
   std::vector<Conversion> conversions_;
   std::optional<std::vector<Slot>> outputs_;
 };
@@ -462,12 +530,15 @@ class Program {
 }  // namespace
 
 py::object run_program(py::handle program, const py::list& inputs, const py::tuple& params) {
-  return program.cast<const Program&>().run(inputs, params);
+  return program.cast<const Program&>().run(inputs, params, false);
 }
 
 void bind_executor(py::module_& module) {
   py::class_<Program>(module, "Program")
       .def(py::init<Slot, py::object, py::object, py::object, py::object, py::object>())
+      .def("resized", &Program::resized)
+      .def("take_over", &Program::take_over)
+      .def("check", &Program::check)
       .def("spare", &Program::spare)
       .def("call", &Program::call)
       .def("call_python", &Program::call_python)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from lazygt.graph.alias import Writes, analyse, draws, last_uses
 from lazygt.graph.collectives import Communication, communications
@@ -58,12 +59,16 @@ class PlanTemplate:
         symbolic: the graph, with symbols for sizes.
         told: ranks that have been sent it.
         keeps: what has to live as long as it does.
+        checked: a plan of it has run in a worker, and all that it made was as promised.
+        code: what that worker runs of it, for plans in other sizes.
     """
 
     def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"") -> None:
         self.symbolic = symbolic
         self.told: set[int] = set()
         self.keeps: Sequence[object] = ()
+        self.checked = False
+        self.code: Any = None
         self._encoded = encoded
 
     @staticmethod

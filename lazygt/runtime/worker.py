@@ -225,7 +225,7 @@ class Worker:
         if plan is None:
             self._executors.drop(digest)  # its run asks for it
         else:
-            executor = EagerExecutor(plan, self.device, code=self._make_code)
+            executor = EagerExecutor(plan, self.device, code=self._make_code, template=template)
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
             self._keep(digest, executor, size)
 

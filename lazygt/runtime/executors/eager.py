@@ -2,8 +2,10 @@
 
 The first run goes through the checked interpreter, which compares every result with what the
 client inferred; later runs go through code: a native program where the extension loads, generated
-Python elsewhere. When a node fails there, the interpreter takes over at that node with the values
-as they stand: what depends on the failed node is marked, everything else is still computed.
+Python elsewhere. A plan whose program was checked in other sizes is a native program from the
+start, which compares its results itself. When a node fails there, the interpreter takes over at
+that node with the values as they stand: what depends on the failed node is marked, everything else
+is still computed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.kernels import clone
 from lazygt.runtime.messages import Failure
-from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Value
 
 
@@ -74,6 +76,7 @@ class EagerExecutor:
         schedule: what to run, if it is not the plan's own steps.
         compiled: callables of the fused nodes in ``schedule``, by number.
         code: what makes the code; None: as ``code_of("auto")`` says.
+        template: of the plan, if there may be others of it.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class EagerExecutor:
         schedule: Schedule | None = None,
         compiled: Mapping[int, Callable[..., Any]] | None = None,
         code: MakeCode | None = None,
+        template: PlanTemplate | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._template = plan, template
         self.schedule = schedule or plan.steps
         self.interpreter = CheckedInterpreter(self.schedule, device, compiled)
         self._make_code = code
@@ -100,16 +104,60 @@ class EagerExecutor:
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
         with torch._C._AutoDispatchBelowAutograd():
-            if not self._checked or Failed in map(type, inputs):
+            if Failed in map(type, inputs):
                 return self._run_checked(inputs, params)
+            if not self._checked:
+                return self._run_first(inputs, params)
             if self.code is None:
-                name = self.plan.digest.hex()[:12]
-                make = self._make_code or code_of("auto")
-                self.code = make(self.schedule, self.interpreter, name)
+                self.code = self._made_code()
             outputs = self.code.run(inputs, params)
         if isinstance(outputs, Stopped):
             return self.go_on(outputs, params)
         return Outcome(outputs, [], None, [])
+
+    def _made_code(self) -> Code:
+        template, name = self._template, self.plan.digest.hex()[:12]
+        make = self._make_code or code_of("auto")
+        if make is not NativeCode or template is None or self.interpreter.restrided:
+            return make(self.schedule, self.interpreter, name)
+        code = NativeCode(self.schedule, self.interpreter, name, template.code)
+        template.code = template.code or code
+        return code
+
+    def _run_first(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """The first run, in which everything is checked."""
+        template = self._template
+        if template is None or not template.checked or self._make_code is not NativeCode:
+            outcome = self._run_checked(inputs, params)
+            if template is not None:
+                template.checked |= self._checked and not self.interpreter.restrided
+            return outcome
+        code = self._made_code()
+        assert isinstance(code, NativeCode)
+        outputs = code.run(inputs, params, check=True)
+        if isinstance(outputs, list):
+            self.code, self._checked = code, True
+            return Outcome(outputs, [], None, [])
+        return self._go_on_checking(outputs, params, code)
+
+    def _go_on_checking(
+        self, stopped: Stopped, params: tuple[Any, ...], code: NativeCode
+    ) -> Outcome:
+        """The rest of a first run."""
+        failures: list[Failure] = []
+        values, start = stopped.values, stopped.node
+        if stopped.made:
+            failures = self.interpreter.look_at(start, values)
+            for dead in self.schedule.frees[start]:
+                values.pop(dead, None)
+            start += 1
+        outcome = self._finish(values, params, start, check=True)
+        outcome.failures[:0] = failures
+        if not outcome.failures:
+            self._checked = True
+            # a program that lays something out otherwise is made anew
+            self.code = None if self.interpreter.restrided else code
+        return outcome
 
     def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
         """Do the rest of a run whose code has stopped."""

@@ -24,10 +24,15 @@ Places = list[int | list[int] | None]
 
 
 class Stopped(NamedTuple):
-    """Where code has stopped: the interpreter takes over at ``node`` with these values."""
+    """Where code has stopped: the interpreter takes over at ``node`` with these values.
+
+    Attributes:
+        made: what the node makes is there, and not as promised.
+    """
 
     node: int
     values: dict[int, Value]
+    made: bool = False
 
 
 class CheckedInterpreter:
@@ -112,11 +117,7 @@ class CheckedInterpreter:
                     failures.append(failure)
                     poison, failed = Failed(failure), True
             if poison is not None:
-                if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
-                    self._part(poison.failure, failures)
-                values.update(dict.fromkeys(results, poison))
-                if node.dynamic:
-                    self.returned = poison
+                self._spoil(node, results, poison, values, failures)
             for dead in self.schedule.frees[number]:
                 values.pop(dead, None)
         return failures
@@ -128,6 +129,33 @@ class CheckedInterpreter:
         self.relaid.clear()  # the client was told when the plan ran first
         for dead in self.schedule.frees[number]:
             values.pop(dead, None)
+
+    def look_at(self, number: int, values: dict[int, Value]) -> list[Failure]:
+        """Check what a node has made already, as ``run`` does. Returns the failures."""
+        node, results = self.schedule.graph.nodes[number], self._results[number]
+        try:
+            laid_out = self._checked(number, node, [values[result] for result in results])
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            failures = [_failure(number, node, error)]
+            self._spoil(node, results, Failed(failures[0]), values, failures)
+            return failures
+        values.update(zip(results, laid_out, strict=True))
+        return []
+
+    def _spoil(
+        self,
+        node: Node,
+        results: range,
+        poison: Failed,
+        values: dict[int, Value],
+        failures: list[Failure],
+    ) -> None:
+        """Mark what a node was to make."""
+        if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
+            self._part(poison.failure, failures)
+        values.update(dict.fromkeys(results, poison))
+        if node.dynamic:
+            self.returned = poison
 
     @staticmethod
     def _part(failure: Failure, failures: list[Failure]) -> None:
@@ -211,6 +239,18 @@ class CheckedInterpreter:
         for item in self._new(node, returned):
             fresh.extend(item if isinstance(item, (list, tuple)) else (item,))
         return fresh
+
+    def promised(self, number: int) -> list[tuple[int, TensorMeta]]:
+        """The values that a node makes whose metas are known, and these."""
+        node, results = self.schedule.graph.nodes[number], self._results[number]
+        if node.op == WRITE_BACK or node.dynamic:
+            return []
+        opaque = OPAQUE_RESULTS.get(node.op, ())
+        return [
+            (results[position], meta)
+            for position, meta in enumerate(node.results)
+            if meta is not None and position not in opaque
+        ]
 
     def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
         """Compare results with what the client inferred; lay out anew what only differs there."""

@@ -19,30 +19,54 @@ from lazygt.runtime.store import Value
 
 
 class NativeCode:
-    """Runs a schedule up to its data-dependent last node, if there is one."""
+    """Runs a schedule up to its data-dependent last node, if there is one.
 
-    def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter, name: str) -> None:
+    Args:
+        like: the code of the same program in other sizes; what is the same there is shared.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        interpreter: CheckedInterpreter,
+        name: str,
+        like: NativeCode | None = None,
+    ) -> None:
+        self.schedule = schedule
         #: what ``known_runs`` runs by itself
-        self.program = _Builder(schedule, interpreter).build()
+        self.program = _Builder(schedule, interpreter, like).build()
         self._run = self.program.run
 
-    def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """The outputs, or where it stopped. ``inputs`` is emptied."""
-        outcome = self._run(inputs, params)
+    def run(
+        self, inputs: list[Value], params: tuple[Any, ...], check: bool = False
+    ) -> list[Value] | Stopped:
+        """The outputs, or where it stopped. ``inputs`` is emptied.
+
+        Args:
+            check: stop where a result is not what was promised.
+        """
+        outcome = self._run(inputs, params, check)
         return outcome if type(outcome) is list else Stopped(*outcome)
 
 
 class _Builder:
-    def __init__(self, schedule: Schedule, interpreter: CheckedInterpreter) -> None:
-        self.schedule, self.interpreter = schedule, interpreter
-        count = len(schedule.graph.values)
-        self.program = native.extension().Program(
-            count, Ref, Param, DEVICE, interpreter.device, clone
-        )
+    def __init__(
+        self, schedule: Schedule, interpreter: CheckedInterpreter, like: NativeCode | None
+    ) -> None:
+        self.schedule, self.interpreter, self.like = schedule, interpreter, like
+        if like is not None:
+            self.program = like.program.resized()
+        else:
+            count = len(schedule.graph.values)
+            self.program = native.extension().Program(
+                count, Ref, Param, DEVICE, interpreter.device, clone
+            )
 
     def build(self) -> Any:
         graph = self.schedule.graph
         for number, (node, results) in enumerate(graph.numbered()):
+            if self.took_over(number, node):
+                continue
             if node.dynamic:
                 self.program.stop(number)
                 return self.program
@@ -50,10 +74,33 @@ class _Builder:
                 self.write_back(number, node, results[0])
             else:
                 self.node(number, node, results)
+            for expected in self.checks(number):
+                self.program.check(number, *expected)
             if self.schedule.frees[number]:
                 self.program.free(number, self.schedule.frees[number])
         self.program.finish(self.outputs())
         return self.program
+
+    def took_over(self, number: int, node: Node) -> bool:
+        """Whether a node is called as in the other sizes, and its instructions are those."""
+        last = number == len(self.schedule.graph.nodes) - 1  # outputs are copied after it
+        if self.like is None or node.dynamic or last:
+            return False
+        known = self.like.schedule.graph.nodes[number]
+        if node is known:
+            self.program.take_over(self.like.program, number, [])
+        elif (node.args, node.kwargs) == (known.args, known.kwargs):
+            self.program.take_over(self.like.program, number, self.checks(number))
+        else:
+            return False
+        return True
+
+    def checks(self, number: int) -> list[tuple[Any, ...]]:
+        """What a node's results have to look like: value, shape, strides and dtype of each."""
+        return [
+            (value, meta.shape, meta.stride, meta.dtype)
+            for value, meta in self.interpreter.promised(number)
+        ]
 
     def outputs(self) -> list[int]:
         """The values to give; what something else shares is copied first."""
