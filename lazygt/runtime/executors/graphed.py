@@ -64,7 +64,7 @@ class GraphedExecutor(EagerExecutor):
         self._graphs = graphs
         self._phase, self._runs, self._captures = _WATCH, 0, 0
         #: of the last run that was looked at: where its inputs lay, and its numbers
-        self._places: list[int] = []
+        self._places: list[int] | None = None
         self._numbers: tuple[Any, ...] = ()
         #: inputs that have moved, numbers that have changed, nodes that wait for the GPU
         self._moved: set[int] = set()
@@ -112,7 +112,7 @@ class GraphedExecutor(EagerExecutor):
     def _look(self, inputs: list[Value], params: tuple[Any, ...]) -> None:
         """Note which inputs and numbers are not those of the last run."""
         places = [address(value) for value in inputs]
-        if self._places:
+        if self._places is not None:
             pairs = zip(places, self._places, strict=True)
             self._moved.update(i for i, (now, then) in enumerate(pairs) if now != then)
             numbers = zip(params, self._numbers, strict=True)

@@ -11,6 +11,7 @@ import torch
 
 from lazygt.runtime.executors import captured_plan, cuda_graphs, graphed
 from lazygt.runtime.executors.captured_plan import CapturedPlan
+from lazygt.runtime.executors.compiled import CompiledExecutor
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.generated import GeneratedCode
 from lazygt.runtime.executors.graphed import GraphedExecutor
@@ -365,6 +366,49 @@ def test_views_of_memory_that_moves_stay_views_of_one_memory() -> None:
         """)
     for step in range(9):
         both.run([torch.rand(4)], float(step))
+
+
+def test_a_plan_with_compiled_groups_is_captured_as_its_steps() -> None:
+    plan = Plan.build(
+        graph_of("""
+        %0: f32[4] = input
+        %1: f32[4] = input
+        $0: float = param
+        %2: f32[4] = lazygt.fused(%0, $0) {
+          %0: f32[4] = input
+          $0: float = param
+          %1: f32[4] = aten.mul.Tensor(%0, $0)
+          %2: f32[4] = aten.exp.default(%1)
+          return %2
+        }
+        %3: f32[4] = aten.add_.Tensor(%1, %2) writes %1
+        %4: f32[4] = aten.neg.default(%2)
+        return %3, %4
+        """)
+    )
+    called = []
+
+    def group(x: Tensor, number: float) -> Tensor:
+        called.append(number)
+        return (x * number).exp()
+
+    graphs, cuda = stand_in()
+    compiled = CompiledExecutor(plan, CPU, {0: group}, GeneratedCode)
+    executor, plain = GraphedExecutor(compiled, graphs), EagerExecutor(plan, CPU)
+    weight = torch.rand(4)
+    for _ in range(9):
+        x, copy = torch.rand(4), weight.clone()
+        outcome = executor.run([x, weight], (0.5,))
+        expected = plain.run([x, copy], (0.5,))
+        for value, wanted in zip(outcome.outputs, expected.outputs, strict=True):
+            assert isinstance(value, Tensor)
+            assert isinstance(wanted, Tensor)
+            assert_same_bits(value, wanted)
+        first = outcome.outputs[0]
+        assert isinstance(first, Tensor)
+        weight = first
+    assert len(called) == graphed.WATCHED_NOW
+    assert cuda.replays == 9 - graphed.WATCHED_NOW - 1
 
 
 # -- the stand-in shows what it is for -------------------------------------------------------------
