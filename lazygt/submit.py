@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +21,21 @@ from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
 from lazygt.record.idle import Idle
 from lazygt.record.infer import learn
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import LazyTensor, Storage, is_lazy, storage_of
+from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
 from lazygt.record.trace import Trace
-from lazygt.record.trie import Provenance
+from lazygt.record.trie import Provenance, TrieNode
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.messages import Made, Plain, Several
+from lazygt.runtime.messages import Made, Plain, Run, Several
+from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue
+from lazygt.runtime.wire import Buffer
 
 #: What torch's own ops raise: a call that waits for its op raises no other class.
 _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
                                 NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
+_RUN_TAG = Run.__struct_config__.tag
 
 
 class DataDependentReply(NamedTuple):
@@ -76,6 +79,14 @@ class Submitter:
         #: who looks at which optimizers step, until that is clear
         self.idle: Idle | None = None
         recorder.sink = self
+        #: C++'s way to numbers, which it has as long as this is here
+        self._fetcher = self._native_fetcher()
+
+    def _native_fetcher(self) -> Any:
+        if NATIVE is None or self._dry or self._in_blocks or self._client.numbers is None:
+            return None
+        whose = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
+        return self._client.link.native_fetcher(NATIVE.Fetcher, *whose)
 
     # -- what the recorder asks for --------------------------------------------------------
 
@@ -138,6 +149,46 @@ class Submitter:
         if (self._may_shard and recorder.trace.step.placed) == sharded:
             recorder.flush(reason)
 
+    # -- what C++ asks for, which gets numbers by known plans -------------------------------
+
+    @property
+    def plain(self) -> bool:
+        """Whether a run has nothing to it that C++ does not know of."""
+        untouched: bool = self._recorder.trace.untouched
+        ordinary = untouched and self._history.probe is None
+        return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
+
+    def ran(self, entry: PlanRecord) -> None:
+        """A plan has run."""
+        if self._tiers.busy or entry.runs <= self._tiers.settled:
+            self._tiers.ran(entry)
+
+    def go_on(
+        self,
+        seq: int,
+        base: int,
+        kept: CachedPlan | None,
+        step: TrieNode,
+        call_sites: Sequence[CallSite | None],
+        fetch: Storage,
+        unsent: list[Buffer] | None,
+        told: list[memoryview] | None,
+    ) -> Any:
+        """The number of a run that C++ has made ready: it can't send it, the answer takes a while,
+        or there is more to it.
+        """
+        with DEFER_INTERRUPT:
+            entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
+            backward = self._recorder.backward_call_site
+            provenance = Provenance(step, call_sites, backward, made_of)
+            self._client.expect(seq, entry, provenance, base, 1)
+            self._client.go_on(unsent, told, "item")
+            if entry is not None:
+                self.ran(entry)
+            answer = self._fetched(seq, fetch, None, True)
+            self._heed()
+            return answer
+
     # -- one run -------------------------------------------------------------------------
 
     def _submit(
@@ -170,8 +221,7 @@ class Submitter:
             )
         )
         if kept is not None:
-            if self._tiers.busy or kept.entry.runs <= self._tiers.settled:
-                self._tiers.ran(kept.entry)
+            self.ran(kept.entry)
             if self._in_blocks:
                 values = kept.grouped(list(values))
             trace.rebind(kept, living, values, self._recorder.backward_call_site)
@@ -183,10 +233,7 @@ class Submitter:
             answer = self._asked(seq, provenance)
         else:
             self._client.hold_back()
-        if self._client.relaid:
-            self._learn_layouts()
-        if self._client.capture_errors:
-            self._warn_of_captures()
+        self._heed()
         return answer
 
     def _run(
@@ -229,6 +276,13 @@ class Submitter:
         if sharding is None or self._dry:
             return keys[:1], None
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
+
+    def _heed(self) -> None:
+        """Act on what workers have told of their plans besides answers."""
+        if self._client.relaid:
+            self._learn_layouts()
+        if self._client.capture_errors:
+            self._warn_of_captures()
 
     def _learn_layouts(self) -> None:
         """Take in the strides that kernels gave their results, where others were inferred."""

@@ -1,5 +1,6 @@
 // What Python sees of recording.
 #include "device.h"
+#include "fetch.h"
 #include "module.h"
 #include "recorder.h"
 #include "ship.h"
@@ -57,7 +58,8 @@ PyMethodDef methods[] = {
 // -- what has been recorded ----------------------------------------------------------------------
 
 void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& type) {
-  type.def("begin", [](Recorder& r, uint64_t serial, py::object root, py::object trace) {
+  type.def_readonly("serial", &Recorder::serial)
+      .def("begin", [](Recorder& r, uint64_t serial, py::object root, py::object trace) {
         r.begin(serial, step_of(root), trace);
       })
       .def_property(
@@ -131,12 +133,14 @@ void bind_recorder(py::module_& m) {
         r.closed = true;
         r.python = r.trace = nullptr;
         r.step.reset();
+        r.root.reset();
         r.owners.clear();
         r.inputs.clear();
       });
   bind_remote(m);
   bind_trace(type);
   bind_ship(m, type);
+  bind_fetcher(m);
   m.def("handle", [](py::object meta, py::object storage, py::object view) {
     return wrap(new_handle(meta_of(meta), cell_of(storage), view.is_none() ? ViewP() : py::cast<ViewP>(view)));
   });
@@ -160,6 +164,7 @@ void bind_recorder(py::module_& m) {
     Step* step = step_of(node)->find(key);
     return step == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(step->node);
   });
+  m.def("new_serial", &new_serial);
   m.def("set_storage_type", [](py::object type) { set_storage_type(type); });
   m.def("connect", [](py::object learn, py::object view_ops, py::object is_library, py::object closed) {
     set_closed_owner(std::move(closed));

@@ -100,7 +100,13 @@ class Packed {
   bool fine_ = true;
 };
 
-// Appends a number of at least 0, as short as it can be: as msgpack's own packer does.
+// -- writing, as msgpack's own packer does: as short as it can be -----------------------------------
+
+inline void pack_big(std::string& to, uint64_t bits, int bytes) {
+  for (int shift = 8 * bytes - 8; shift >= 0; shift -= 8) to.push_back(char(bits >> shift));
+}
+
+// A number of at least 0.
 inline void pack_count(std::string& to, uint64_t number) {
   if (number < 0x80) {
     to.push_back(char(number));
@@ -108,6 +114,43 @@ inline void pack_count(std::string& to, uint64_t number) {
   }
   int power = number <= 0xff ? 0 : number <= 0xffff ? 1 : number <= 0xffffffff ? 2 : 3;
   to.push_back(char(0xcc + power));
-  for (int shift = 8 * (1 << power) - 8; shift >= 0; shift -= 8) to.push_back(char(number >> shift));
+  pack_big(to, number, 1 << power);
+}
+
+inline void pack_int(std::string& to, int64_t number) {
+  if (number >= 0) return pack_count(to, uint64_t(number));
+  if (number >= -32) {
+    to.push_back(char(number));
+    return;
+  }
+  int power = number >= INT8_MIN ? 0 : number >= INT16_MIN ? 1 : number >= INT32_MIN ? 2 : 3;
+  to.push_back(char(0xd0 + power));
+  pack_big(to, uint64_t(number), 1 << power);
+}
+
+inline void pack_real(std::string& to, double number) {
+  uint64_t bits;
+  std::memcpy(&bits, &number, 8);
+  to.push_back(char(0xcb));
+  pack_big(to, bits, 8);
+}
+
+inline void pack_truth(std::string& to, bool truth) { to.push_back(char(truth ? 0xc3 : 0xc2)); }
+inline void pack_nil(std::string& to) { to.push_back(char(0xc0)); }
+
+inline void pack_array(std::string& to, size_t size) {
+  if (size < 16) {
+    to.push_back(char(0x90 | size));
+  } else {
+    to.push_back(char(size <= 0xffff ? 0xdc : 0xdd));
+    pack_big(to, size, size <= 0xffff ? 2 : 4);
+  }
+}
+
+// At most 255 of them.
+inline void pack_bytes(std::string& to, const std::string& bytes) {
+  to.push_back(char(0xc4));
+  to.push_back(char(bytes.size()));
+  to += bytes;
 }
 }  // namespace lazygt

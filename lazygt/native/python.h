@@ -77,4 +77,26 @@ inline int64_t int_attribute(py::handle target, const char* name) {
   if (number == -1 && PyErr_Occurred()) throw_python();
   return number;
 }
+
+// Names of Python's attributes, made once.
+#define NAME(name)                                                      \
+  [] {                                                                  \
+    static PyObject* const name_ = PyUnicode_InternFromString(#name);   \
+    return name_;                                                       \
+  }()
+
+inline py::object get(py::handle object, PyObject* name) {
+  return checked(PyObject_GetAttr(object.ptr(), name));
+}
+inline void set(py::handle object, PyObject* name, py::handle value) {
+  if (PyObject_SetAttr(object.ptr(), name, value.ptr()) < 0) throw_python();
+}
+
+inline py::object number_object(int64_t number) { return checked(PyLong_FromLongLong(number)); }
+inline int64_t number_of(PyObject* object) {
+  int64_t number = PyLong_AsLongLong(object);
+  if (number == -1 && PyErr_Occurred()) throw_python();
+  return number;
+}
+inline int64_t get_number(py::handle object, PyObject* name) { return number_of(get(object, name).ptr()); }
 }  // namespace lazygt

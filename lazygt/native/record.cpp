@@ -1,4 +1,6 @@
+#include "fetch.h"
 #include "recorder.h"
+#include "runs.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -80,12 +82,7 @@ void Recorder::record(Facts& f, Stack& stack) {
       recorded = true;
       break;
     case Road::ITEM:
-      if (argument(0).isTensor() && is_lazy(argument(0).toTensor()) &&
-          handle(argument(0).toTensor())->cell->host.defined() &&
-          !handle(argument(0).toTensor())->view && handle(argument(0).toTensor())->cell->owner == this) {
-        host_item(stack);
-        recorded = true;
-      }
+      recorded = item(stack);
       break;
     case Road::AS_VIEW: {
       static Facts& view = facts_of(c10::Dispatcher::singleton().findSchemaOrThrow("aten::view", ""));
@@ -146,6 +143,30 @@ bool Recorder::blank(const Facts& f, Stack& stack) {
   cell->blank = true;
   replace(stack, f.arguments(), new_handle(cell->meta, cell));
   return true;
+}
+
+// False where Python reads the number. A view's own elements travel, not the whole storage.
+bool Recorder::item(Stack& stack) {
+  const auto& t = stack.back();
+  if (!t.isTensor() || !is_lazy(t.toTensor()) || handle(t.toTensor())->cell->owner != this) return false;
+  auto* lazy = handle(t.toTensor());
+  if (!lazy->view && lazy->cell->host.defined()) {
+    host_item(stack);
+    return true;
+  }
+  if (fetcher == nullptr || lazy->dim() != 0 || lazy->is_neg() || !is_plain(c10::typeMetaToScalarType(lazy->dtype()))) return false;
+  Gil gil;
+  if (!fetcher->ready()) return false;
+  if (lazy->view) {
+    const auto before = serial;
+    static Facts& clone = facts_of(c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", ""));
+    stack.emplace_back();
+    record(clone, stack);
+    if (serial != before && !fetcher->ready()) return false;
+  }
+  auto number = fetcher->number(*handle(stack.back().toTensor()));
+  if (number) replace(stack, 1, std::move(*number));
+  return bool(number);
 }
 
 void Recorder::host_item(Stack& stack) {

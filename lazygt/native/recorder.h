@@ -11,6 +11,11 @@
 namespace lazygt {
 using Stack = std::vector<c10::IValue>;
 
+class Fetcher;
+
+// The number of a trace that begins: no other session's is the same.
+uint64_t new_serial();
+
 struct Recorder {
   Lock lock;
   std::atomic<bool> closed{false};
@@ -19,10 +24,11 @@ struct Recorder {
   std::atomic<bool> draws{false};  // the workers have the state of the random stream
   PyObject* python;           // record.bridge.NativeRecorder, which is there while ops are recorded
   PyObject* trace = nullptr;  // its NativeTrace
+  Fetcher* fetcher = nullptr;  // gets numbers without Python
 
   // -- the trace ---------------------------------------------------------------------------------
   uint64_t serial = 0;
-  StepP step;
+  StepP step, root;
   std::vector<c10::weak_intrusive_ptr<Cell>> owners;  // of each value
   std::vector<RemoteP> inputs;
   // the numbers that its run gets, and the user's frame of each op: those that Python has not taken
@@ -56,7 +62,8 @@ struct Recorder {
   void advance(StepP next);  // by an op; marks it
   void reserve(const Step& of);
   void settle();
-  void begin(uint64_t serial, StepP root, py::handle trace);
+  void begin(uint64_t serial, StepP first, py::handle trace);
+  void renew();  // begins the next one in the place of a trace that Python has added nothing to
   void overflow_if_full();
 
   // -- keys: false where Python has to look at the argument ----------------------------------------
@@ -75,6 +82,7 @@ struct Recorder {
   void replay(View& view, const CellP& cell);
   void take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move);
   void take_in_python(View& view, Link& link, int32_t index, const Meta* meta);
+  bool item(Stack& stack);
   void host_item(Stack& stack);
   bool blank(const Facts& f, Stack& stack);
 };

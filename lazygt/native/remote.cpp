@@ -30,48 +30,44 @@ RemoteP Values::take(size_t place) {
   return remote;
 }
 
-namespace {
-// runtime.wire.DeltaCodec says what it does; the workers have that one.
-class DeltaCodec {
- public:
-  py::object encode(py::handle given, int64_t base) {
-    auto ids = list_of(given);
-    if (ids.empty() && ids_.empty()) {
-      base_ = base;
-      return py::none();
-    }
-    int64_t step = base - base_;
-    bool alike = ids.size() == ids_.size();
-    std::vector<int64_t> wrong;  // (place, id) each
-    std::vector<bool> moving(ids.size());
-    for (size_t i = 0; alike && i < ids.size(); ++i) {
-      if (ids[i] != ids_[i] + (moving_[i] ? step : 0)) {
-        wrong.push_back(int64_t(i));
-        wrong.push_back(ids[i]);
-      }
-      moving[i] = step != 0 && ids[i] == ids_[i] + step;
-    }
-    auto update = alike && wrong.empty() ? py::none() : tuple(!alike, alike ? wrong : ids);
-    ids_ = std::move(ids);
-    moving_ = std::move(moving);
+std::optional<IdUpdate> DeltaCodec::encode(std::vector<int64_t> ids, int64_t base) {
+  if (ids.empty() && ids_.empty()) {
     base_ = base;
-    return update;
+    return std::nullopt;
   }
+  int64_t step = base - base_;
+  bool alike = ids.size() == ids_.size();
+  std::vector<int64_t> wrong;  // (place, id) each
+  std::vector<bool> moving(ids.size());
+  for (size_t i = 0; alike && i < ids.size(); ++i) {
+    if (ids[i] != ids_[i] + (moving_[i] ? step : 0)) {
+      wrong.push_back(int64_t(i));
+      wrong.push_back(ids[i]);
+    }
+    moving[i] = step != 0 && ids[i] == ids_[i] + step;
+  }
+  std::optional<IdUpdate> update;
+  if (!alike) update = {true, ids};
+  else if (!wrong.empty()) update = {false, std::move(wrong)};
+  ids_ = std::move(ids);
+  moving_ = std::move(moving);
+  base_ = base;
+  return update;
+}
 
- private:
-  static std::vector<int64_t> list_of(py::handle given) {
-    if (py::isinstance<Ids>(given)) return py::cast<const Ids&>(given).list;
-    return py::cast<std::vector<int64_t>>(given);
-  }
-  static py::object tuple(bool whole, const std::vector<int64_t>& numbers) {
-    py::tuple all(numbers.size());
-    for (size_t i = 0; i < numbers.size(); ++i) all[i] = numbers[i];
-    return py::make_tuple(whole ? 0 : 1, all);
-  }
-  int64_t base_ = 0;
-  std::vector<int64_t> ids_;
-  std::vector<bool> moving_;
-};
+namespace {
+std::vector<int64_t> list_of(py::handle ids) {
+  if (py::isinstance<Ids>(ids)) return py::cast<const Ids&>(ids).list;
+  return py::cast<std::vector<int64_t>>(ids);
+}
+
+py::object encoded(DeltaCodec& codec, py::handle ids, int64_t base) {
+  auto update = codec.encode(list_of(ids), base);
+  if (!update) return py::none();
+  py::tuple all(update->numbers.size());
+  for (size_t i = 0; i < update->numbers.size(); ++i) all[i] = update->numbers[i];
+  return py::make_tuple(update->whole ? 0 : 1, all);
+}
 
 py::list blocks(const RemoteP& value) {
   py::list ids;
@@ -115,6 +111,6 @@ void bind_remote(py::module_& m) {
         for (size_t place = 0; place < values.size(); ++place) all.append(values.take(place));
         return py::iter(all);
       });
-  py::class_<DeltaCodec>(m, "DeltaCodec").def(py::init<>()).def("encode", &DeltaCodec::encode);
+  py::class_<DeltaCodec>(m, "DeltaCodec").def(py::init<>()).def("encode", &encoded);
 }
 }  // namespace lazygt

@@ -4,6 +4,7 @@
 #include "marks.h"
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 namespace lazygt {
@@ -58,6 +59,24 @@ class Values {
   int64_t first_;
   std::vector<bool> taken_;
   FreedP freed_;
+};
+
+// What is surprising in a list of ids: all of it, or (place, id) pairs.
+struct IdUpdate {
+  bool whole;
+  std::vector<int64_t> numbers;
+};
+
+// runtime.wire.DeltaCodec says what it does; the workers have that one.
+class DeltaCodec {
+ public:
+  // Nothing: the list is as was to be expected.
+  std::optional<IdUpdate> encode(std::vector<int64_t> ids, int64_t base);
+
+ private:
+  int64_t base_ = 0;
+  std::vector<int64_t> ids_;
+  std::vector<bool> moving_;
 };
 
 void bind_remote(py::module_& m);

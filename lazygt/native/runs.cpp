@@ -3,6 +3,8 @@
 //
 // What is out of the ordinary (a value that failed, one that is sent along, a timed run) is left to
 // Python, before anything has changed; so is the rest of a run in which a node has failed.
+#include "runs.h"
+
 #include "execute.h"
 #include "module.h"
 #include "packed.h"
@@ -10,55 +12,17 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
 #include <array>
-#include <optional>
-#include <string>
 #include <unordered_map>
-#include <vector>
 
 namespace lazygt {
 namespace {
 using Ids = std::vector<int64_t>;
 
-py::object number_object(int64_t number) { return checked(PyLong_FromLongLong(number)); }
-
-int64_t number_of(PyObject* object) {
-  int64_t number = PyLong_AsLongLong(object);
-  if (number == -1 && PyErr_Occurred()) throw_python();
-  return number;
-}
-
-// Names of Python's attributes, made once.
-#define NAME(name)                                                      \
-  [] {                                                                  \
-    static PyObject* const name_ = PyUnicode_InternFromString(#name);   \
-    return name_;                                                       \
-  }()
-
-py::object get(py::handle object, PyObject* name) {
-  return checked(PyObject_GetAttr(object.ptr(), name));
-}
-void set(py::handle object, PyObject* name, py::handle value) {
-  if (PyObject_SetAttr(object.ptr(), name, value.ptr()) < 0) throw_python();
-}
-
 // -- what a run message says -----------------------------------------------------------------------
-
-// Of a list of ids: the same as was to be expected, or a whole list, or (place, id) pairs.
-struct Update {
-  enum Kind { WHOLE = 0, PAIRS = 1, EXPECTED } kind = EXPECTED;
-  Ids ids;
-};
-
-struct Message {
-  int64_t seq = 0, base = 0;
-  std::string digest;  // empty: nothing is run
-  Update inputs, frees;
-  py::object params;  // null: those of the last run
-  Ids fetches;
-};
 
 Ids packed_ids(Packed& from) {
   size_t count = from.array();
@@ -93,9 +57,9 @@ py::object packed_params(Packed& from) {
 }
 
 // The message in these bytes; nothing where it says what is Python's.
-std::optional<Message> unpacked(const void* bytes, size_t size, int64_t tag) {
+std::optional<RunMessage> unpacked(const void* bytes, size_t size, int64_t tag) {
   Packed from(bytes, size);
-  Message message;
+  RunMessage message;
   size_t fields = from.array(), digits = 0;
   if (fields < 4 || fields > 10 || from.count() != uint64_t(tag)) return std::nullopt;
   message.seq = int64_t(from.count());
@@ -118,6 +82,24 @@ std::optional<Message> unpacked(const void* bytes, size_t size, int64_t tag) {
   return message;
 }
 
+void pack_ids(std::string& to, const Ids& ids) {
+  pack_array(to, ids.size());
+  for (int64_t id : ids) pack_count(to, uint64_t(id));
+}
+
+void pack_update(std::string& to, const Update& update) {
+  if (update.kind == Update::EXPECTED) return pack_nil(to);
+  pack_array(to, 2);
+  pack_count(to, update.kind);
+  pack_ids(to, update.ids);
+}
+
+void pack_number(std::string& to, PyObject* number) {
+  if (PyFloat_Check(number)) return pack_real(to, PyFloat_AS_DOUBLE(number));
+  if (PyBool_Check(number)) return pack_truth(to, number == Py_True);
+  pack_int(to, number_of(number));
+}
+
 Ids ids_of(const py::object& items) {
   Ids ids;
   for (auto item : py::reinterpret_borrow<py::tuple>(items)) ids.push_back(number_of(item.ptr()));
@@ -131,13 +113,13 @@ Update update_of(const py::object& update) {
 }
 
 // The message that this object is, which was not packed.
-std::optional<Message> handed_over(py::handle run) {
+std::optional<RunMessage> handed_over(py::handle run) {
   auto digest = get(run, NAME(digest)), timed = get(run, NAME(timed));
   if (timed.ptr() == Py_True) return std::nullopt;
   for (PyObject* name : {NAME(puts), NAME(releases)}) {
     if (PyObject_Size(get(run, name).ptr()) != 0) return std::nullopt;
   }
-  Message message;
+  RunMessage message;
   if (!digest.is_none()) message.digest = digest.cast<std::string>();
   message.seq = number_of(get(run, NAME(seq)).ptr());
   message.base = number_of(get(run, NAME(base)).ptr());
@@ -226,16 +208,16 @@ T element(const char* bytes) {
   return value;
 }
 
-PyObject* python_number(at::ScalarType kind, const char* bytes) {
+c10::IValue number_at(at::ScalarType kind, const char* bytes) {
   switch (kind) {
-    case at::kFloat: return PyFloat_FromDouble(element<float>(bytes));
-    case at::kDouble: return PyFloat_FromDouble(element<double>(bytes));
-    case at::kLong: return PyLong_FromLongLong(element<int64_t>(bytes));
-    case at::kInt: return PyLong_FromLongLong(element<int32_t>(bytes));
-    case at::kShort: return PyLong_FromLongLong(element<int16_t>(bytes));
-    case at::kChar: return PyLong_FromLongLong(element<int8_t>(bytes));
-    case at::kByte: return PyLong_FromLongLong(element<uint8_t>(bytes));
-    case at::kBool: return PyBool_FromLong(element<uint8_t>(bytes));
+    case at::kFloat: return double(element<float>(bytes));
+    case at::kDouble: return element<double>(bytes);
+    case at::kLong: return element<int64_t>(bytes);
+    case at::kInt: return int64_t(element<int32_t>(bytes));
+    case at::kShort: return int64_t(element<int16_t>(bytes));
+    case at::kChar: return int64_t(element<int8_t>(bytes));
+    case at::kByte: return int64_t(element<uint8_t>(bytes));
+    case at::kBool: return element<uint8_t>(bytes) != 0;
     default: throw py::value_error("no plain number");
   }
 }
@@ -245,22 +227,26 @@ class Answers {
  public:
   Answers(const py::dict& numbers, int64_t tag) : metas_(metas_of(numbers)), tag_(uint64_t(tag)) {}
 
-  // The number that is all that run `seq` is answered with; None where there is more to it.
-  py::object number(const py::list& frames, uint64_t seq) const {
-    if (frames.size() != 2) return py::none();
-    py::object frame = frames[0], data = frames[1];
-    if (!PyBytes_Check(frame.ptr()) || !PyBytes_Check(data.ptr())) return py::none();
-    Packed from(PyBytes_AS_STRING(frame.ptr()), size_t(PyBytes_GET_SIZE(frame.ptr())));
-    if (from.array() != 5 || from.count() != tag_ || from.count() != seq) return py::none();
-    if (from.array() != 0 || from.array() != 0 || from.array() != 1) return py::none();
-    if (from.array() != 2 || from.count() != 0 || !from.fine()) return py::none();
+  // The number that is all that run `seq` is answered with; nothing where there is more to it.
+  std::optional<c10::IValue> number(py::handle frames, uint64_t seq) const {
+    if (!PyList_Check(frames.ptr()) || PyList_GET_SIZE(frames.ptr()) != 2) return std::nullopt;
+    PyObject *frame = PyList_GET_ITEM(frames.ptr(), 0), *data = PyList_GET_ITEM(frames.ptr(), 1);
+    if (!PyBytes_Check(frame) || !PyBytes_Check(data)) return std::nullopt;
+    Packed from(PyBytes_AS_STRING(frame), size_t(PyBytes_GET_SIZE(frame)));
+    if (from.array() != 5 || from.count() != tag_ || from.count() != seq) return std::nullopt;
+    if (from.array() != 0 || from.array() != 0 || from.array() != 1) return std::nullopt;
+    if (from.array() != 2 || from.count() != 0 || !from.fine()) return std::nullopt;
     for (size_t kind = 0; kind < metas_.size(); ++kind) {
       if (metas_[kind].empty() || !from.exactly(metas_[kind])) continue;
       const auto type = at::ScalarType(kind);
-      const bool whole = from.ended() && size_t(PyBytes_GET_SIZE(data.ptr())) == at::elementSize(type);
-      return whole ? checked(python_number(type, PyBytes_AS_STRING(data.ptr()))) : py::none();
+      if (!from.ended() || size_t(PyBytes_GET_SIZE(data)) != at::elementSize(type)) return std::nullopt;
+      return number_at(type, PyBytes_AS_STRING(data));
     }
-    return py::none();
+    return std::nullopt;
+  }
+  py::object python_number(const py::list& frames, uint64_t seq) const {
+    auto number = this->number(frames, seq);
+    return number ? torch::jit::toPyObject(*number) : py::none();
   }
 
  private:
@@ -299,19 +285,22 @@ class Runs {
   // where the program stopped, or None.
   py::object run(py::handle frame) {
     auto message = read(frame);
-    if (!message) return py::none();
-    if (message->digest.empty()) return without_plan(*message);
-    auto place = plans_.find(message->digest);
+    return message ? act(*message) : py::none();
+  }
+  bool knows(const std::string& digest) const { return plans_.count(digest) != 0; }
+  py::object act(const RunMessage& message) {
+    if (message.digest.empty()) return without_plan(message);
+    auto place = plans_.find(message.digest);
     if (place == plans_.end()) return py::none();
     Plan& plan = place->second;
     Ids inputs, frees;
-    if (!plan.inputs.decode(message->inputs, message->base, inputs)) return py::none();
-    if (!plan.frees.decode(message->frees, message->base, frees)) return py::none();
+    if (!plan.inputs.decode(message.inputs, message.base, inputs)) return py::none();
+    if (!plan.frees.decode(message.frees, message.base, frees)) return py::none();
     py::list given(inputs.size());
-    if (!gather(plan, *message, inputs, frees, given)) return py::none();
-    plan.inputs.keep(message->inputs, message->base, inputs);
-    plan.frees.keep(message->frees, message->base, frees);
-    if (message->params) set(plan.known, NAME(params), message->params);
+    if (!gather(plan, message, inputs, frees, given)) return py::none();
+    plan.inputs.keep(message.inputs, message.base, inputs);
+    plan.frees.keep(message.frees, message.base, frees);
+    if (message.params) set(plan.known, NAME(params), message.params);
     py::tuple params = get(plan.known, NAME(params));
     for (int64_t id : frees) forget(id);
     py::object program = plan.program;  // Python may run meanwhile, and drop the plan
@@ -320,17 +309,17 @@ class Runs {
       at::AutoDispatchBelowAutograd guard;
       outcome = run_program(program, given, params);
     }
-    if (!PyList_Check(outcome.ptr())) return rest(*message, outcome);
+    if (!PyList_Check(outcome.ptr())) return rest(message, outcome);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outcome.ptr()); ++i) {
-      auto id = number_object(message->base + i);
+      auto id = number_object(message.base + i);
       if (PyDict_SetItem(values_.ptr(), id.ptr(), PyList_GET_ITEM(outcome.ptr(), i)) < 0) throw_python();
     }
-    auto answer = answered(*message);
-    return answer ? answer : rest(*message, py::none());
+    auto answer = answered(message);
+    return answer ? answer : rest(message, py::none());
   }
 
  private:
-  std::optional<Message> read(py::handle frame) const {
+  std::optional<RunMessage> read(py::handle frame) const {
     if (py::type::handle_of(frame).is(run_)) return handed_over(frame);
     Py_buffer view;
     if (PyObject_GetBuffer(frame.ptr(), &view, PyBUF_SIMPLE) < 0) {
@@ -343,7 +332,7 @@ class Runs {
   }
 
   // Frees, and sends what is there; the list of frees is a whole one.
-  py::object without_plan(const Message& message) {
+  py::object without_plan(const RunMessage& message) {
     if (message.frees.kind == Update::PAIRS || !may_free(message.frees.ids)) return py::none();
     for (int64_t id : message.frees.ids) forget(id);
     auto answer = answered(message);
@@ -355,7 +344,7 @@ class Runs {
   }
 
   // The values of the inputs, where nothing about them is Python's.
-  bool gather(const Plan& plan, const Message& message, const Ids& inputs, const Ids& frees,
+  bool gather(const Plan& plan, const RunMessage& message, const Ids& inputs, const Ids& frees,
               py::list& given) const {
     if (!may_free(frees)) return false;
     for (size_t position : plan.owned) {
@@ -386,7 +375,7 @@ class Runs {
   }
 
   // The frames of an answer that has no value, or one number; null where Python has to make it.
-  py::object answered(const Message& message) const {
+  py::object answered(const RunMessage& message) const {
     std::string head;
     if (message.fetches.empty()) {
       head = {char(0x92), char(done_tag_)};
@@ -415,7 +404,7 @@ class Runs {
     return std::move(frames);
   }
 
-  static py::object rest(const Message& message, const py::object& outcome) {
+  static py::object rest(const RunMessage& message, const py::object& outcome) {
     py::tuple fetches(message.fetches.size());
     for (size_t i = 0; i < message.fetches.size(); ++i) fetches[i] = number_object(message.fetches[i]);
     return py::make_tuple(message.seq, message.base, py::bytes(message.digest), fetches, outcome);
@@ -429,6 +418,42 @@ class Runs {
 };
 }  // namespace
 
+std::string RunMessage::packed(int64_t tag) const {
+  std::string to;
+  pack_array(to, 10);  // with what comes before what it fetches
+  pack_count(to, uint64_t(tag));
+  pack_count(to, uint64_t(seq));
+  if (digest.empty()) pack_nil(to);
+  else pack_bytes(to, digest);
+  pack_count(to, uint64_t(base));
+  pack_update(to, inputs);
+  pack_update(to, frees);
+  if (!params) {
+    pack_nil(to);
+  } else {
+    pack_array(to, size_t(PyTuple_GET_SIZE(params.ptr())));
+    for (auto number : params) pack_number(to, number.ptr());
+  }
+  pack_array(to, 0);
+  pack_array(to, 0);
+  pack_ids(to, fetches);
+  return to;
+}
+
+bool is_plain(at::ScalarType kind) {
+  switch (kind) {
+    case at::kFloat: case at::kDouble: case at::kLong: case at::kInt:
+    case at::kShort: case at::kChar: case at::kByte: case at::kBool: return true;
+    default: return false;
+  }
+}
+
+bool knows(py::handle runs, const std::string& digest) { return py::cast<Runs&>(runs).knows(digest); }
+py::object act(py::handle runs, const RunMessage& message) { return py::cast<Runs&>(runs).act(message); }
+std::optional<c10::IValue> number_in(py::handle answers, py::handle frames, uint64_t seq) {
+  return py::cast<const Answers&>(answers).number(frames, seq);
+}
+
 void bind_runs(py::module_& module) {
   py::class_<Runs>(module, "Runs")
       .def(py::init<py::dict, py::dict, py::dict, py::object, int64_t, int64_t>())
@@ -437,6 +462,6 @@ void bind_runs(py::module_& module) {
       .def("run", &Runs::run);
   py::class_<Answers>(module, "Answers")
       .def(py::init<py::dict, int64_t>())
-      .def("number", &Answers::number);
+      .def("number", &Answers::python_number);
 }
 }  // namespace lazygt

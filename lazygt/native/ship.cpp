@@ -7,6 +7,7 @@
 namespace lazygt {
 namespace {
 constexpr size_t AHEAD = 8;  // cells lie scattered: so many are on their way to the processor
+}  // namespace
 
 Living living(Recorder& r) {
   Living found{r.step, {}, {}};
@@ -33,6 +34,7 @@ py::object numbers(const Living& living) {
   return py::reinterpret_borrow<py::object>(step.alive_tuple->object);
 }
 
+namespace {
 py::list storages(const Living& living) {
   py::list all;
   for (const auto& cell : living.cells) all.append(storage_of(cell));
@@ -54,6 +56,7 @@ py::object python_number(const c10::IValue& number) {
   if (number.isDouble()) return checked(PyFloat_FromDouble(number.toDouble()));
   return torch::jit::toPyObject(number);
 }
+}  // namespace
 
 py::tuple take_params(Recorder& r) {
   py::tuple taken(r.params.size());
@@ -62,6 +65,7 @@ py::tuple take_params(Recorder& r) {
   return taken;
 }
 
+namespace {
 py::tuple take_marks(Recorder& r) {
   py::tuple taken(r.marks.size());
   for (size_t i = 0; i < r.marks.size(); ++i) taken[i] = call_site(r.marks[i]);
@@ -70,6 +74,8 @@ py::tuple take_marks(Recorder& r) {
   return taken;
 }
 
+}  // namespace
+
 CallSites take_sites(Recorder& r) {
   CallSites sites;
   sites.marks.reserve(r.marks.size());  // the next trace is likely to have as many
@@ -77,7 +83,6 @@ CallSites take_sites(Recorder& r) {
   return sites;
 }
 
-// The ids of all blocks. An input that nobody else holds is freed with the run.
 Ids take_inputs(Recorder& r) {
   Ids ids;
   ids.list.reserve(r.inputs.size());
@@ -90,6 +95,7 @@ Ids take_inputs(Recorder& r) {
   return ids;
 }
 
+namespace {
 // (ids of its inputs, numbers, call sites) that Python has not taken
 py::tuple end(Recorder& r) { return py::make_tuple(take_inputs(r), take_params(r), take_sites(r)); }
 
@@ -104,7 +110,8 @@ Outputs outputs_of(const std::vector<int32_t>& numbers, const std::vector<int32_
   return outputs;
 }
 
-// A plan may make more than is still shown: what it makes in vain stays in `values`.
+}  // namespace
+
 void rebind(const Outputs& outputs, const Living& living, Values& values, const CallSites& sites,
             py::handle backward) {
   Mark elsewhere = mark_of(backward);
@@ -121,6 +128,7 @@ void rebind(const Outputs& outputs, const Living& living, Values& values, const 
   }
 }
 
+namespace {
 CallSites sites_of(const py::list& rows) {
   CallSites sites;
   for (auto row : rows) sites.marks.push_back(mark_of(row));

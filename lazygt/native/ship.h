@@ -23,5 +23,18 @@ struct Outputs {
   std::vector<uint32_t> shardings;
 };
 
+// What is still shown of the trace, and the same as Python's tuple of numbers.
+Living living(Recorder& r);
+py::object numbers(const Living& living);
+
+// What Python has not taken of a trace that ends. An input that nobody else holds is freed with the run.
+Ids take_inputs(Recorder& r);  // the ids of all blocks
+py::tuple take_params(Recorder& r);
+CallSites take_sites(Recorder& r);
+
+// Shows a run's values. What the plan makes in vain stays in `values`.
+void rebind(const Outputs& outputs, const Living& living, Values& values, const CallSites& sites,
+            py::handle backward);
+
 void bind_ship(py::module_& m, py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& type);
 }  // namespace lazygt

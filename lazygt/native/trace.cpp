@@ -32,9 +32,16 @@ py::object owner_of(const Cell& cell) {
 
 void set_closed_owner(py::object stand_in) { closed_owner = stand_in.release().ptr(); }
 
-void Recorder::begin(uint64_t number, StepP root, py::handle new_trace) {
+uint64_t new_serial() {
+  static std::atomic<uint64_t> last{0};  // 0 is of no trace
+  return ++last;
+}
+
+void Recorder::renew() { begin(new_serial(), root, trace); }
+
+void Recorder::begin(uint64_t number, StepP first, py::handle new_trace) {
   serial = number;
-  step = std::move(root);
+  step = root = std::move(first);
   owners.clear();
   params.clear();
   inputs.clear();

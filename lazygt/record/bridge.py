@@ -80,7 +80,8 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     for when that argument is set."""
     f = facts(func)
     handler, _ = handlers.handler_of(f)
-    if f.dynamic or (f.random and handler is not None):
+    asks = f.dynamic and handler is not handlers.item
+    if asks or (f.random and handler is not None):
         return Road.PYTHON, 0, f, None
     if func is torch.ops.aten._reshape_alias.default:
         return Road.AS_VIEW, 0, f, None
@@ -100,11 +101,11 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
 class NativeTrace(Trace):
     """A trace of which C++ has the newest part, until the next one begins."""
 
-    __slots__ = ("_call_sites", "_ids", "_native", "_params", "_step")
+    __slots__ = ("_call_sites", "_ids", "_native", "_params", "_serial", "_step")
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
-        self.serial = new_serial()
+        self._serial = new_serial()
         self.first_miss, self.forward_ops, self.split = None, {}, 0
         self._repeat = None
         self._params: list[Any] = []
@@ -112,18 +113,30 @@ class NativeTrace(Trace):
         self._ids: Collection[int] = ()
         self._step: TrieNode = trie.root
         self._native = native
-        native.begin(self.serial, trie.root, self)
+        native.begin(self._serial, trie.root, self)
 
     def seal(self) -> None:
         """It has ended, and C++ begins another one."""
-        self._step = self.step
+        self._step, self._serial = self.step, self.serial
         self._ids, params, sites = self._native.end()
         self._native = None
         # most often Python has taken nothing before
         self._params = [*self._params, *params] if self._params else params
         self._call_sites = [*self._call_sites, *sites] if self._call_sites else sites
 
+    @property
+    def untouched(self) -> bool:
+        """Whether Python has noted nothing in it: C++ may end it and begin another in its place."""
+        noted = self._params or self._call_sites or self.forward_ops or self.split
+        return not noted and self.first_miss is None and self._repeat is None
+
     # -- what C++ and Python both add to: C++ hands over what it has when Python asks --------------
+
+    @property
+    def serial(self) -> int:  # type: ignore[override]
+        """Its number."""
+        serial: int = self._serial if self._native is None else self._native.serial
+        return serial
 
     @property
     def step(self) -> TrieNode:

@@ -52,6 +52,8 @@ class Recorder:
 
     #: who submits the traces; takes its place itself
     sink: TraceSink
+    #: its other half, where C++ records
+    native: Any = None
 
     def __init__(self, trie: TraceTrie, worker_device: str, ship_code: bool = True) -> None:
         self.definitions = ForeignOps(worker_device, ship_code)

@@ -22,6 +22,7 @@ from lazygt.record.ahead import go_ahead
 from lazygt.record.infer import Inference
 from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import (
+    NATIVE,
     LazyTensor,
     Owner,
     Storage,
@@ -44,7 +45,8 @@ _PID = os.getpid()
 
 def new_serial() -> int:
     """The number of a trace that begins."""
-    return next(_SERIALS)
+    serial: int = next(_SERIALS) if NATIVE is None else NATIVE.new_serial()
+    return serial
 
 
 class TraceSink(Protocol):
@@ -115,6 +117,11 @@ class Trace:
         if self._repeat is None:
             self._repeat = Repeat(self.trie)
         return self._repeat
+
+    @property
+    def untouched(self) -> bool:
+        """Whether Python has noted nothing in it: C++ may end it and begin another in its place."""
+        return False
 
     # -- values --------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Client:
         self._fetches = Fetches(link)
         self._failures = Failures()
         #: takes a number out of an answer that is nothing else
-        self._number: Any = number_reader() if link.world_size == 1 else None
+        self.numbers: Any = number_reader() if link.world_size == 1 else None
         self._seq = 0
         self._next_id = 1
         self._freed = Freed()
@@ -154,6 +154,41 @@ class Client:
 
     # -- runs ----------------------------------------------------------------------------
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is under way or waits to be said, so that C++ may send a run."""
+        waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
+        told = self.relaid or self.capture_errors or self._failures.unraised
+        wrong = self._death or self._nonsense or not self.link.healthy
+        return not (waits or told or wrong) and self.observer is None
+
+    def expect(
+        self,
+        seq: int,
+        entry: PlanRecord | None,
+        describe: Describe | None,
+        base: int,
+        fetches: int,
+        ranks: Collection[int] = (0,),
+    ) -> None:
+        """A run is about to be sent, or was sent by C++: its answers will come."""
+        everyone = set(range(self.link.world_size))
+        self._in_flight[seq] = _InFlightRun(
+            entry, describe, base, everyone, frozenset(ranks), fetches
+        )
+
+    def go_on(self, unsent: list[Buffer] | None, told: list[memoryview] | None, why: str) -> None:
+        """Do what is left to do of a run that is expected.
+
+        Args:
+            unsent: its message, if it has to go another way than C++'s.
+            told: the answer, if it is there.
+        """
+        if unsent is not None:
+            self._send("run", 0, unsent, why)
+        elif told is not None:
+            self._take((0, told))
+
     def run(
         self,
         entry: PlanRecord | None,
@@ -197,10 +232,7 @@ class Client:
         messages = self._encoded(run, buffers, entry, ranks)
         self.counts.last_run = size_of(messages[0][:1])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
-        everyone = set(range(self.link.world_size))
-        self._in_flight[self._seq] = _InFlightRun(
-            entry, describe, base, everyone, frozenset(ranks), len(fetches)
-        )
+        self.expect(self._seq, entry, describe, base, len(fetches), ranks)
         for rank, frames in enumerate(messages):
             self._send("run", rank, frames, why)
         return self._seq, new_values(base, outputs, self._freed)
@@ -256,7 +288,7 @@ class Client:
         """
         run = self._in_flight[seq]
         try:
-            if as_number and self._number is not None and self.observer is None:
+            if as_number and self.numbers is not None and self.observer is None:
                 number = self._awaited_number(seq, run)
                 if number is not None:
                     return number
@@ -277,7 +309,7 @@ class Client:
             if message is None:
                 continue
             frames = message[1]
-            number = self._number(frames, seq)
+            number = self.numbers.number(frames, seq)
             if number is not None:
                 del self._in_flight[seq]
                 counts, size = self.counts, len(frames[1])

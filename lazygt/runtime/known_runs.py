@@ -24,19 +24,19 @@ class KnownRuns:
 
     def __init__(self, store: Store) -> None:
         tags = [kind.__struct_config__.tag for kind in (Run, Done)]
-        self._runs = native.extension().Runs(
+        self.runs = native.extension().Runs(
             store.values, store.borrowed, packed_metas(), Run, *tags
         )
         #: Acts on a message: the frames of the answer, or what is left to do of the run. None: it
         #: is not a run that is known, and nothing has been done.
-        self.run: Any = self._runs.run
-        self.forget = self._runs.clear
+        self.run: Any = self.runs.run
+        self.forget = self.runs.clear
 
     def keep(self, digest: bytes, known: Any, executor: EagerExecutor) -> None:
         """Take over a plan, if it is a program: ``known`` has its lists of ids and its params."""
         if type(executor.code) is NativeCode:
             outline, owned = executor.plan.outline, executor.schedule.writes.owned_inputs
-            self._runs.keep(
+            self.runs.keep(
                 digest, executor.code.program, known, len(outline.inputs), len(outline.params),
                 list(owned),
             )  # fmt: skip

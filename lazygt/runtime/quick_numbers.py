@@ -18,9 +18,9 @@ def packed_metas() -> dict[torch.dtype, bytes]:
 
 
 def number_reader() -> Any:
-    """``(frames, run) -> number``, or None where these are not just its number; None: there is no
-    extension."""
+    """Whose ``number(frames, run)`` is a run's number, or None where these are not just that; None:
+    there is no extension."""
     module = native.load().module
     if module is None:
         return None
-    return module.Answers(packed_metas(), Done.__struct_config__.tag).number
+    return module.Answers(packed_metas(), Done.__struct_config__.tag)

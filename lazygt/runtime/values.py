@@ -222,6 +222,11 @@ class Fetches:
             f.offset for f in done.fetched if isinstance(f, Fetched) and f.offset is not None
         )
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a rank is to be told of room that nobody reads any more."""
+        return any(self._read)
+
     def releases(self, rank: int) -> tuple[int, ...]:
         """The room in a rank's arena that nobody reads any more; each is told once."""
         return tuple(drained(self._read[rank]))

@@ -25,7 +25,7 @@ from lazygt.runtime.executors.graphed import GraphedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.foreign import loader
-from lazygt.runtime.known_runs import KnownRuns
+from lazygt.runtime.known_runs import KnownRuns, Unfinished
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -142,7 +142,7 @@ class Worker:
         )
         self._make_code = code_of(config.plan_code)
         self._graphs = graphs_of(self.device, config.cuda_graphs, config.max_cuda_graph_bytes)
-        self._known_runs = KnownRuns(self.store) if self._make_code is NativeCode else None
+        self.known_runs = KnownRuns(self.store) if self._make_code is NativeCode else None
         self._known: dict[bytes, _Known] = {}
         #: of the plans that are kept
         self._templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
@@ -165,14 +165,14 @@ class Worker:
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
         """
-        if self._known_runs is not None and len(frames) == 1 and not self._waiting:
-            told = self._known_runs.run(frames[0])
+        if self.known_runs is not None and len(frames) == 1 and not self._waiting:
+            told = self.known_runs.run(frames[0])
             if told is not None:
-                done = told if type(told) is list else self._rest(*told)
+                done = told if type(told) is list else self.finished(told)
                 return [*self._departure(), done] if self.world_size > 1 else [done]
         message = decode(frames, TO_WORKER)
-        if self._known_runs is not None and type(message) is not Run:
-            self._known_runs.forget()
+        if self.known_runs is not None and type(message) is not Run:
+            self.known_runs.forget()
         match message:
             case Run():
                 return self._run_or_ask(message, frames)
@@ -205,8 +205,8 @@ class Worker:
         """Drop all values."""
         self.store.clear()
         self._executors.clear()
-        if self._known_runs is not None:
-            self._known_runs.forget()
+        if self.known_runs is not None:
+            self.known_runs.forget()
         if self._copier is not None:
             self._copier.close()
             self._copier = None
@@ -357,10 +357,9 @@ class Worker:
             done.timings = Timings(begin, time.monotonic_ns(), steps)
         return self._encode(done, replies)
 
-    def _rest(
-        self, seq: int, base: int, digest: bytes, fetches: tuple[int, ...], stopped: Any
-    ) -> list[Buffer]:
+    def finished(self, told: Unfinished) -> list[Buffer]:
         """Finish a known run, of which the program has ended: it may have stopped at some node."""
+        seq, base, digest, fetches, stopped = told
         done = Done(seq)
         if stopped is not None:
             executor = self._executor(digest)
@@ -438,8 +437,8 @@ class Worker:
             done.timings = Timings(0, 0, tuple(executor.times))
         self._settle(executor.plan, run.seq, run.base, outcome, done)
         lends = self._generator_state is not None and executor.plan.draws
-        if self._known_runs is not None and known.mismatch is None and not (run.timed or lends):
-            self._known_runs.keep(run.digest, known, executor)
+        if self.known_runs is not None and known.mismatch is None and not (run.timed or lends):
+            self.known_runs.keep(run.digest, known, executor)
 
     def _settle(self, plan: Plan, seq: int, base: int, outcome: Outcome, done: Done) -> None:
         """Keep what a run has made, and note what is to be said of it."""

@@ -30,9 +30,13 @@ class Shadowed(InlineLink):
         super().__init__(worker)
         self.encode = encode if packs else wire.hand_over  # type: ignore[method-assign]
         self.shadow = Worker(plan_code="native", inline=True, encode=worker._encode)
-        self.shadow._known_runs = None
+        self.shadow.known_runs = None
         self.runs = self.in_python = 0
         self._count(worker)
+
+    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+        """None: C++'s runs would pass by the second worker."""
+        return None
 
     def _count(self, worker: Worker) -> None:
         run = worker._run

@@ -145,6 +145,12 @@ class DeferredInterrupt:
         if callable(handler) and not isinstance(handler, _Handler):
             signal.signal(signal.SIGINT, _Handler(self, handler))
 
+    @property
+    def adopted(self) -> bool:
+        """Whether no other handler of SIGINT can raise in the midst of a piece of work."""
+        handler = _signal.getsignal(_SIGINT)
+        return isinstance(handler, _Handler) or not callable(handler)
+
     def give_back(self) -> None:
         """Put the user's handler back, and tell it what it has missed."""
         if not _on_main_thread():

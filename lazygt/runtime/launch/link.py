@@ -6,7 +6,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.ops import undispatched
@@ -24,6 +24,18 @@ class Link(Protocol):
     world_size: int
     pids: tuple[int, ...]
     upload: Arena | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+
+    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+        """C++'s way to get numbers from its only worker; None: there is none.
+
+        Args:
+            make: the class, which has a method to make one for each kind of link.
+            whose: what these take besides what is the link's own.
+        """
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """The arena in which a worker leaves large fetched values."""
@@ -66,6 +78,18 @@ class InlineLink:
         self.pids: tuple[int, ...] = (os.getpid(),)
         self._worker = worker
         self._replies: deque[list[Buffer]] = deque()
+
+    #: a worker that is no process does not die
+    healthy = True
+
+    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+        """One that calls the worker's known runs."""
+        known = self._worker.known_runs
+        return None if known is None else make.inline(*whose, known.runs, self._finished)
+
+    def _finished(self, told: tuple[Any, ...]) -> list[Buffer]:
+        with undispatched():
+            return self._worker.finished(told)
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """None: values travel as buffers."""

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel, supervise
@@ -72,6 +73,18 @@ class ProcessLink:
         self._used: dict[int, float] = {}
         self._turn = 0
         self._closed = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+        return not (self._closed or self._deaths or self._refused)
+
+    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+        """One that goes by the mailboxes, where they are the extension's."""
+        pool = self._pool
+        if self.world_size > 1 or not pool.boxes or pool.boxes[0].spin is None:
+            return None
+        return make.by_mailbox(*whose, pool.boxes[0], pool.cores, self._hear)
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """The client's mapping of the arena that a worker owns, or None without shared memory."""
