@@ -101,8 +101,8 @@ def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:
         for _ in range(2):
             assert torch.ones(3).exp().sum().item() > 8
         s._link._worker._executors.clear()
-        if s._link._worker._known_runs is not None:
-            s._link._worker._known_runs.forget()
+        if s._link._worker.known_runs is not None:
+            s._link._worker.known_runs.forget()
         assert torch.ones(3).exp().sum().item() > 8
         stats = s.stats()
     assert stats["plans_sent"] == stats["plans_built"] + 1
