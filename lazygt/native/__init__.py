@@ -18,8 +18,6 @@ from lazygt.config import recorder_setting
 from lazygt.errors import LazyGTError
 from lazygt.native.fit import NAME, Build, Misfit, find
 
-#: What LAZYGT_RECORDER=auto takes where a build fits.
-AUTO = "python"
 ADVICE = "run `lazygt build-native`, which needs a C++ compiler and Python's headers"
 
 
@@ -73,7 +71,7 @@ def _load(build: Build) -> ModuleType:
 def choice() -> Choice:
     """Which recorder this process has: decided once, since the device is registered once."""
     wanted = recorder_setting()
-    if wanted == "python" or (wanted == "auto" and AUTO == "python"):
+    if wanted == "python":
         return Choice("python", f"LAZYGT_RECORDER={wanted}")
     loaded = load()
     if loaded.module is not None:

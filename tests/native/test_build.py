@@ -148,7 +148,7 @@ def test_a_misfit_is_said_and_left(
     rewrite(room.build(), **changes)
     with pytest.raises(fit.Misfit, match=reason):
         fit.find()
-    monkeypatch.setattr(native, "AUTO", "native")
+    monkeypatch.setenv("LAZYGT_RECORDER", "auto")
     assert native.choice().recorder == "python"
     assert native.load().module is None
 

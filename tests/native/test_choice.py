@@ -18,25 +18,24 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "auto", "there", "recorder", "missing"),
+    ("wanted", "there", "recorder", "missing"),
     [
-        ("", "python", True, "python", False),
-        ("auto", "python", True, "python", False),
-        ("auto", "native", True, "native", False),
-        ("auto", "native", False, "python", False),
-        ("native", "python", True, "native", False),
-        ("native", "python", False, "python", True),
-        ("python", "native", True, "python", False),
+        ("", True, "native", False),
+        ("", False, "python", False),
+        ("auto", True, "native", False),
+        ("auto", False, "python", False),
+        ("native", True, "native", False),
+        ("native", False, "python", True),
+        ("python", True, "python", False),
     ],
 )
 def test_choice(
-    room: Room, monkeypatch: pytest.MonkeyPatch, wanted: str, auto: str, there: bool,
-    recorder: str, missing: bool,
+    room: Room, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, recorder: str,
+    missing: bool,
 ) -> None:  # fmt: skip
     if there:
         room.build()
     monkeypatch.setenv("LAZYGT_RECORDER", wanted)
-    monkeypatch.setattr(native, "AUTO", auto)
     choice = native.choice()
     assert (choice.recorder, choice.missing) == (recorder, missing)
     assert choice.reason
