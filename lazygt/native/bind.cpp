@@ -68,7 +68,7 @@ void bind_trace(py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>& t
       .def_property_readonly("ops", [](Recorder& r) { return r.marks_taken + r.marks.size(); })
       .def("advance", [](Recorder& r, py::object node) { r.advance(step_of(node)); })
       .def_property_readonly("room", [](Recorder& r) { return r.owners.size(); })
-      .def_property_readonly("entered", [](Recorder& r) { return r.inputs.size(); })
+      .def_property_readonly("entered", [](Recorder& r) { return py::cast(r.inputs); })
       .def("reserve", [](Recorder& r) { r.reserve(*r.step); })
       .def("settle", &Recorder::settle)
       .def("index_of", [](Recorder& r, py::object t) { return r.index_of(handle(tensor_of(t))); })

@@ -231,9 +231,9 @@ class NativeTrace(Trace):
         return room
 
     @property
-    def entered(self) -> int:
-        """How many inputs it has, until it ends."""
-        entered: int = self._native.entered
+    def entered(self) -> list[Any]:
+        """What workers hold of its inputs, until it ends."""
+        entered: list[Any] = self._native.entered
         return entered
 
     def settle(self) -> None:

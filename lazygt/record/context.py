@@ -6,6 +6,7 @@ from typing import Protocol
 
 from lazygt.config import Config
 from lazygt.errors import NoSession
+from lazygt.graph.mesh import Mesh
 from lazygt.record.recorder import Recorder
 
 #: The name of the device.
@@ -16,6 +17,7 @@ class OpenSession(Protocol):
     """What the device needs of a session."""
 
     config: Config
+    mesh: Mesh
     recorder: Recorder
     device_type: str
 

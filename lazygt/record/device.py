@@ -94,10 +94,13 @@ def close_session(session: OpenSession) -> None:
 
 
 def _activate() -> None:
-    """Tell C++ whose recorder ops go to."""
+    """Tell C++ whose recorder ops go to, and torch how to go back through views."""
     if NATIVE is not None:
-        recorder: Any = session_stack[-1].recorder if session_stack else None
+        session = session_stack[-1] if session_stack else None
+        recorder: Any = session and session.recorder
         NATIVE.activate(recorder and recorder.native)
+        # by taking them again, as for Python subclasses: strides say nothing of blocks on a mesh
+        torch._C._set_view_replay_enabled(session is not None and session.mesh.world_size > 1)
 
 
 def _after_fork() -> None:

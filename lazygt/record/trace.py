@@ -295,9 +295,9 @@ class Trace:
         return len(self.storages)
 
     @property
-    def entered(self) -> int:
-        """How many inputs it has."""
-        return len(self.inputs)
+    def entered(self) -> list[Any]:
+        """What workers hold of its inputs."""
+        return [remote for _, remote in self.inputs]
 
     # -- its end -------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 Either no number differs, or one may.
 """
 
+from lazygt.record.tensor import NATIVE
+
 CHECKED = "eager torch checks values on a CPU only, which would be a sync point"
 CHOSEN = "the workers choose the formula by values that eager torch asks for; the numbers are equal"
 CAT = "parts are put together by a concatenation instead of copies into zeros: the same numbers"
@@ -24,32 +26,18 @@ FORWARD_DIFFERENCES = {
     "nn.functional.max_pool1d": INDICES,
     "nn.functional.ctc_loss": LENGTHS,
     "tensor_split": "the sections are fetched",
-    "empty_permuted": VIEWS,
-    "linalg.matrix_rank": SUMMED,
-    "linalg.matrix_rank.hermitian": SUMMED,
 }
 BACKWARD_DIFFERENCES = {
     "quantile": CHECKED,
     "nanquantile": CHECKED,
-    "linalg.eig": CHECKED,
-    "cumprod": CHOSEN,
-    "masked.cumprod": CHOSEN,
     "max.reduction_no_dim": CHOSEN,
     "min.reduction_no_dim": CHOSEN,
     "median": CHOSEN,
     "nanmedian": CHOSEN,
     "prod": CHOSEN,
-    "linalg.vander": CHOSEN,
-    "linalg.eigh": CAT,
-    "linalg.householder_product": CAT,
-    "matrix_exp": CAT,
-    "ormqr": CAT,
-    "nn.functional.pad.circular": VIEWS,
     "nn.functional.ctc_loss": LENGTHS,
     "nn.functional.embedding_bag": "the places of the largest, which its mode does not use",
     "tensor_split": "the sections are fetched",
-    "to": "its device= names a CPU",
-    "__getitem__": "the same kernel under its public name",
 }
 LATER = {
     "matmul": FOLDED,
@@ -59,3 +47,24 @@ LATER = {
     "svd_lowrank": ORDER,
     "pca_lowrank": ORDER,
 }
+
+#: What torch does for tensors of a Python class alone, as those of the recorder in Python are.
+if NATIVE is None:
+    FORWARD_DIFFERENCES |= {
+        "empty_permuted": VIEWS,
+        "linalg.matrix_rank": SUMMED,
+        "linalg.matrix_rank.hermitian": SUMMED,
+    }
+    BACKWARD_DIFFERENCES |= {
+        "linalg.eig": CHECKED,
+        "cumprod": CHOSEN,
+        "masked.cumprod": CHOSEN,
+        "linalg.vander": CHOSEN,
+        "linalg.eigh": CAT,
+        "linalg.householder_product": CAT,
+        "matrix_exp": CAT,
+        "ormqr": CAT,
+        "nn.functional.pad.circular": VIEWS,
+        "to": "its device= names a CPU",
+        "__getitem__": "the same kernel under its public name",
+    }

@@ -1,5 +1,7 @@
 """What of torch's operator database does not run as on the CPU, and why."""
 
+from lazygt.record.tensor import NATIVE
+
 SPARSE = "sparse tensors are refused: lazygt holds dense strided ones only"
 CUDA = "torch runs it on CUDA alone"
 
@@ -66,3 +68,5 @@ UNKNOWN_BACKWARD = BACKWARD | {
     "nn.functional.multi_margin_loss": KERNEL,
     "nn.functional.multilabel_margin_loss": KERNEL,
 }
+if NATIVE is not None:  # torch asks for the values of tensors that are of no Python class
+    UNKNOWN_BACKWARD |= {"linalg.eig": CHECKED}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lazygt.record.recorder import Recorder
+from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import NATIVE
 
 aten: Any = torch.ops.aten
@@ -72,7 +73,9 @@ def eager(program: Callable[[], Any]) -> tuple[Any, Stream]:
 def recorded(program: Callable[[], Any]) -> tuple[Any, Stream]:
     """The result of a program on lazygt's tensors, and what is recorded of it."""
     if NATIVE is not None:  # its ops begin where those of torch's own backends do
-        return eager(program)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SessionGenerator, "take", _taking(SessionGenerator.take))
+            return eager(program)
     record = Recorder.record
     inside = False
 
@@ -91,6 +94,16 @@ def recorded(program: Callable[[], Any]) -> tuple[Any, Stream]:
     with _noted() as lines, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "record", noting)
         return program(), lines
+
+
+def _taking(take: Callable[[SessionGenerator], None]) -> Callable[[SessionGenerator], None]:
+    """The same, without the ops that bring the state."""
+
+    def taken(generator: SessionGenerator) -> None:
+        with unseen():
+            take(generator)
+
+    return taken
 
 
 def differences(ours: Stream, theirs: Stream) -> list[str]:

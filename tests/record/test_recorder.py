@@ -319,7 +319,7 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
             reached = s.recorder.trace
             step = reached.step
             assert (len(reached.call_sites), reached.room) == (step.ops, step.values)
-            assert (len(reached.params), reached.entered) == (step.params, step.inputs)
+            assert (len(reached.params), len(reached.entered)) == (step.params, step.inputs)
             later = torch.add(x * 0, base.to("lazygt"), alpha=5)  # in the same trace
             assert host_values([x, y]) in possible, f"interrupted at {interrupt.line}"
             assert later.tolist() == (base * 5).tolist(), f"interrupted at {interrupt.line}"

@@ -130,7 +130,7 @@ def recorded(
         parts = [[m for m in part if m not in left] for part in model.stages(ranks.size("pipe"))]
         put_on_stages(parts)
         homes = {
-            id(storage_of(t)): index for index, part in reversed(list(enumerate(parts)))
+            storage_of(t): index for index, part in reversed(list(enumerate(parts)))
             for module in part for t in (*module.parameters(), *module.buffers())
         }  # fmt: skip
         opt = optimizer(model.parameters(), lr=0.1)
@@ -140,16 +140,17 @@ def recorded(
         for parameter, state in opt.state.items():
             moments = [t for t in state.values() if is_lazy(t) and t.dim()]
             for t in moments:
-                homes[id(storage_of(t))] = homes.get(id(storage_of(parameter)), -1)
+                homes[storage_of(t)] = homes.get(storage_of(parameter), -1)
         s.flush()
+        values = {storage.remote.id: home for storage, home in homes.items()}
         mark_for(s, ranks)
         if "data" in ranks.names:
             x, y = (lazygt.distribute(t, {"data": TorchShard(0)}) for t in (x, y))
         loss = train_step(model, opt, x, y, microbatches, clip)
         mark_for(s, alone)
         trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id).clone() for _, remote in trace.inputs]
-        stored = [_held(ranks, homes.get(id(cell()), -1)) for cell, _ in trace.inputs]
+        inputs = [store.get(remote.id).clone() for remote in trace.entered]
+        stored = [_held(ranks, values.get(remote.id, -1)) for remote in trace.entered]
         params = list(trace.params)
         s.flush()
         assert loss.isfinite().item()

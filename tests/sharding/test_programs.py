@@ -41,7 +41,7 @@ def recorded(name: str) -> Program:
         loss.backward()
         opt.step()
         trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id).clone() for _, remote in trace.inputs]
+        inputs = [store.get(remote.id).clone() for remote in trace.entered]
         params = list(trace.params)
         s.flush()
         assert s.last_plan is not None

@@ -52,7 +52,7 @@ def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str])
             step.run(state)
         made = results(state)
         trace, store = s.recorder.trace, s._link._worker.store  # type: ignore[attr-defined]
-        inputs = [store.get(remote.id) for _, remote in trace.inputs]
+        inputs = [store.get(remote.id) for remote in trace.entered]
         assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
         inputs = [t.clone() for t in inputs]
         params, (cells, _) = list(trace.params), trace.alive()
