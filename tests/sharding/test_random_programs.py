@@ -55,7 +55,7 @@ def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str])
         inputs = [store.get(remote.id) for remote in trace.entered]
         assume(all(isinstance(t, Tensor) for t in inputs))  # one may still be on its way
         inputs = [t.clone() for t in inputs]
-        params, (cells, _) = list(trace.params), trace.alive()
+        params, cells = list(trace.params), trace.alive().storages
         storages = [storage_of(t) for t in made]
         places = {n: cells.index(held) for n, held in enumerate(storages) if held in cells}
         s.flush()
