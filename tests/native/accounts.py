@@ -153,13 +153,8 @@ def run(program: list[Step]) -> list[Any]:
 
 
 def positions(first: int, count: int) -> Iterator[Task]:
-    """Programs whose positions change from turn to turn, some of them shipped after each turn.
-
-    None goes backward through a write into a part: torch asks for that part by its strides where
-    handles are its own tensors, and takes the view again where they are of a Python class: other
-    plans, and so other numbers of messages.
-    """
-    steps = sorted(test_positions.STEPS.keys() - {"gradient"})
+    """Programs whose positions change from turn to turn, some of them shipped after each turn."""
+    steps = sorted(test_positions.STEPS)
     for seed in range(first, first + count):
         draw = random.Random(seed)
         program = [
