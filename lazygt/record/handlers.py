@@ -118,8 +118,13 @@ def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
     """``cpu.to("lazygt")``, where torch lets the op reach the device that it names."""
-    wanted = {name: v for name, v in kwargs.items() if name in ("dtype", "memory_format")}
-    return to_lazy(recorder, torch.ops.aten._to_copy.default(source.cpu(), **wanted))
+    host = source.cpu()
+    dtype = kwargs.get("dtype") or host.dtype
+    form = kwargs.get("memory_format") or torch.preserve_format
+    dense = aten.is_non_overlapping_and_dense.default(host)
+    if (dtype, form) != (host.dtype, torch.preserve_format) or not dense:
+        host = aten._to_copy.default(host, dtype=dtype, memory_format=form)
+    return to_lazy(recorder, host)
 
 
 def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -26,7 +26,7 @@ RAW = [
 SPOKEN = [
     b"",
     b"\xff" * 100,
-    struct.pack("<cHI", b"D", 1, 1 << 31),
+    struct.pack("<cII", b"D", 1, 1 << 31),
     pack(DATA, [b"run this"]),
     pack(SHUTDOWN),
     pack(PING),

@@ -55,3 +55,34 @@ def test_a_tensor_of_another_session_is_refused() -> None:
         with lazygt.session(launcher="inline"), refused:
             x + 1
         assert (x + 1).tolist() == [2.0] * 4
+
+
+def test_a_tensor_that_comes_to_the_device_as_it_is_is_copied_once() -> None:
+    with lazygt.session(workers=1) as s:
+        x = torch.rand(1 << 20, device="cpu")
+        s.synchronize()
+        with torch.profiler.profile() as profile:
+            x.to("lazygt")
+        names = [event.name for event in profile.events()]
+        assert names.count("aten::copy_") == 1, "into the shared memory where it lies from then on"
+        assert "aten::empty_strided" not in names
+
+
+@pytest.mark.parametrize("form", [torch.preserve_format, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["dense", "transposed", "strided", "expanded"])
+def test_a_tensor_has_eager_torchs_strides_on_the_device(
+    kind: str, dtype: torch.dtype, form: torch.memory_format
+) -> None:
+    with lazygt.session(launcher="inline"):
+        x = torch.rand(2, 3, 4, 6, device="cpu")
+        shown = {
+            "dense": x.contiguous(memory_format=torch.channels_last),
+            "transposed": x.transpose(1, 2),
+            "strided": x[:, ::2, :, 1::3],
+            "expanded": x[:, :1].expand(-1, 5, -1, -1),
+        }[kind]
+        eager = torch.ops.aten._to_copy.default(shown, dtype=dtype, memory_format=form)
+        there = shown.to("lazygt", dtype=dtype, memory_format=form)
+        assert there.stride() == eager.stride()
+        assert torch.equal(there.cpu(), eager)

@@ -92,15 +92,20 @@ def note_defined() -> None:
         _noted[qualname] = Noted(times=1)
     if NATIVE is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for qualname in torch._C._dispatch_get_all_op_names():
+        for qualname in filter(_foreign, torch._C._dispatch_get_all_op_names()):
             if any(has(qualname, key) for key in _BEFORE_FALLBACK):
                 _record_whole(qualname)
 
 
+def _foreign(qualname: str) -> bool:
+    """Whether an op is none of torch's own."""
+    return qualname.partition("::")[0] not in _TORCHS_OWN
+
+
 def _record_whole(qualname: str) -> None:
     """Have C++ record an op that torch would compute there by its kernel for any device."""
-    space, _, op = qualname.partition("::")
-    if NATIVE is not None and space not in _TORCHS_OWN:
+    if NATIVE is not None and _foreign(qualname):
+        space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
 
 

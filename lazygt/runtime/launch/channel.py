@@ -50,9 +50,9 @@ _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves
 
 
 def pack(kind: bytes, frames: Sequence[Frame] = ()) -> bytes:
-    """One message as bytes: 3 bytes, 4 bytes a frame, and the frames."""
+    """One message as bytes: 5 bytes, 4 bytes a frame, and the frames."""
     views = [memoryview(frame).cast("B") for frame in frames]
-    header = struct.pack(f"<cH{len(views)}I", kind, len(views), *(len(view) for view in views))
+    header = struct.pack(f"<cI{len(views)}I", kind, len(views), *(len(view) for view in views))
     return b"".join((header, *views))
 
 
@@ -64,11 +64,11 @@ def unpack(message: Frame) -> tuple[bytes, list[memoryview]]:
     """
     view = memoryview(message)
     try:
-        kind, count = struct.unpack_from("<cH", view)
-        lengths = struct.unpack_from(f"<{count}I", view, 3)
+        kind, count = struct.unpack_from("<cI", view)
+        lengths = struct.unpack_from(f"<{count}I", view, 5)
     except struct.error as error:
         raise ProtocolError(f"a message of {len(view)} bytes is cut short") from error
-    begin = 3 + 4 * count
+    begin = 5 + 4 * count
     if begin + sum(lengths) != len(view):
         raise ProtocolError(f"a message of {len(view)} bytes contradicts its own lengths")
     frames = []

@@ -45,8 +45,9 @@ _HEAD = struct.Struct("<QH")
 #: Bytes of the longest message, with two for each of its frames.
 CAPACITY = _SLOT - _HEAD.size
 
-#: So long a look for the next message goes on: about what falling asleep and being woken takes.
-SPIN_SECONDS = 100e-6
+#: So long a look for the next message goes on: longer than falling asleep and being woken takes,
+#: and than a worker needs to copy a MiB.
+SPIN_SECONDS = 250e-6
 _LOOKS = 200  # between two looks elsewhere: some 10 us
 _JUDGED_EVERY = 0.1  # seconds
 

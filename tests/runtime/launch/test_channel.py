@@ -56,8 +56,8 @@ def test_any_bytes_are_a_message_or_a_protocol_error(text):
     assert pack(kind, frames) == text
 
 
-def test_a_small_message_costs_seven_bytes():
-    assert len(pack(DATA, [b"x" * 100])) == 107
+def test_a_small_message_costs_nine_bytes():
+    assert len(pack(DATA, [b"x" * 100])) == 109
 
 
 # -- a server and its peers --------------------------------------------------------------------
@@ -214,12 +214,19 @@ def test_what_is_sent_before_the_server_exists_waits_for_it():
         assert bench.handled == [b"early"]
 
 
+def test_a_message_may_have_more_frames_than_16_bits_count():
+    frames = [bytes([index % 251]) for index in range(70_000)]
+    kind, received = unpack(pack(DATA, frames))
+    assert kind == DATA
+    assert list(map(bytes, received)) == frames
+
+
 GARBAGE = {
     "nothing": (b"", "cut short"),
     "noise": (b"\xff" * 100, "cut short"),
     "long": (b"\x00" * 500_000, "contradicts"),
-    "lengths that lie": (struct.pack("<cHI", b"D", 1, 1 << 31), "contradicts"),
-    "too many frames": (struct.pack("<cH", b"D", 65535), "cut short"),
+    "lengths that lie": (struct.pack("<cII", b"D", 1, 1 << 31), "contradicts"),
+    "too many frames": (struct.pack("<cI", b"D", 1 << 31), "cut short"),
     "no hello": (pack(DATA, [b"run this"]), "must be a hello"),
     "a hello too short": (pack(HELLO, [VERSION]), "must be a hello"),
     "a wrong version": (pack(HELLO, [b"lazygt\x63\x00", TOKEN]), "protocol version 1"),
