@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lazygt
-from benchmarks.harness import Report, interleave, parser, pin, ratio
+from benchmarks.harness import CORES, Report, interleave, parser, pin, ratio
 from benchmarks.models import GPT, Block, GPTSize
 
 COLUMNS = ["cache", "eager ms a token", "lazygt ms a token", "ratio", "new plans after 3 tokens"]
@@ -112,7 +112,8 @@ def row(name: str, grows: bool, args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    report = Report("generation", "Text token by token, each read at once, batch 1", COLUMNS)
+    name = "generation" if len(CORES) > 1 else "generation on one core"
+    report = Report(name, "Text token by token, each read at once, batch 1", COLUMNS)
     for name, grows in (("of fixed size", False), ("that grows", True)):
         report.add(*row(name, grows, args))
     report.remarks.append("the same text as eager torch's; the new plans are those of the first")

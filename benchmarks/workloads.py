@@ -5,7 +5,8 @@ training step of an MLP; W4 of a transformer (W4-tiny: so small that only overhe
 W3 with another batch size, from 8 to 64, at nearly every one of 60 steps, all stalls counted.
 
 With `--pin` everybody computes with one thread on one and the same core, and lazygt's client has
-another core; without, everybody has all cores.
+another core; without, everybody has all cores. `taskset -c 0` before it all leaves one core for
+client and worker together.
 """
 
 import argparse
@@ -112,10 +113,18 @@ def add(report: Report, name: str, kinds: Sequence[str], found: Found, scale: fl
     report.add(name, *cells, times(found, EAGER), times(found, COMPILE))
 
 
+def place(args: argparse.Namespace) -> tuple[str, str]:
+    """The report's name, and who computes where."""
+    if len(CORES) == 1:
+        return "workloads on one core", "on one core, lazygt's client and worker both"
+    if args.pin:
+        return "workloads", "on one core, lazygt's client on another"
+    return "workloads on all cores", f"on {len(CORES)} cores"
+
+
 def measure(args: argparse.Namespace) -> Report:
     kinds = contestants(args.without)
-    where = "on one core" if args.pin else f"on {len(CORES)} cores"
-    name = "workloads" if args.pin else "workloads on all cores"
+    name, where = place(args)
     columns = ["workload", *kinds, "lazygt / eager", "lazygt / torch.compile"]
     report = Report(
         name, f"Five workloads {where} (ratios below 1 are in lazygt's favour)", columns

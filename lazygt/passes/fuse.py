@@ -36,7 +36,7 @@ from lazygt.passes.base import (
 from lazygt.passes.questions import ask, row_major
 
 #: Members of a group at most: compile time grows with them.
-MOST_MEMBERS = 64
+MOST_MEMBERS = 256
 #: The same of a group of horizontal ops, since several of its lanes are compiled together.
 MOST_HORIZONTAL = 16
 #: Seconds: a call of compiled code, the launch of one op, a byte on its way from or to memory.

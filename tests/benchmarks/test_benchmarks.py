@@ -78,6 +78,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("data_movement", "--rounds 1 --largest 1", "1 MiB"),
         ("flush_cost", "--rounds 3", "client / eager"),
         ("small_syncs", "--rounds 1", "inline"),
+        ("line_search", "--rounds 1 --steps 1", "inline"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
         ("workloads", "--rounds 1 --quick --only W2", "W2, peak MB beyond its input"),
