@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import aims, harness
 from tests.runtime.executors.compared import needs_native
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,15 @@ def test_markdown_names_commit_and_machine() -> None:
     assert "| one | two |\n|---|---|\n| 1 | 2 |\n" in text
 
 
+def test_an_aim_is_compared_with_what_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n\n## pace\n\n| op | x |\n|---|---|\n| add | 0.9x |\n")
+    tables = aims.saved(path)
+    assert aims.shown(aims.Cell("pace", "add", 1, 1.0), tables) == ("0.9", "<= 1", "yes")
+    assert aims.shown(aims.Cell("pace", "add", 1, 1.0, True), tables) == ("0.9", ">= 1", "no")
+    assert aims.shown(aims.Cell("pace", "mul", 1, 1.0), tables) == ("-", "<= 1", "not measured")
+
+
 def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[tuple[int, int]] = []
     monkeypatch.setattr(harness, "CORES", (3, 5))
@@ -79,6 +88,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("flush_cost", "--rounds 3", "client / eager"),
         ("small_syncs", "--rounds 1", "inline"),
         ("line_search", "--rounds 1 --steps 1", "inline"),
+        ("aims", "", "record a view, x eager"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
         ("workloads", "--rounds 1 --quick --only W2", "W2, peak MB beyond its input"),
