@@ -1,8 +1,8 @@
 """What a style does to its module: places what goes in and what comes out, whenever it is called.
 
 A placement that a style asks for is pinned, and so is that of the gradient. A value that is pinned
-so already stays the object that it is: what several layers share is gathered once, and the sum of
-its gradients is reduced once.
+so already stays the object that it is, and layers that ask the same of one value get one object:
+what they share is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import Placement
 from lazygt.parallel.distribute import drop_hooks, placed, placements_for, unsaid
 from lazygt.record.annotate import mesh_of
-from lazygt.record.tensor import LazyTensor, is_lazy, meta_of, storage_of, view_of
+from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of, view_of
 
 
 class Layout(NamedTuple):
@@ -155,6 +157,15 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
         )
     if not is_lazy(value) or mesh_dim not in mesh_of(value).names:
         return value
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return _laid(what, value, mesh_dim, layout)
+    laid = _laid_before(value)
+    if (mesh_dim, layout) not in laid:
+        laid[mesh_dim, layout] = _laid(what, value, mesh_dim, layout)
+    return laid[mesh_dim, layout]
+
+
+def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
     value = _pinned(what, value, mesh_dim, layout.placement, with_gradient=True)
     if layout.desired is not None:
         value = _pinned(what, value, mesh_dim, layout.desired, with_gradient=False)
@@ -172,3 +183,36 @@ def _pinned(
     if is_so and view_of(value) is None:
         return value
     return placed(value, Sharding(placements, pinned=True), with_gradient)
+
+
+# -- what layers share ---------------------------------------------------------------------------
+
+#: (axis, layout) -> a tensor as it was laid there.
+_Laid = dict[tuple[str, Layout], LazyTensor]
+
+
+class _Trace(NamedTuple):
+    """What was laid in one trace: tensor -> (its value then, its place in autograd, what it is)."""
+
+    serial: int
+    tensors: WeakIdKeyDictionary
+
+
+_traces: WeakKeyDictionary[Owner, _Trace] = WeakKeyDictionary()
+
+
+def _laid_before(value: LazyTensor) -> _Laid:
+    """What styles have made of a tensor in this trace, for the next one to take as well.
+
+    A tensor that was written since, or made a part of another computation, begins anew.
+    """
+    owner = storage_of(value).owner
+    with owner.lock:
+        index, trace = owner.index_of(value), _traces.get(owner)
+        if trace is None or trace.serial != owner.serial:
+            trace = _traces[owner] = _Trace(owner.serial, WeakIdKeyDictionary())
+        was, grad_fn, laid = trace.tensors.get(value, (None, None, {}))
+        if was != index or grad_fn is not value.grad_fn:
+            laid = {}
+            trace.tensors[value] = index, value.grad_fn, laid
+        return laid

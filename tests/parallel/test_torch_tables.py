@@ -114,9 +114,9 @@ def test_the_tutorial_gathers_what_layers_share_once_and_reduces_its_gradient_on
     assert sent(with_tutorial) == gathered | {reduce_scatter(ACTIVATION, "tp"): 6}
 
 
-def test_without_sequence_parallelism_each_linear_layer_reduces_for_itself() -> None:
-    # forward: wo and w2; backward: wq, wk, wv, w1 and w3
-    assert sent(with_wildcards) == {all_reduce(ACTIVATION, "tp"): 7}
+def test_without_sequence_parallelism_layers_reduce_what_they_share_once() -> None:
+    # forward: wo and w2; backward: the inputs of attention and network
+    assert sent(with_wildcards) == {all_reduce(ACTIVATION, "tp"): 4}
 
 
 # -- torch's objects ----------------------------------------------------------------------------
