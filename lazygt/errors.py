@@ -12,7 +12,7 @@
     ├── SecurityError       a configuration that would expose the session
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
-    GatherWarning (UserWarning)  an op without a sharding rule took whole what lay in blocks
+    GatherWarning (UserWarning)  an op took whole what lay in blocks, which nobody asked for
     PipelineWarning (UserWarning)  stages take one microbatch after the other, and wait meanwhile
 
 Errors in the *use* of an op (wrong shape, wrong dtype) are not here: they are torch's own
@@ -219,9 +219,10 @@ class GraphError(LazyGTError):
 
 
 class GatherWarning(UserWarning):
-    """An op that has no sharding rule ran on whole values, which were gathered for it.
+    """What lay in blocks was gathered for an op, and nobody had asked for that.
 
-    The numbers are right. Said once a session and op, with the bytes; ``lazygt why`` lists all.
+    The op has no sharding rule, or no strategy that takes less time. The numbers are right. Said
+    once a session, op and line, with the bytes and what avoids it; ``lazygt why`` lists all.
     """
 
 

@@ -24,7 +24,7 @@ from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.plan import Plan
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.decisions import ReplicateFallback
+    from lazygt.passes.sharding.gathers import Gather
 
 _KEPT_MISSES = 256
 _KEPT_FLUSHES = 1_000
@@ -174,7 +174,7 @@ class History:
         flushes: reason -> how many there were.
         recent, misses: the last ones, oldest first.
         resized: the last plans that are known programs in other sizes, oldest first.
-        fallbacks: op -> the first time that it had to run on whole values.
+        gathers: (op, line) -> the first time that it took whole what lay in blocks.
         plans_built, plan_hits: how often a flush's plan was new, and how often it was there.
         plans_resized: how many of the new ones were known programs in other sizes.
         last_plan: of the last flush that had one.
@@ -185,7 +185,7 @@ class History:
         self.flushes: Counter[str] = Counter()
         self.recent: deque[Flush] = deque(maxlen=_KEPT_FLUSHES)
         self.misses: deque[Miss] = deque(maxlen=_KEPT_MISSES)
-        self.fallbacks: dict[str, ReplicateFallback] = {}
+        self.gathers: dict[tuple[str, str], Gather] = {}
         self.resized: deque[Miss] = deque(maxlen=_KEPT_MISSES)
         self.plans_built = self.plan_hits = self.plans_resized = 0
         self.last_plan: Plan | None = None

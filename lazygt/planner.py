@@ -33,7 +33,7 @@ from lazygt.uncollected import uncollected
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.axis import AxisStep
-    from lazygt.passes.sharding.decisions import ReplicateFallback
+    from lazygt.passes.sharding.gathers import Gather
 
 Stages = tuple[tuple[str, Graph], ...]
 #: The user's frame of each op.
@@ -271,7 +271,7 @@ class Planner:
             given: how its inputs lie there.
         """
         # why: the rules of every op take a while to load, and few sessions shard
-        from lazygt.passes.sharding.decisions import fallbacks
+        from lazygt.passes.sharding.gathers import gathers
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
@@ -288,7 +288,7 @@ class Planner:
             bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
             backward=backward,
         )
-        self._gathered(fallbacks(decided))
+        self._gathered(gathers(decided))
         self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
         graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
@@ -297,18 +297,14 @@ class Planner:
         shardings = tuple([None if each == whole else each for each in made.outputs])
         return plans[:1] if len(graphs) == 1 else plans, shardings
 
-    def _gathered(self, fallbacks: Sequence[ReplicateFallback]) -> None:
-        """Say once for each op that it had to run on whole values."""
-        for fallback in fallbacks:
-            if fallback.op not in self._history.fallbacks:
-                self._history.fallbacks[fallback.op] = fallback
-                warnings.warn(
-                    f"{fallback}. The numbers are right. Where that costs too much, give the op "
-                    f"what is whole or cut otherwise (lazygt.redistribute), or write it with ops "
-                    f"that have a rule.",
-                    GatherWarning,
-                    stacklevel=2,
-                )
+    def _gathered(self, gathers: Sequence[Gather]) -> None:
+        """Say once for each op and line that it took whole what lay in blocks."""
+        for gather in gathers:
+            key = gather.op, gather.line
+            if key not in self._history.gathers:
+                self._history.gathers[key] = gather
+                told = f"{gather}. The numbers are right. {gather.instead}"
+                warnings.warn(told, GatherWarning, stacklevel=2)
 
     def _in_turn(self, why: str) -> None:
         """Say once that the stages of a pipeline wait for each other."""

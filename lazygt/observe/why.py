@@ -19,7 +19,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 
 if TYPE_CHECKING:
-    from lazygt.passes.sharding.decisions import ReplicateFallback
+    from lazygt.passes.sharding.gathers import Gather
 
 #: How a flush that a data-dependent op forced names itself: ``data-dependent: aten.nonzero...``.
 ASKED = "data-dependent: "
@@ -32,7 +32,7 @@ def why(session: Session) -> Why:
     history = session.history
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
-        session.compiles(), tuple(history.fallbacks.values()), tuple(history.resized),
+        session.compiles(), tuple(history.gathers.values()), tuple(history.resized),
         session.cuda_graphs(),
     )  # fmt: skip
 
@@ -46,8 +46,8 @@ class Why:
         flushed: how many there were in all.
         misses: the latest plan misses.
         compiles: the groups for which compiled code was asked.
-        fallbacks: the ops for which blocks were put together, since no rule says how they run on
-            blocks; the first time of each.
+        gathers: the ops for which blocks were put together that nobody asked for, the first time
+            of each; shown among the fallbacks.
         cuda_graphs: what became of hot plans on GPUs, by plan and rank.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
@@ -56,7 +56,7 @@ class Why:
     flushed: int
     misses: Sequence[Miss]
     compiles: Sequence[Compile] = ()
-    fallbacks: Sequence[ReplicateFallback] = ()
+    gathers: Sequence[Gather] = ()
     resized: Sequence[Miss] = ()
     cuda_graphs: Sequence[tuple[PlanRecord, int, Captured]] = ()
 
@@ -113,7 +113,7 @@ class Why:
             f"{count}x {op}  {line}  its result's shape depends on values: shipped and asked"
             for (op, line), count in asked.items()
         ]
-        rows += [f"{each}" for each in self.fallbacks]
+        rows += [f"{each}" for each in self.gathers]
         return rows + [
             f"{each.line}  {each.ops} ops stay eager: {_trouble(each)}"
             for each in self.compiles

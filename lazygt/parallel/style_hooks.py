@@ -211,6 +211,7 @@ def _laid_before(value: LazyTensor) -> _Laid:
         index, trace = owner.index_of(value), _traces.get(owner)
         if trace is None or trace.serial != owner.serial:
             trace = _traces[owner] = _Trace(owner.serial, WeakIdKeyDictionary())
+        laid: _Laid
         was, grad_fn, laid = trace.tensors.get(value, (None, None, {}))
         if was != index or grad_fn is not value.grad_fn:
             laid = {}

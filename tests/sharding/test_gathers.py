@@ -1,13 +1,16 @@
-"""Ops without a sharding rule run on whole values, and that is said once with its bytes."""
+"""What was cut and is gathered for an op is said once, with line, bytes and what avoids it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
@@ -28,15 +31,15 @@ def _stored(s: lazygt.Session, *shape: int) -> torch.Tensor:
     return x
 
 
-def test_it_is_said_once_for_each_op() -> None:
+def test_it_is_said_once_for_each_op_and_line() -> None:
     assert not rules.has_rule(WITHOUT_RULE)
     with _session() as s:
         x = _stored(s, 8, 16)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            here = sys._getframe().f_lineno + 1
-            torch.histc(x).sum().item()
-            torch.histc(x + 1).sum().item()
+            here = sys._getframe().f_lineno + 2
+            for more in (0, 1):
+                torch.histc(x + more).sum().item()
         text = lazygt.why(s)
     assert [each.category for each in caught] == [lazygt.GatherWarning]
     (said,) = [str(each.message) for each in caught]
@@ -57,14 +60,121 @@ def test_it_is_said_again_in_another_session() -> None:
                 torch.histc(x).sum().item()
 
 
-def test_nothing_is_said_where_nothing_is_gathered_or_a_rule_decides() -> None:
+def _sort(x: torch.Tensor) -> torch.Tensor:
+    return x.sort(0).values
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.view(8, 4, 8, 4).transpose(0, 2) * n for n in (1, 2, 3))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _deviation(x: torch.Tensor) -> torch.Tensor:
+    return x.std(0)
+
+
+def _cache(x: torch.Tensor) -> torch.Tensor:
+    cache = torch.zeros(16, 128)
+    cache[4:12] = x
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            _sort,
+            r"aten\.sort\.\w+ has no strategy for such blocks along 'data': f32\[8, 128\] in "
+            r"S\(0\) \(4\.1 kB\) is gathered .* It runs in blocks of S\(1\): cut the value so",
+        ),
+        (
+            _attention,
+            r"aten\._scaled_dot\S+ has no strategy for such blocks .* in S\(2\) \(8\.19 kB\) is "
+            r"gathered .* It runs in blocks of S\(0\) or S\(1\): cut the value so",
+        ),
+        (
+            _deviation,
+            r"aten\.std\.correction takes less time on whole values .* \(4\.1 kB\) is gathered .* "
+            r"pin the value",
+        ),
+        (_cache, r"is gathered"),
+    ],
+)
+def test_it_is_said_of_ops_that_have_a_rule(
+    use: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    with _session() as s:
+        x = _stored(s, 8, 128)
+        y = use(x)
+        with pytest.warns(lazygt.GatherWarning, match=said) as caught:
+            s.flush()
+        (message,) = [str(each.message) for each in caught]
+        assert y.dim()
+        assert s.last_plan is not None
+        assert "all_gather" in {each.kind for each in s.last_plan.collectives}
+    line = f", at {__file__}:{use.__code__.co_firstlineno}"
+    assert line[:-1] in message  # a line of the function
+
+
+def test_a_plain_weight_that_is_gathered_is_said_with_what_gathers_it_ahead() -> None:
+    with _session() as s:
+        layer = nn.Linear(256, 512)
+        lazygt.parallelize_module(layer, None, {"weight": [Shard(0)]})
+        x = _stored(s, 4096, 256)
+        said = r"aten\.addmm\.default takes .* \(524 kB\) is gathered .* lazygt\.fully_shard"
+        with pytest.warns(lazygt.GatherWarning, match=said):
+            layer(x).sum().item()
+
+
+# -- what was asked for --------------------------------------------------------------------------
+
+
+def _redistributed(s: lazygt.Session) -> torch.Tensor:
+    x = _stored(s, 8, 16)
+    whole = lazygt.redistribute(x, [Replicate()])
+    return torch.histc(whole) + x.sort(1).values.sum()
+
+
+def _network(lay: Callable[[nn.Module], object], s: lazygt.Session) -> torch.Tensor:
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    lay(model)
+    y: torch.Tensor = model(_stored(s, 8, 32, 64))
+    y.square().mean().backward()
+    return y
+
+
+def _fully_sharded(s: lazygt.Session) -> torch.Tensor:
+    return _network(lazygt.fully_shard, s)
+
+
+def _in_blocks_of_the_sequence(s: lazygt.Session) -> torch.Tensor:
+    blocks = Shard(1)
+    plan = {
+        "0": lazygt.SequenceParallel(),
+        "1": lazygt.ColwiseParallel(input_layouts=blocks),
+        "3": lazygt.RowwiseParallel(output_layouts=blocks),
+    }
+    return _network(lambda model: lazygt.parallelize_module(model, None, plan), s)
+
+
+def _updated_in_blocks(s: lazygt.Session) -> torch.Tensor:
+    model = nn.Linear(16, 16)
+    lazygt.data_parallel(model)
+    opt = lazygt.shard_optimizer_state(torch.optim.AdamW(model.parameters()))
+    s.flush()
+    y: torch.Tensor = model(_stored(s, 8, 16)).square().mean()
+    y.backward()
+    opt.step()
+    return y
+
+
+@pytest.mark.parametrize(
+    "program", [_redistributed, _fully_sharded, _in_blocks_of_the_sequence, _updated_in_blocks]
+)
+def test_nothing_is_said_of_what_was_asked_for(
+    program: Callable[[lazygt.Session], torch.Tensor],
+) -> None:
     with _session() as s, warnings.catch_warnings():
         warnings.simplefilter("error")
-        x = _stored(s, 8, 16)
-        whole = lazygt.redistribute(x, [Replicate()])
-        s.flush()
-        torch.histc(whole).sum().item()
-        x.sort(0).values.sum().item()  # along the cut dim: its rule has rows for the other one
-        assert s.last_plan is not None
-        assert [each.kind for each in s.last_plan.collectives] == ["all_gather"]
-        assert not lazygt.why(s).fallbacks
+        program(s).sum().item()
+        assert not lazygt.why(s).gathers

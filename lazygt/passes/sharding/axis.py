@@ -99,7 +99,10 @@ def _agreed(
         known = programs[0] if programs and same(graph, graphs[0]) else None
         programs.append(known or axis.partitioned(graph, choice, chosen))
     if decided is not None:
-        decided.append(AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, programs[0][0]))
+        strategies, local = choices[0].strategies, programs[0][0]
+        decided.append(
+            AxisStep(axis, graphs[0], tuple(wanted), len(exchanged) > 1, local, strategies)
+        )
     return programs
 
 
@@ -145,6 +148,10 @@ class _Axis:
         """Its ranks."""
         return self.mesh.sizes[self.at]
 
+    def stored(self, graph: Graph) -> dict[int, Sharding]:
+        """The values that have a place of their own."""
+        return stored_shardings(graph, self.mesh, self.inputs)
+
     def choice(
         self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
     ) -> Choice:
@@ -179,8 +186,7 @@ class _Axis:
                 return mark_strategies(node, self.at)
             return rules.strategies_of(node, metas, self.parts)
 
-        kept = stored_shardings(graph, self.mesh, self.inputs)
-        annotations = annotations_of(graph, kept, self.mesh, self.at)
+        annotations = annotations_of(graph, self.stored(graph), self.mesh, self.at)
         return build_problem(
             graph, strategies, self.parts, self.machine, annotations, allowed, whole=whole
         )
@@ -191,7 +197,7 @@ class _Axis:
         axis, values = self.mesh.names[self.at], graph.values
         gradients = {
             meta.shape: each.placements[self.at]
-            for value, each in stored_shardings(graph, self.mesh, self.inputs).items()
+            for value, each in self.stored(graph).items()
             if each.unit is not None
             and each.unit.axis == axis
             and (meta := values[value]) is not None
@@ -227,6 +233,7 @@ class AxisStep:
         graph, local: before and after.
         wanted: for each output the placement that it must have; None: whole or in blocks.
         exchange_whole: collectives of earlier axes are done with whole values.
+        strategies: of each node.
     """
 
     axis: _Axis
@@ -234,6 +241,7 @@ class AxisStep:
     wanted: tuple[Placement | None, ...]
     exchange_whole: bool
     local: LocalProgram
+    strategies: Sequence[Strategy]
 
     @property
     def name(self) -> str:

@@ -1,18 +1,12 @@
-"""What was decided: the placements that every value of a program got, one axis after another; and
-what had to be put together, for ops that have no strategy for blocks."""
+"""What was decided: the placements that every value of a program got, one axis after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
-from lazygt.graph.node import Graph, Node
-from lazygt.graph.ops import title
-from lazygt.graph.placement import Cut, Placement, Replicate
-from lazygt.graph.text import amount
-from lazygt.passes.sharding import rules
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.rules import Metas
 
 #: For each axis by name the placements that a value has, the one that it was made with first.
 Decisions = Mapping[str, tuple[Placement, ...]]
@@ -57,59 +51,3 @@ def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
 def _text(placements: Decisions) -> str:
     shown = [f"{axis}: {' -> '.join(map(str, have))}" for axis, have in placements.items() if have]
     return f"{{{', '.join(shown)}}}" if shown else ""
-
-
-# -- ops that have no strategy for blocks ----------------------------------------------------------
-
-R = Replicate()
-
-
-class ReplicateFallback(NamedTuple):
-    """What one op took whole, since no rule says how it runs on blocks.
-
-    Attributes:
-        op: the aten overload.
-        operands: the gathered ones, as ``f32[8, 16] in S(0)``.
-        nbytes: of them, whole.
-        axis: of the mesh.
-        line: the user's ``file:line``.
-    """
-
-    op: str
-    operands: tuple[str, ...]
-    nbytes: int
-    axis: str
-    line: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.op} has no sharding rule for blocks along {self.axis!r}: "
-            f"{', '.join(self.operands)} ({amount(self.nbytes, 'B')}) is gathered on every worker "
-            f"that runs it, at {self.line}"
-        )
-
-
-def fallbacks(decided: Iterable[AxisStep]) -> list[ReplicateFallback]:
-    """What was gathered for ops without a rule; nothing for those that rules let choose."""
-    return [found for step in decided for found in _on_axis(step)]
-
-
-def _on_axis(step: AxisStep) -> Iterator[ReplicateFallback]:
-    metas, values = step.graph.values, step.local.values
-    parts = step.axis.parts
-    cut = [bool(have) and isinstance(next(iter(have)), Cut) for have in values]
-    for number, node in enumerate(step.graph.nodes):
-        taken = [v for v in dict.fromkeys(node.refs()) if cut[v] and R in values[v]]
-        if not taken or not _has_no_rule(node, metas, parts):
-            continue
-        shown = [f"{metas[value]} in {next(iter(values[value]))}" for value in taken]
-        nbytes = sum(meta.nbytes for value in taken if (meta := metas[value]) is not None)
-        yield ReplicateFallback(
-            title(node.op), tuple(shown), nbytes, step.name, step.graph.line(number)
-        )
-
-
-def _has_no_rule(node: Node, metas: Metas, parts: int) -> bool:
-    if node.op.startswith("lazygt."):  # annotations, and the collectives of earlier axes
-        return False
-    return len(rules.strategies_of(node, metas, parts)) == 1
