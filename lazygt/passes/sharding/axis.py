@@ -62,10 +62,12 @@ def shard(
     placements: list[Placements] = [() for _ in graph.outputs]
     for at in range(len(mesh.names)):
         wanted = [_wanted(home, at) for home in homes]
-        axis = _Axis(mesh, at, inputs, machine)
-        programs = _agreed(axis, graphs, wanted, decided)
-        graphs = [local.graph for ranks in programs for local in ranks]
-        chosen = programs[0][0].outputs
+        chosen: Sequence[Placement] = [R if home is None else home for home in wanted]
+        if mesh.sizes[at] > 1:  # else each block is the whole value
+            axis = _Axis(mesh, at, inputs, machine)
+            programs = _agreed(axis, graphs, wanted, decided)
+            graphs = [local.graph for ranks in programs for local in ranks]
+            chosen = programs[0][0].outputs
         placements = [(*had, placement) for had, placement in zip(placements, chosen, strict=True)]
     outputs = tuple([
         Sharding(had) if home is None else home._replace(placements=had)
