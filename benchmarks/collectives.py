@@ -1,4 +1,5 @@
-"""Collectives of CPU workers in shared memory, against plain Gloo in the same processes.
+"""Collectives of CPU workers against plain Gloo in the same processes; and of what carries them
+sockets against shared memory, for the costs in ``lazygt/passes/sharding/cost.py``.
 
 One thread a worker. Contestants take turns within a round, and every collective is checked once
 before it is timed.
@@ -8,8 +9,9 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,13 @@ from benchmarks.sharded_processes import Crew
 from benchmarks.transfer import verdict
 from benchmarks.transfer_processes import SECONDS, requests
 from lazygt.runtime.collectives import group
-from lazygt.runtime.collectives.backends import HOST
+from lazygt.runtime.collectives.backends import HOST, Backend
 from lazygt.runtime.launch.base import GroupSpec
 from lazygt.runtime.launch.channel import listen_local
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LAZYGT, GLOO = "lazygt", "Gloo"
+CARRIERS = SOCKETS, SHARED = "sockets", "shared"
 AIM = 1.0
 
 Exchange = Callable[[str, Tensor, Tensor], object]
@@ -51,9 +54,8 @@ class Rank:
         gloo = dist.ProcessGroupGloo(store, self._rank, self._workers, timedelta(seconds=SECONDS))
         equal = [0] * self._workers
 
-        def shared(kind: str, buffer: Tensor, sent: Tensor) -> object:
+        def through(backend: Backend, kind: str, buffer: Tensor, sent: Tensor) -> object:
             counts = [buffer.numel() // self._workers] * self._workers
-            backend = line.backend(buffer, buffer.nbytes)
             given: dict[str, tuple[Any, ...]] = {
                 "all_reduce": (buffer, "sum"),
                 "all_gather": (buffer, sent),
@@ -71,7 +73,18 @@ class Rank:
                 return gloo._reduce_scatter_base(buffer, sent).wait()
             return gloo.alltoall_base(buffer, sent, equal[:0], equal[:0]).wait()
 
-        self._contestants: dict[str, Exchange] = {LAZYGT: shared, GLOO: plain}
+        def chosen(kind: str, buffer: Tensor, sent: Tensor) -> object:
+            each = buffer.nbytes // (
+                1 if kind in ("all_reduce", "reduce_scatter") else self._workers
+            )
+            return through(line.backend(buffer, kind, each), kind, buffer, sent)
+
+        self._contestants: dict[str, Exchange] = {
+            LAZYGT: chosen,
+            GLOO: plain,
+            SOCKETS: partial(through, line.sockets),
+            SHARED: partial(through, line.shared),
+        }
 
     def run(self, name: str, kind: str, nbytes: int, times: int) -> float:
         """Seconds a collective."""
@@ -84,7 +97,7 @@ class Rank:
     def check(self, kind: str, nbytes: int) -> None:
         """Whether both give the same bits; of two ranks they do."""
         found = []
-        for exchange in self._contestants.values():
+        for exchange in (self._contestants[LAZYGT], self._contestants[GLOO]):
             buffer, sent = self._tensors(kind, nbytes // 4)
             exchange(kind, buffer, sent)
             found.append(buffer)
@@ -111,7 +124,7 @@ def serve(pipe: Connection, rank: int, workers: int, place: Path) -> None:
     group.leave()
 
 
-def exchanges(args: argparse.Namespace, workers: int) -> Report:
+def exchanges(args: argparse.Namespace, workers: int) -> Iterator[Report]:
     report = Report(
         f"collectives of {workers}",
         f"One collective between {workers} CPU workers, one thread each",
@@ -125,7 +138,9 @@ def exchanges(args: argparse.Namespace, workers: int) -> Report:
             for kind in KINDS:
                 for mib in args.mib:
                     duel(report, crew, kind, mib, args.rounds)
-    return report
+            yield report
+            if args.kib:
+                yield carriers(args, crew, workers)
 
 
 def duel(report: Report, crew: Crew, kind: str, mib: int, rounds: int) -> None:
@@ -145,15 +160,45 @@ def duel(report: Report, crew: Crew, kind: str, mib: int, rounds: int) -> None:
     report.remarks.append(verdict(f"{kind} of {mib} MiB", as_fast, AIM, least=True))
 
 
+def carriers(args: argparse.Namespace, crew: Crew, workers: int) -> Report:
+    """What each carrier takes, also where the other one is chosen."""
+    report = Report(
+        f"carriers of {workers}",
+        f"One collective between {workers} CPU workers, one thread each; us, least and median",
+        ["collective", "KiB", *CARRIERS, "as fast", "chosen"],
+    )
+    for kind in KINDS:
+        for kib in args.kib:
+            duel_of_carriers(report, crew, kind, kib, args.rounds)
+    return report
+
+
+def duel_of_carriers(report: Report, crew: Crew, kind: str, kib: int, rounds: int) -> None:
+    """Sockets and shared memory on one kind and size."""
+    times = max(4096 // kib, 8)
+    found = interleave(
+        {
+            name: lambda name=name: crew.ask(f"run {name} {kind} {kib << 10} {times}")
+            for name in (*CARRIERS, LAZYGT)
+        },
+        rounds,
+    )
+    times_us = [f"{found[name].low * 1e6:.0f}, {found[name].median * 1e6:.0f}" for name in CARRIERS]
+    as_fast = ratio(found[SHARED], found[SOCKETS])
+    report.add(kind, str(kib), *times_us, f"{as_fast:.2f}x", f"{found[LAZYGT].median * 1e6:.0f}")
+
+
 def main() -> None:
     options = parser(__doc__, rounds=9)
     options.add_argument("--workers", type=int, nargs="+", default=[2])
-    options.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64])
+    options.add_argument("--mib", type=int, nargs="*", default=[1, 16, 64])
+    options.add_argument("--kib", type=int, nargs="*", default=[4, 64, 256, 1024])
     args = options.parse_args()
     if args.pin:
         options.error("--pin is for one worker; the scheduler places these")
     for workers in args.workers:
-        exchanges(args, workers).finish(save=args.save)
+        for report in exchanges(args, workers):
+            report.finish(save=args.save)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ _WHERE = {
     "distribute": "lazygt.parallel.distribute",
     "explain": "lazygt.observe.explain",
     "fully_shard": "lazygt.parallel.fsdp",
+    "local_batch_norm": "lazygt.parallel.batch_norm",
     "parallelize_module": "lazygt.parallel.tensor_parallel",
     "profile": "lazygt.observe.timeline",
     "redistribute": "lazygt.parallel.distribute",
@@ -97,6 +98,7 @@ with _uncollected():
     from lazygt.transfer import transfer_weights
 
     if os.environ.get("LAZYGT_WORKER") != "1":
+        from lazygt.parallel.batch_norm import local_batch_norm
         from lazygt.parallel.distribute import distribute, redistribute
         from lazygt.parallel.fsdp import fully_shard
         from lazygt.parallel.optimizer_state import shard_optimizer_state
@@ -160,6 +162,7 @@ __all__ = [
     "distribute",
     "explain",
     "fully_shard",
+    "local_batch_norm",
     "parallelize_module",
     "profile",
     "redistribute",

@@ -77,6 +77,34 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     return _RING[kind] * nbytes * (ranks - 1) / ranks if kind in _RING else float(nbytes)
 
 
+# -- what carries a collective between ranks on CPUs of one host -----------------------------------
+
+#: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.
+SOCKET_BYTES = 1 << 20
+#: Bytes more than a ring needs that are still sent at once, rather than in a second exchange.
+EXTRA_BYTES = 32 << 10
+
+
+def goes_by_sockets(kind: str, each: int, ranks: int) -> bool:
+    """Whether ranks send one another all that is needed, through sockets; else they share memory.
+
+    All ranks have to choose alike. Of an all-reduce through sockets everybody gets everything, the
+    rest is as much as a ring sends; in shared memory each rank reduces its part, and the parts are
+    gathered.
+
+    Args:
+        each: bytes that would go to each other rank.
+    """
+    if (ranks - 1) * each > SOCKET_BYTES:
+        return False
+    return kind != "all_reduce" or (ranks - 1) * each - ring_bytes(kind, each, ranks) <= EXTRA_BYTES
+
+
+def bytes_to_each(kind: str, nbytes: int, ranks: int) -> int:
+    """What goes through sockets to each other rank, of a payload as ``Communication`` has it."""
+    return nbytes if kind == "all_reduce" else -(-nbytes // ranks)
+
+
 def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communication, ...]:
     """The collectives of one rank's graph, in the order in which they are launched.
 

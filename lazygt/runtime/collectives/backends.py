@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 from lazygt.runtime.collectives.sockets import PeerSocket
 
-#: Bytes to all other ranks together, up to which sockets are as fast as shared memory.
-SMALL = 1 << 20
-
 # torch 2.13 renamed them
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

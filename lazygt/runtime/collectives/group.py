@@ -23,11 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.collectives import goes_by_sockets
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.collectives.backends import (
     HOST,
     NCCL,
-    SMALL,
     Backend,
     PendingSends,
     SocketBackend,
@@ -58,11 +58,11 @@ class AxisGroup:
     singles: tuple[PeerSocket | None, ...]
     group: Any = None
 
-    def backend(self, buffer: torch.Tensor, nbytes: int) -> Backend:
-        """Who carries ``nbytes`` to each rank; equal on all ranks, as they must choose alike."""
+    def backend(self, buffer: torch.Tensor, kind: str, each: int) -> Backend:
+        """Who carries ``each`` bytes to each rank; the same on all ranks, or they never meet."""
         if buffer.device.type != "cpu":
             return TorchBackend(self.group)
-        return self.sockets if (self.size - 1) * nbytes <= SMALL else self.shared
+        return self.sockets if goes_by_sockets(kind, each, self.size) else self.shared
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors travel from this device; else by way of the host's memory."""

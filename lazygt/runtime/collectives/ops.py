@@ -66,7 +66,7 @@ def launch_(
         _launch_staged(value, str(op), line)
         return
     flat = value.view(-1)
-    work = line.backend(flat, flat.nbytes).all_reduce(flat, str(op))
+    work = line.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, str(op))
     value.collective = AsyncCollective(work, None, _nothing)  # type: ignore[attr-defined]
 
 
@@ -83,7 +83,7 @@ def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
         value.copy_(host)
         return []
 
-    work = line.backend(flat, flat.nbytes).all_reduce(flat, op)
+    work = line.backend(flat, "all_reduce", flat.nbytes).all_reduce(flat, op)
     value.collective = AsyncCollective(work, flat, unpack)  # type: ignore[attr-defined]
 
 
@@ -141,7 +141,7 @@ def _all_reduce(
         where = slots("all_reduce", shapes, moves, line.size, values[0].itemsize)
         buffer = values[0].new_empty(where.total)
         _pack(_parts(buffer, where, shapes), values)
-    work = line.backend(buffer, buffer.nbytes).all_reduce(buffer, str(op))
+    work = line.backend(buffer, "all_reduce", buffer.nbytes).all_reduce(buffer, str(op))
     return buffer, AsyncCollective(work, None, lambda made: _parts(made, where, shapes))
 
 
@@ -172,7 +172,7 @@ def _all_gather(
             )
         ]
 
-    work = line.backend(sent, sent.nbytes).all_gather(buffer, sent)
+    work = line.backend(sent, "all_gather", sent.nbytes).all_gather(buffer, sent)
     return buffer, AsyncCollective(work, sent, unpack)
 
 
@@ -198,7 +198,9 @@ def _reduce_scatter(
             for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
         ]
 
-    work = line.backend(buffer, buffer.nbytes).reduce_scatter(buffer, sent, str(op))
+    work = line.backend(buffer, "reduce_scatter", buffer.nbytes).reduce_scatter(
+        buffer, sent, str(op)
+    )
     return buffer, AsyncCollective(work, sent, unpack)
 
 
@@ -226,7 +228,7 @@ def _all_to_all(
     shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
     largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
     out = [piece.numel() for piece in pieces]
-    work = line.backend(buffer, largest).all_to_all(buffer, sent, counts, out)
+    work = line.backend(buffer, "all_to_all", largest).all_to_all(buffer, sent, counts, out)
     return buffer, AsyncCollective(work, sent, unpack)
 
 

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
 from lazygt.runtime.collectives import group, ops, shared_backend
@@ -84,8 +85,8 @@ def main() -> None:
     spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh))
     group.join(spec, rank, mesh.world_size, int(sys.argv[4]))
     torch.manual_seed(0)
-    for small in (group.SMALL, -1):  # by sockets, then all in shared memory
-        group.SMALL = small
+    for small in (1 << 20, -1):  # all by sockets, then all in shared memory
+        collectives.SOCKET_BYTES = collectives.EXTRA_BYTES = small
         for shape in [*itertools.product(SIZES, SIZES), LARGE]:
             for axis in mesh.names:
                 line = group.line(axis)

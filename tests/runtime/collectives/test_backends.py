@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lazygt.graph.collectives import EXTRA_BYTES, SOCKET_BYTES, ring_bytes
 from lazygt.runtime.collectives import ops
-from lazygt.runtime.collectives.backends import SMALL, SocketBackend, TorchBackend, Work
+from lazygt.runtime.collectives.backends import SocketBackend, TorchBackend, Work
 from lazygt.runtime.collectives.group import AxisGroup, keep_apart
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import PeerSocket
@@ -175,9 +176,23 @@ def line_of(size: int, group: object) -> tuple[AxisGroup, SocketBackend, SharedM
 def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
     line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
-    assert line.backend(here, SMALL // 2) is sockets
-    assert line.backend(here, SMALL // 2 + 1) is shared
-    assert isinstance(line.backend(torch.empty(1, device="meta"), 4), TorchBackend)
+    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert line.backend(here, kind, SOCKET_BYTES // 2) is sockets
+        assert line.backend(here, kind, SOCKET_BYTES // 2 + 1) is shared
+    assert isinstance(line.backend(torch.empty(1, device="meta"), "all_gather", 4), TorchBackend)
+    shared.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_what_a_rank_sends_is_at_most_a_little_more_than_a_ring(size: int) -> None:
+    line, sockets, shared = line_of(size, object())
+    here = torch.empty(1)
+    for nbytes in (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20):
+        if line.backend(here, "all_reduce", nbytes) is sockets:
+            extra = (size - 1) * nbytes - ring_bytes("all_reduce", nbytes, size)
+            assert 0 <= extra <= EXTRA_BYTES
+    assert line.backend(here, "all_reduce", 1 << 10) is sockets
+    assert (line.backend(here, "all_reduce", 1 << 20) is sockets) == (size == 2)
     shared.close()
 
 

@@ -1,0 +1,103 @@
+"""Batch norm with the statistics of each rank's own samples, as ``DistributedDataParallel`` has it.
+
+By default statistics are those of the whole batch, as on one device, for which ranks meet in each
+batch norm (``SyncBatchNorm``). For local ones they don't, and the numbers depend on how many ranks
+the axis has: each block of samples is normalised for itself, wherever it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lazygt.record.annotate import mesh_of
+from lazygt.record.tensor import is_lazy
+from lazygt.session import current
+
+
+def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
+    """Have every batch norm in a module take statistics of each rank's block of samples alone.
+
+    Batches are those that ``lazygt.distribute(batch, {"data": Shard(0)})`` cuts. Running statistics
+    are of the first block, as DDP keeps those of rank 0. Evaluation is as ever, and so is a session
+    whose mesh does not have the axis.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: the mesh has no such axis, or the module no batch norm; later, in training, a
+            batch that the ranks can't share evenly.
+    """
+    current().mesh.size(mesh_dim)
+    norms = [inner for inner in module.modules() if isinstance(inner, _BatchNorm)]
+    if not norms:
+        raise ValueError(f"{type(module).__name__} has no batch norm")
+    for norm in norms:
+        norm.forward = _LocalForward(norm, mesh_dim)  # type: ignore[assignment, method-assign]
+    return module
+
+
+@dataclass(frozen=True)
+class _LocalForward:
+    """The forward of one batch norm."""
+
+    norm: _BatchNorm
+    mesh_dim: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = self._blocks(x)
+        if blocks == 1:
+            whole: torch.Tensor = type(self.norm).forward(self.norm, x)
+            return whole
+        self.norm._check_input_dim(x)
+        if x.shape[0] % blocks:
+            raise ValueError(
+                f"local_batch_norm: a batch of {list(x.shape)} can't be shared evenly by the "
+                f"{blocks} ranks of axis {self.mesh_dim!r}; leave the last samples out "
+                f"(DataLoader(drop_last=True)), or use the statistics of the whole batch"
+            )
+        # each block's channels stand beside each other: channels of their own to the kernel
+        beside = x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(1, 2)
+        y = self._normalised(beside, blocks)
+        joined: torch.Tensor = y.unflatten(1, (blocks, -1)).transpose(0, 1).flatten(0, 1)
+        return joined
+
+    def _blocks(self, x: torch.Tensor) -> int:
+        """How many blocks have statistics of their own."""
+        uses_batch = self.norm.training or self.norm.running_mean is None
+        if not uses_batch or not is_lazy(x) or self.mesh_dim not in mesh_of(x).names:
+            return 1
+        return mesh_of(x).size(self.mesh_dim)
+
+    def _normalised(self, beside: torch.Tensor, blocks: int) -> torch.Tensor:
+        """The samples of all blocks, normalised; keeps the running statistics of the first."""
+        norm, factor = self.norm, self._factor()
+        mean, var = (
+            _repeated(t if norm.training else None, blocks)
+            for t in (norm.running_mean, norm.running_var)
+        )
+        weight, bias = _repeated(norm.weight, blocks), _repeated(norm.bias, blocks)
+        y = F.batch_norm(beside, mean, var, weight, bias, True, factor, norm.eps)
+        with torch.no_grad():
+            for kept, new in ((norm.running_mean, mean), (norm.running_var, var)):
+                if kept is not None and new is not None:
+                    kept.copy_(new[: norm.num_features])
+        return y
+
+    def _factor(self) -> float:
+        """How much the running statistics take of the batch's; counts the batch."""
+        norm = self.norm
+        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if norm.momentum is None:  # the mean of all batches
+                return 1.0 / float(norm.num_batches_tracked)
+        return 0.0 if norm.momentum is None else norm.momentum
+
+
+def _repeated(t: torch.Tensor | None, blocks: int) -> torch.Tensor | None:
+    return None if t is None else t.repeat(blocks)
