@@ -74,10 +74,9 @@ class Rank:
             return gloo.alltoall_base(buffer, sent, equal[:0], equal[:0]).wait()
 
         def chosen(kind: str, buffer: Tensor, sent: Tensor) -> object:
-            each = buffer.nbytes // (
-                1 if kind in ("all_reduce", "reduce_scatter") else self._workers
-            )
-            return through(line.backend(buffer, kind, each), kind, buffer, sent)
+            payload = max(buffer.nbytes, sent.nbytes) if kind != "all_reduce" else buffer.nbytes
+            backend = line.backend(buffer, kind, payload)
+            return through(backend, kind, buffer, sent)
 
         self._contestants: dict[str, Exchange] = {
             LAZYGT: chosen,

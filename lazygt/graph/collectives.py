@@ -82,27 +82,26 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
 #: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.
 SOCKET_BYTES = 1 << 20
 #: Bytes more than a ring needs that are still sent at once, rather than in a second exchange.
-EXTRA_BYTES = 32 << 10
+EXTRA_BYTES = 256 << 10
 
 
-def goes_by_sockets(kind: str, each: int, ranks: int) -> bool:
-    """Whether ranks send one another all that is needed, through sockets; else they share memory.
+def socket_bytes(kind: str, nbytes: int, ranks: int) -> float:
+    """Bytes that a rank sends through sockets for a collective of this payload.
 
-    All ranks have to choose alike. Of an all-reduce through sockets everybody gets everything, the
-    rest is as much as a ring sends; in shared memory each rank reduces its part, and the parts are
-    gathered.
-
-    Args:
-        each: bytes that would go to each other rank.
+    Of an all-reduce everybody gets everything, at once; the rest is as much as in a ring.
     """
-    if (ranks - 1) * each > SOCKET_BYTES:
-        return False
-    return kind != "all_reduce" or (ranks - 1) * each - ring_bytes(kind, each, ranks) <= EXTRA_BYTES
+    return float((ranks - 1) * nbytes) if kind == "all_reduce" else ring_bytes(kind, nbytes, ranks)
 
 
-def bytes_to_each(kind: str, nbytes: int, ranks: int) -> int:
-    """What goes through sockets to each other rank, of a payload as ``Communication`` has it."""
-    return nbytes if kind == "all_reduce" else -(-nbytes // ranks)
+def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
+    """Whether ranks send one another what is needed, through sockets; else they share memory.
+
+    There each rank reduces its part, and the parts are gathered, which is no more than in a ring.
+    All ranks have to choose alike.
+    """
+    sent = socket_bytes(kind, nbytes, ranks)
+    extra = sent - ring_bytes(kind, nbytes, ranks)
+    return kind == "send_recv" or (sent <= SOCKET_BYTES and extra <= EXTRA_BYTES)
 
 
 def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communication, ...]:

@@ -7,19 +7,20 @@
 
 What is interleaved is gathered and scattered as S is; from there to another cut goes through R.
 
-A collective takes a latency and the bytes of a ring over the link's bandwidth. Seconds are
-rounded to whole picoseconds (``ticks``), so that sums are exact in any order and every rank
-comes to the same decision.
+A collective takes the latency of what carries it, once for each other rank where there is one more
+message, and what a rank sends over its bandwidth. Seconds are rounded to whole picoseconds
+(``ticks``), so that sums are exact in any order and every rank comes to the same decision.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from lazygt.graph.collectives import ring_bytes
+from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.graph.cost import Cost
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import (
@@ -39,50 +40,68 @@ _FREE_PARTIAL = ("sum", "max", "min")
 _TICKS = 1e12
 
 
+class Link(NamedTuple):
+    """What carries collectives.
+
+    Attributes:
+        latency: seconds that one takes with no payload to speak of.
+        each: the same, for each rank beyond the second.
+        bandwidth: bytes a second that a rank sends while it receives as many.
+    """
+
+    latency: float
+    each: float
+    bandwidth: float
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank and its link to the others of the axis.
+    """One rank and its links to the others of the axis.
 
     Attributes:
         flops: arithmetic operations a second that a matmul reaches.
         memory_bandwidth: bytes read or written a second.
-        link_bandwidth: bytes a second that a rank sends while it receives as many.
-        link_latency: seconds a collective takes with no payload to speak of.
         launch: seconds an op takes with next to no work.
+        link: carries collectives.
+        sockets: carry those that ``goes_by_sockets``; None: there are no sockets.
     """
 
     flops: float
     memory_bandwidth: float
-    link_bandwidth: float
-    link_latency: float
     launch: float
+    link: Link
+    sockets: Link | None = None
 
 
-#: One thread of a server CPU and Gloo over loopback: medians of all-reduces of 4 B to 64 MiB
-#: between two processes, of a matmul of 512 rows, an addition of 16 MiB and one of four floats.
+#: One thread of a server CPU: medians of a matmul of 512 rows, an addition of 16 MiB and one of
+#: four floats. Ranks share memory, or small values go through sockets, see
+#: ``python -m benchmarks.collectives``: between two ranks on free cores 32 KiB takes 11 us, 1 MiB
+#: 60 to 130 us, 16 MiB 2.1 to 3.0 ms.
 CPU = Machine(
     flops=2e11,
     memory_bandwidth=9e9,
-    link_bandwidth=1.6e9,
-    link_latency=1.2e-4,
     launch=2.4e-6,
+    link=Link(latency=6e-5, each=1e-5, bandwidth=4e9),
+    sockets=Link(latency=8e-6, each=6e-6, bandwidth=8e9),
 )
 #: One H100 SXM and NCCL over NVLink, from published figures: bf16 matmuls at 60 % of the peak,
 #: 80 % of the bandwidths, one small collective and one kernel launch.
 GPU = Machine(
     flops=6e14,
     memory_bandwidth=2.7e12,
-    link_bandwidth=3.6e11,
-    link_latency=1.5e-5,
     launch=4e-6,
+    link=Link(latency=1.5e-5, each=0.0, bandwidth=3.6e11),
 )
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> float:
-    """The time of one collective; nothing on a single rank."""
+    """The time of one collective, of a payload as ``Communication`` has it; nothing on one rank."""
     if parts == 1:
         return 0.0
-    return machine.link_latency + ring_bytes(kind, nbytes, parts) / machine.link_bandwidth
+    link, sent = machine.link, ring_bytes(kind, nbytes, parts)
+    if machine.sockets is not None and goes_by_sockets(kind, nbytes, parts):
+        link, sent = machine.sockets, socket_bytes(kind, nbytes, parts)
+    return link.latency + (parts - 2) * link.each + sent / link.bandwidth
 
 
 def reshard_kind(source: Placement, target: Placement) -> str | None:

@@ -1,8 +1,9 @@
 """What was put together on every rank although the user had cut it, for whom, and what avoids it.
 
 Told is every gather that nobody asked for. Asked for are a placement (``lazygt.redistribute``, a
-style), stored weights that are gathered to be used (FSDP), and what an op needs whole whose other
-operand is pinned in blocks (the input of a column-parallel layer that comes in blocks).
+style), stored weights that are gathered to be used (FSDP), what an op needs whole whose other
+operand is pinned in blocks (the input of a column-parallel layer that comes in blocks), and what
+updates a pinned value.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.node import Node
 from lazygt.graph.ops import title
 from lazygt.graph.placement import Cut, Placement, Replicate, Unspecified
@@ -31,7 +33,7 @@ class Gather(NamedTuple):
     """What one op took whole that the user had cut.
 
     Attributes:
-        op: the aten overload.
+        op: the aten overload, or what else it is.
         operands: the gathered ones, as ``f32[8, 16] in S(0)``.
         nbytes: of them, whole.
         axis: of the mesh.
@@ -82,7 +84,7 @@ class _Gathers:
         self._step, self._graph, self._metas = step, step.graph, step.graph.values
         self._made = [next(iter(have), R) for have in step.local.values]
         told = _cut_by_user(step) - _stored(step)
-        self._whole, self._pinned = told.intersection(whole), _pinned(step, self._made)
+        self._whole, self._pinned = told.intersection(whole), _pinned(step)
         #: value -> the nodes that take it whole
         self._takers: dict[int, list[int]] = defaultdict(list)
         for number, node in enumerate(self._graph.nodes):
@@ -115,10 +117,10 @@ class _Gathers:
     def _asks(self, number: int) -> bool:
         """Whether the user has asked that a node gets its operands whole."""
         node, strategy = self._graph.nodes[number], self._step.strategies[number]
-        if node.op in MARKS:
+        if node.op in MARKS or any(value in self._pinned for value in node.writes):
             return True
         return any(
-            value in self._pinned and placement == self._made[value]
+            value in self._pinned and isinstance(placement, Cut) and placement == self._made[value]
             for value, placement in zip(node.refs(), strategy.inputs, strict=True)
         )
 
@@ -128,7 +130,8 @@ class _Gathers:
         nbytes = sum(meta.nbytes for value in values if (meta := self._metas[value]) is not None)
         why, instead = self._reason(node, values)
         line = self._graph.line(number)
-        return Gather(title(node.op), shown, nbytes, self._step.name, line, why, instead)
+        op = "a write through a view" if node.op == WRITE_BACK else title(node.op)
+        return Gather(op, shown, nbytes, self._step.name, line, why, instead)
 
     def _reason(self, node: Node, values: Collection[int]) -> tuple[str, str]:
         """Why a node took these whole, and what would avoid it."""
@@ -188,15 +191,15 @@ def _stored(step: AxisStep) -> set[int]:
     return stored
 
 
-def _pinned(step: AxisStep, placements: Sequence[Placement]) -> set[int]:
-    """The values that are pinned in blocks, and views of such that are in blocks."""
-    at = step.axis.at
+def _pinned(step: AxisStep) -> set[int]:
+    """The values that are pinned along the axis, and views of such."""
+    at, stored = step.axis.at, step.axis.stored(step.graph)
     pinned = {
         value
-        for value, sharding in step.axis.stored(step.graph).items()
-        if sharding.pinned and isinstance(sharding.placements[at], Cut)
+        for value, sharding in stored.items()
+        if sharding.pinned and not isinstance(sharding.placements[at], Unspecified)
     }
     for node, results in step.graph.numbered():
         if moves_elements(node) and pinned.issuperset(node.refs()):
-            pinned.update(v for v in results if isinstance(placements[v], Cut))
+            pinned.update(results)
     return pinned

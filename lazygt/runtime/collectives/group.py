@@ -58,11 +58,11 @@ class AxisGroup:
     singles: tuple[PeerSocket | None, ...]
     group: Any = None
 
-    def backend(self, buffer: torch.Tensor, kind: str, each: int) -> Backend:
-        """Who carries ``each`` bytes to each rank; the same on all ranks, or they never meet."""
+    def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
+        """Who carries a payload as ``Communication`` has it; all ranks must choose alike."""
         if buffer.device.type != "cpu":
             return TorchBackend(self.group)
-        return self.sockets if goes_by_sockets(kind, each, self.size) else self.shared
+        return self.sockets if goes_by_sockets(kind, nbytes, self.size) else self.shared
 
     def carries(self, device: torch.device) -> bool:
         """Whether tensors travel from this device; else by way of the host's memory."""

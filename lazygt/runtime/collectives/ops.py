@@ -172,7 +172,7 @@ def _all_gather(
             )
         ]
 
-    work = line.backend(sent, "all_gather", sent.nbytes).all_gather(buffer, sent)
+    work = line.backend(sent, "all_gather", buffer.nbytes).all_gather(buffer, sent)
     return buffer, AsyncCollective(work, sent, unpack)
 
 
@@ -198,9 +198,7 @@ def _reduce_scatter(
             for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
         ]
 
-    work = line.backend(buffer, "reduce_scatter", buffer.nbytes).reduce_scatter(
-        buffer, sent, str(op)
-    )
+    work = line.backend(buffer, "reduce_scatter", sent.nbytes).reduce_scatter(buffer, sent, str(op))
     return buffer, AsyncCollective(work, sent, unpack)
 
 
@@ -228,7 +226,9 @@ def _all_to_all(
     shape[split_dim], shape[concat_dim] = splits[0], block_size(size, line.size, 0)
     largest = torch.Size(shape).numel() * value.itemsize  # all ranks have to choose alike
     out = [piece.numel() for piece in pieces]
-    work = line.backend(buffer, "all_to_all", largest).all_to_all(buffer, sent, counts, out)
+    work = line.backend(buffer, "all_to_all", line.size * largest).all_to_all(
+        buffer, sent, counts, out
+    )
     return buffer, AsyncCollective(work, sent, unpack)
 
 

@@ -177,8 +177,8 @@ def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
     line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
     for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        assert line.backend(here, kind, SOCKET_BYTES // 2) is sockets
-        assert line.backend(here, kind, SOCKET_BYTES // 2 + 1) is shared
+        assert line.backend(here, kind, SOCKET_BYTES // 2 * 3) is sockets
+        assert line.backend(here, kind, SOCKET_BYTES // 2 * 3 + 3) is shared
     assert isinstance(line.backend(torch.empty(1, device="meta"), "all_gather", 4), TorchBackend)
     shared.close()
 
