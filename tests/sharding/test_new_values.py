@@ -51,7 +51,7 @@ def exchanged(session: lazygt.Session, model: nn.Module) -> Counter[tuple[str, i
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     dtype = next(model.parameters()).dtype
     for _ in range(2):
-        x = lazygt.distribute(torch.ones(8, DIM, dtype=dtype), {"data": S0})
+        x = lazygt.distribute(torch.ones(512, DIM, dtype=dtype), {"data": S0})
         opt.zero_grad()
         model(x).square().mean().backward()
         opt.step()

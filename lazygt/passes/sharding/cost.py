@@ -74,15 +74,15 @@ class Machine:
 
 
 #: One thread of a server CPU: medians of a matmul of 512 rows, an addition of 16 MiB and one of
-#: four floats. Ranks share memory, or small values go through sockets, see
-#: ``python -m benchmarks.collectives``: between two ranks on free cores 32 KiB takes 11 us, 1 MiB
-#: 60 to 130 us, 16 MiB 2.1 to 3.0 ms.
+#: four floats. Ranks share memory, or what is small goes through sockets: between two ranks on free
+#: cores 32 KiB takes 11 us, 1 MiB 60 to 130 us (``python -m benchmarks.collectives``), with 15 us
+#: and two more copies to pack and unpack it.
 CPU = Machine(
     flops=2e11,
     memory_bandwidth=9e9,
     launch=2.4e-6,
-    link=Link(latency=6e-5, each=1e-5, bandwidth=4e9),
-    sockets=Link(latency=8e-6, each=6e-6, bandwidth=8e9),
+    link=Link(latency=8e-5, each=1e-5, bandwidth=2e9),
+    sockets=Link(latency=2.5e-5, each=6e-6, bandwidth=2e9),
 )
 #: One H100 SXM and NCCL over NVLink, from published figures: bf16 matmuls at 60 % of the peak,
 #: 80 % of the bandwidths, one small collective and one kernel launch.

@@ -10,6 +10,7 @@ from lazygt.graph.placement import Placement, Replicate
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import (
     GPU,
+    Link,
     Machine,
     reshard_kind,
     reshard_seconds,
@@ -23,7 +24,7 @@ R = Replicate()
 Annotations = Mapping[int, Annotation]
 
 #: A byte sent takes as long as a byte read, a collective nothing besides.
-PLAIN = Machine(flops=1e3, memory_bandwidth=1.0, link_bandwidth=1.0, link_latency=0.0, launch=0.0)
+PLAIN = Machine(flops=1e3, memory_bandwidth=1.0, launch=0.0, link=Link(0.0, 0.0, 1.0))
 
 
 def question_of(

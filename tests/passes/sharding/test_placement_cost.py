@@ -15,12 +15,15 @@ from lazygt.graph.cost import Cost
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard, StridedShard
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import (
+    Link,
     Machine,
     collective_seconds,
+    goes_by_sockets,
     reshard_kind,
     reshard_seconds,
     ring_bytes,
     seconds,
+    socket_bytes,
     strategy_seconds,
     work_share,
 )
@@ -79,9 +82,24 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
     assert ring_bytes("all_reduce", 100, 1) == 0
     assert ring_bytes("all_reduce", 100, 2) == 100
     assert ring_bytes("all_gather", 100, 4) == 75
-    late = replace(PLAIN, link_latency=5.0)
+    late = replace(PLAIN, link=Link(5.0, 0.0, 1.0))
     assert collective_seconds(late, "all_gather", 100, 4) == 80
     assert collective_seconds(late, "all_gather", 100, 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_carries_a_collective_sets_its_price(kind: str, ranks: int) -> None:
+    machine = replace(PLAIN, link=Link(100.0, 10.0, 1.0), sockets=Link(5.0, 1.0, 2.0))
+    for nbytes in (4, 16 << 10, 64 << 10, 256 << 10, 4 << 20):
+        took = collective_seconds(machine, kind, nbytes, ranks)
+        if goes_by_sockets(kind, nbytes, ranks):
+            expected = 5 + (ranks - 2) + socket_bytes(kind, nbytes, ranks) / 2
+        else:
+            expected = 100 + 10 * (ranks - 2) + ring_bytes(kind, nbytes, ranks)
+        assert took == pytest.approx(expected)
+    assert goes_by_sockets(kind, 4, ranks)
+    assert not goes_by_sockets(kind, 16 << 20, ranks)
 
 
 def test_the_busiest_rank_sets_the_time() -> None:
@@ -175,8 +193,9 @@ def test_equals_the_best_of_all_choices_of_rows(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw)
         annotations = {0: draw.choice(inputs), 1: draw.choice(inputs)}
-        machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2),
-                          link_latency=draw.choice([0.0, 30.0]))  # fmt: skip
+        machine = replace(
+            PLAIN, link=Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
+        )
         question = question_of(graph, annotations, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, annotations)
@@ -190,7 +209,7 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
     for seed in range(100, 130):
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
-        machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2))
+        machine = replace(PLAIN, link=Link(0.0, 0.0, 10.0 ** draw.randint(-2, 2)))
         question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
         metas = graph.values
         found = StrategyCatalogue(

@@ -13,7 +13,7 @@ import pytest
 from lazygt.graph import Graph
 from lazygt.graph.placement import Placement, Replicate, Shard
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import Machine, reshard_seconds, seconds
+from lazygt.passes.sharding.cost import Link, Machine, reshard_seconds, seconds
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategySet
 from tests.passes.sharding.placements import PLAIN, question_of
@@ -100,8 +100,9 @@ def test_pins_and_wishes_get_the_best_of_all_choices(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
         notes = annotations_at_random(draw, graph)
-        machine = replace(PLAIN, link_bandwidth=10.0 ** draw.randint(-2, 2),
-                          link_latency=draw.choice([0.0, 30.0]))  # fmt: skip
+        machine = replace(
+            PLAIN, link=Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
+        )
         question = question_of(graph, notes, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, notes)
