@@ -149,8 +149,11 @@ class Config:
     ship_code: bool = _setting(
         True, "workers may be sent pickled code of ops and functions that they can't import", _flag
     )
-    bucket_cap_mb: float = _setting(
-        25.0, "MiB of values that travel in one collective; 0: each alone", float
+    bucket_cap_mb: float | None = _setting(
+        None,
+        "MiB of values that travel in one collective; 0: each alone; None: 25, and on CPUs values "
+        "of 512 KiB and more alone",
+        float,
     )
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
@@ -197,7 +200,7 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"lazygt.session({name}={value!r}): expected an integer >= 1")
-        if not self.bucket_cap_mb >= 0:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb >= 0:
             raise ValueError(
                 f"lazygt.session(bucket_cap_mb={self.bucket_cap_mb!r}): expected at least 0"
             )

@@ -275,6 +275,7 @@ class Planner:
         from lazygt.passes.sharding.programs import programs
 
         config, ranks = self._config, self._mesh.ranks
+        asked = config.bucket_cap_mb
         backward = _backward(steps)
         made = programs(
             recorded,
@@ -285,7 +286,7 @@ class Planner:
             stages,
             decided,
             self._mesh if config.invariant else None,
-            bucket_bytes=int(config.bucket_cap_mb * (1 << 20)),
+            bucket_bytes=None if asked is None else int(asked * (1 << 20)),
             backward=backward,
         )
         self._gathered(gathers(decided))

@@ -27,7 +27,7 @@ from lazygt.graph.alias import COPY, DONE, WRITE_BACK, analyse, draws, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
 from lazygt.graph.ops import viewed_argument
-from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
+from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, POINT_TO_POINT, WAIT
 
 #: What ranks do together, and the end of it.
 _COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
@@ -268,9 +268,10 @@ def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
 def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
     """The bytes alive while each node runs.
 
-    Values that share memory (views, and versions written in place) count once, for as long as
-    one of them lives. What a node needs only while it runs (workspaces, the values between the
-    members of a fused node) is not counted.
+    Values that share memory (views, versions written in place, what lies in the buffer that it came
+    in) count once, for as long as one of them lives. So does a pack of values that is being sent.
+    What a node needs only while it runs (workspaces, the values between the members of a fused
+    node) is not counted.
 
     Args:
         frees: for each node the values that are dropped after it, inputs among them; an input
@@ -281,11 +282,17 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
     alive = Counter(homes[: len(graph.inputs)])
     now = sum(sizes[home] for home in alive)
     history = []
-    for (_, results), dropped in zip(graph.numbered(), frees, strict=True):
+    sent: dict[int, int] = {}
+    for (node, results), dropped in zip(graph.numbered(), frees, strict=True):
         for home in homes[results.start : results.stop]:
             now += 0 if alive[home] else sizes[home]
             alive[home] += 1
+        if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] != "all_reduce":
+            sent[results[0]] = sum(sizes[value.index] for value in node.args[1])
+            now += sent[results[0]]
         history.append(now)
+        if node.op == WAIT:
+            now -= sent.pop(node.args[0].index, 0)
         for value in dropped:
             alive[homes[value]] -= 1
             now -= 0 if alive[homes[value]] else sizes[homes[value]]
@@ -300,10 +307,17 @@ def _extent(meta: TensorMeta | None) -> int:
 def _homes(graph: Graph) -> list[int]:
     """For each value the first one in whose memory it lives."""
     homes = list(range(len(graph.values)))
+    launches = {
+        results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
+    }
     for (node, results), modes in zip(graph.numbered(), analyse(graph).modes, strict=True):
         fresh, versions = results[: len(node.fresh)], results[len(node.fresh) :]
         if node.op == WRITE_BACK and modes != (COPY,):
             homes[fresh[0]] = homes[node.args[0].index]
+        elif node.op == WAIT and fresh:
+            launch = launches.get(node.args[0].index)
+            for position in _stays(launch, node.args[2]) if launch else ():
+                homes[fresh[position]] = node.args[0].index
         elif node.body is None and family(node) == "view":
             facts = op_facts(node)
             source = node.args[viewed_argument(facts) if facts and facts.views else 0]
@@ -313,3 +327,14 @@ def _homes(graph: Graph) -> list[int]:
             if mode != COPY:
                 homes[version] = homes[target]
     return homes
+
+
+def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
+    """Which of the values of a launch are used where they lie in its buffer, once it has come."""
+    kind, values, moves, _, _ = launch.args
+    copied = kind == "all_to_all" or (kind == "all_gather" and len(values) > 1)
+    return [
+        place
+        for place in range(len(values))
+        if place not in kept and not copied and (kind == "all_reduce" or moves[place][0] == 0)
+    ]

@@ -26,14 +26,14 @@ class FSDPUnit(NamedTuple):
     Attributes:
         name: of the module that the parameters belong to.
         axis: of the mesh.
-        cap_bytes: so much is gathered, or reduced, at once.
+        cap_bytes: so much is gathered, or reduced, at once; None: as everywhere in the session.
         reshard_after_forward: the backward gathers again what the forward has used.
-        limit_all_gathers: at most two gathers are under way at a time.
+        limit_all_gathers: at most two gathers are under way at a time, and one reduction.
     """
 
     name: str
     axis: str
-    cap_bytes: int
+    cap_bytes: int | None
     reshard_after_forward: bool = True
     limit_all_gathers: bool = True
 

@@ -30,7 +30,7 @@ def fully_shard(
     module: nn.Module,
     mesh_dim: str = "data",
     wrap: Wrap = "auto",
-    bucket_cap_mb: float = 25,
+    bucket_cap_mb: float | None = None,
     reshard_after_forward: bool = True,
     limit_all_gathers: bool = True,
 ) -> nn.Module:
@@ -48,10 +48,12 @@ def fully_shard(
             of each direct child; ``block``: of each repeated block; ``block2``: of two blocks; or
             a function of a module's name and the module that says whether it is a unit's root.
             What lies in no unit is one of its own.
-        bucket_cap_mb: MiB that are gathered, or reduced, at once.
+        bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
+            one 25, with what takes longer to pack than to launch (on CPUs 512 KiB) alone.
         reshard_after_forward: gather again for the backward, so that whole weights are not kept
             until then.
-        limit_all_gathers: at most two gathers are under way at a time.
+        limit_all_gathers: at most two gathers are under way at a time, and one reduction: what
+            was not reduced yet is freed as the backward goes.
 
     Returns:
         The module.
@@ -66,7 +68,7 @@ def fully_shard(
             f"fully_shard() takes a module, not a {type(module).__name__}; "
             f"lazygt.distribute(t, placements) stores a tensor in blocks"
         )
-    if not bucket_cap_mb >= 0:
+    if bucket_cap_mb is not None and not bucket_cap_mb >= 0:
         raise ValueError(f"fully_shard(bucket_cap_mb={bucket_cap_mb!r}): expected at least 0")
     mesh = current().mesh
     parts = mesh.size(mesh_dim)
@@ -74,7 +76,7 @@ def fully_shard(
     named = [(name, own_parameter(name, p)) for name, p in module.named_parameters()]
     names = fsdp_units(module, wrap)
     call = f"{type(module).__name__}#{next(_calls)}"
-    cap = round(bucket_cap_mb * (1 << 20))
+    cap = None if bucket_cap_mb is None else round(bucket_cap_mb * (1 << 20))
     for name, t in named:
         before = stored_now(t)
         if before.unit is not None:

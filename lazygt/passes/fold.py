@@ -7,6 +7,7 @@ the program (``ones_like`` at the start of a backward pass).
 
 - a view that shows just what an earlier view in its chain showed: ``t(t(x))``, ``view(view(x))``
 - a view of a view of contiguous memory: one view
+- what is written through a view of all of a value, as gradients are added up through ``t(t(x))``
 - ``x + 0``, ``x - 0``, ``x * 1``, ``x / 1``, ``-(-x)``, with a literal or a tensor of one number
 - a cast there and back, and a cast through a dtype that loses nothing; a copy nobody writes
 - arithmetic on constants: a constant
@@ -22,9 +23,9 @@ from typing import Any
 
 import torch
 
-from lazygt.graph.alias import op_facts
+from lazygt.graph.alias import WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, ref
+from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, params_in, ref
 from lazygt.graph.ops import overload
 from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
 from lazygt.passes.questions import ask, row_major
@@ -101,6 +102,8 @@ class _Fold:
         node = row.node
         if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
             return None
+        if node.op == WRITE_BACK:
+            return self._write_back(node)
         result = row.results[0]
         if result in self.written:
             return None
@@ -140,6 +143,13 @@ class _Fold:
         if source is not None:
             root = self.same.get(source, source)
             self.roots.update(dict.fromkeys(row.results, self.roots.get(root, root)))
+
+    def _write_back(self, node: Node) -> Folded:
+        """A view that shows all of its base, as it lies there, is the base's new version."""
+        base, value = self.value(node.args[0]), self.value(node.args[1])
+        assert base is not None
+        alike = value is not None and self.metas[base] == self.metas[value]
+        return value if alike and not params_in(node.args) else None
 
     # -- views ---------------------------------------------------------------------------
 

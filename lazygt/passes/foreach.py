@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.exact import exact
 from lazygt.graph.foreach_forms import EACH, MERGE, SPLIT, ForeachForm
 from lazygt.graph.lanes import part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Param, Ref
-from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled
+from lazygt.graph.placement import COLLECTIVE_OPS
+from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled, view_source
 from lazygt.passes.questions import ask, fits
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
@@ -119,11 +121,45 @@ def _merged(graph: Graph) -> Graph:
     for number, (kind, level) in enumerate(zip(kinds, _levels(kinds, before), strict=True)):
         if kind is not None:
             runs.setdefault((kind, level), []).append(number)
-    groups = [members for members in runs.values() if len(members) >= _FEWEST]
+    runs = {kind: members for kind, members in runs.items() if len(members) >= _FEWEST}
+    waited = _waited_for(graph, kinds, before) if runs else []
+    groups = [group for members in runs.values() for group in _in_time(members, waited)]
     if not groups:
         return graph
     rows = placed(graph)
     return rebuild(graph, [_wide(rows, unit, kinds) for unit in scheduled(before, groups)])
+
+
+def _waited_for(graph: Graph, kinds: list[Any], before: Sequence[set[int]]) -> list[int]:
+    """For each node the first that waits for it, those aside that may run later themselves: views,
+    and what makes no more than what may become part of a horizontal op."""
+    small = {node.results[0] for node, kind in zip(graph.nodes, kinds, strict=True) if kind}
+    waited = [len(graph.nodes)] * len(graph.nodes)
+    for number, node in reversed(list(enumerate(graph.nodes))):
+        later = node.op == WRITE_BACK or view_source(node) is not None
+        if not later and node.results and not node.dynamic and node.op not in COLLECTIVE_OPS:
+            later = small.issuperset(node.results)
+        first = waited[number] if later else number
+        for other in before[number]:
+            waited[other] = min(waited[other], first)
+    return waited
+
+
+def _in_time(members: list[int], waited: Sequence[int]) -> list[list[int]]:
+    """The members in groups, none of which keeps somebody waiting.
+
+    A group stands where its last member stood. A backward that waited there for the next
+    microbatch's loss would keep the activations of both.
+    """
+    groups: list[list[int]] = []
+    until = -1
+    for number in members:
+        if number >= until:
+            groups.append([])
+            until = len(waited)
+        groups[-1].append(number)
+        until = min(until, waited[number])
+    return [group for group in groups if len(group) >= _FEWEST]
 
 
 def _has_run(kinds: list[Any]) -> bool:

@@ -6,8 +6,9 @@ Bit for bit as long as the members are run one by one. A group that the compiler
 its temporaries in registers, and rounds as the compiler does.
 
 A group grows along its dependences, from the first node to the last. It is closed when a node
-that can't be a member needs it, and stands where its last member stood. Not fused is what would
-gain nothing: see ``worth``.
+that can't be a member needs it, and stands where its last member stood. So it does not grow over
+other work where that would keep large operands alive, as gradients of several microbatches are
+that are added up. Not fused is what would gain nothing: see ``worth``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lazygt.graph.alias import Aliases
+from lazygt.graph.alias import Aliases, last_uses
 from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.lanes import LANES, lane_count, lanes_of, part
 from lazygt.graph.meta import TensorMeta
@@ -32,8 +33,10 @@ from lazygt.passes.base import (
     placed,
     rebuild,
     scheduled,
+    view_source,
 )
-from lazygt.passes.questions import ask, row_major
+from lazygt.passes.foreach import SMALL
+from lazygt.passes.questions import ask, fits, row_major
 
 #: Members of a group at most: compile time grows with them.
 MOST_MEMBERS = 256
@@ -240,9 +243,12 @@ class _Groups:
         self.graph, self.metas, self.order = graph, metas, order
         self.moving = moving_views(graph)
         self.results = [results for _, results in graph.numbered()]
+        self.uses = last_uses(graph)
         #: node -> the open group that it is in
         self.open: dict[int, _Group] = {}
         self.all: list[_Group] = []
+        #: the last node that computes and can't be a member
+        self.work = -1
 
     def found(self) -> list[_Group]:
         """The groups, with their members in order."""
@@ -254,6 +260,8 @@ class _Groups:
             else:
                 for group in needed:
                     self._close(group, f"{node.op} needs it")
+                if view_source(node) is None:
+                    self.work = number
         groups = [group for group in self.all if group.members]
         for group in groups:
             group.members.sort()
@@ -299,7 +307,7 @@ class _Groups:
         """Put a node into the groups that it needs, which become one; or into a new one."""
         home: _Group | None = None
         for group in needed:
-            clash = self._clash(home, group, alone)
+            clash = self._clash(home, group, alone) or self._hoards(group)
             if clash:
                 self._close(group, clash)
             elif home is None:
@@ -332,6 +340,34 @@ class _Groups:
         if group.clashes(alone) or (home is not None and home.clashes(group)):
             return "an op writes memory that another sees in another shape"
         return ""
+
+    def _hoards(self, group: _Group) -> str:
+        """Why a group may not wait until here for its next member; empty: it may."""
+        if group.space is None or max(group.members) > self.work:
+            return ""
+        nodes = [self.graph.nodes[number] for number in group.members]
+        written = {self.order.memory[target] for node in nodes for target in node.writes}
+        taken = {value for node in nodes for value in node.refs() if self._is_last(value, group)}
+        results = {
+            value
+            for node, number in zip(nodes, group.members, strict=True)
+            for value in self.results[number][: len(node.fresh)]
+            if self.uses[value] > number and self.uses[value] not in group.members
+        }
+        inner = {value for number in group.members for value in self.results[number]}
+        dying = [v for v in taken - inner if self.order.memory[v] not in written]
+        large = [self._is_large(value, group.space) for value in dying]
+        if sum(large) > sum(self.metas[value] == group.space for value in results):
+            return "its operands would be kept until the next op that takes its result"
+        return ""
+
+    def _is_last(self, value: int, group: _Group) -> bool:
+        """Whether nobody reads a value after a group."""
+        return self.uses[value] in group.members
+
+    def _is_large(self, value: int, space: TensorMeta) -> bool:
+        """Whether a value fills a group's space, and that is no small one."""
+        return self.metas[value] == space and not ask(fits, space, given=(SMALL,))
 
     def _close(self, group: _Group, why: str) -> None:
         group.closed = why

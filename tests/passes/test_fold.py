@@ -30,6 +30,31 @@ def test_a_transpose_there_and_back() -> None:
     )
 
 
+def test_a_write_through_a_view_of_all() -> None:
+    # %0 ──exp──> %1 ──t, t──> %3 ──add_──> %4 ──write_back──> %4 itself
+    check_numbers(
+        FOLD,
+        """
+        %0: f32[2, 3] = input
+        %1: f32[2, 3] = aten.exp.default(%0)
+        %2: f32[3, 2]@(1, 3) = aten.t.default(%1)
+        %3: f32[2, 3] = aten.t.default(%2)
+        %4: f32[2, 3] = aten.add_.Tensor(%3, %0) writes %3
+        %5: f32[2, 3] = lazygt.write_back(%1, %4, [['aten.t.default', 0, [None], [], 0], \
+['aten.t.default', 0, [None], [], 0]])
+        return %5
+        """,
+        """
+        %0: f32[2, 3] = input
+        %1: f32[2, 3] = aten.exp.default(%0)
+        %2: f32[3, 2]@(1, 3) = aten.t.default(%1)
+        %3: f32[2, 3] = aten.t.default(%2)
+        %4: f32[2, 3] = aten.add_.Tensor(%3, %0) writes %3
+        return %4
+        """,
+    )
+
+
 def test_a_longer_way_round_of_views() -> None:
     # %0 ──view──> %1 ──unsqueeze──> %2 ──squeeze──> %3 = %1 ──view──> %4 = %0
     check_numbers(

@@ -253,3 +253,14 @@ def test_operands_of_different_dtypes_do_not_meet() -> None:
     rows = rows_of("aten.mul.Tensor(%n, %0)", first=5)
     mixed = rows.replace("%2, %0", "%2, %4").replace("%3, %0", "%3, %4")
     keeps(FOREACH, f"{FOUR}\n%4: i64[3] = input\n{mixed}\n{returning(5, 6, 7, 8)}")
+
+
+def test_a_group_keeps_nothing_large_waiting() -> None:
+    # the first of the four is what %5 is made with, which would wait for the last
+    large = [
+        "%4: f32[3] = aten.cos.default(%0)",
+        "%5: f32[9000, 3]@(0, 1) = aten.expand.default(%4, [9000, 3])",
+        "%6: f32[9000, 3] = aten.exp.default(%5)",
+    ]
+    others = [f"%{7 + n}: f32[3] = aten.cos.default(%{1 + n})" for n in range(3)]
+    keeps(FOREACH, "\n".join([FOUR, *large, *others, returning(6, 7, 8, 9)]))

@@ -6,7 +6,16 @@ import pytest
 
 from lazygt.graph import Graph
 from lazygt.graph.node import FUSED
-from lazygt.passes.fuse import BYTE, CALL, LAUNCH, MOST_MEMBERS, Fuse, Surroundings, worth
+from lazygt.passes.fuse import (
+    BYTE,
+    CALL,
+    LAUNCH,
+    MOST_MEMBERS,
+    Fuse,
+    Surroundings,
+    candidates,
+    worth,
+)
 from tests.passes.tools import graph_of, keeps, same_numbers
 
 FUSE = Fuse()
@@ -24,6 +33,12 @@ def fused(text: str) -> list[list[str]]:
     made = FUSE.run(graph)
     same_numbers(graph, made)
     return members(made)
+
+
+def candidates_of(text: str) -> list[list[str]]:
+    """The short names of the ops in each group that might be fused."""
+    graph = graph_of(text)
+    return [[graph.nodes[n].op.split(".")[1] for n in each.members] for each in candidates(graph)]
 
 
 def chain(length: int, meta: str) -> str:
@@ -220,3 +235,20 @@ def test_fused_nodes_are_not_fused_again() -> None:
     made = FUSE.run(graph)
     assert [node.op for node in made.nodes] == [FUSED]
     assert FUSE.run(made) is made
+
+
+def test_gradients_are_added_up_as_they_come() -> None:
+    # fused, the second of three products would be kept until the third
+    text = """
+        %0: f32[90, 90] = input
+        %1: f32[90, 90] = aten.mm.default(%0, %0)
+        %2: f32[90, 90] = aten.mm.default(%1, %0)
+        %3: f32[90, 90] = aten.add.Tensor(%1, %2)
+        %4: f32[90, 90] = aten.mm.default(%0, %0)
+        %5: f32[90, 90] = aten.add.Tensor(%3, %4)
+        return %5
+        """
+    keeps(FUSE, text)
+    # small ones may be kept
+    assert candidates_of(text) == [["add"], ["add"]]
+    assert candidates_of(text.replace("90", "4")) == [["add", "add"]]

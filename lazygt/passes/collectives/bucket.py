@@ -24,6 +24,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.placement import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
 from lazygt.passes.base import dependencies, placed, rebuild, view_source
+from lazygt.passes.collectives.units import reduced_units
 
 # -- the collectives of one program: what each needs, when it could begin, who waits for it --------
 
@@ -212,7 +213,7 @@ CAP = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """When a bucket is closed.
+    """When a bucket is closed. A unit that has a cap of its own packs what is smaller than that.
 
     Attributes:
         bucket: bytes of a bucket.
@@ -225,6 +226,14 @@ class Caps:
     alone: int = CAP
     units: Mapping[int, FSDPUnit] = field(default_factory=dict)
 
+    def bucket_of(self, unit: FSDPUnit | None) -> int:
+        """Bytes of a bucket of a unit's values."""
+        return self.bucket if unit is None or unit.cap_bytes is None else unit.cap_bytes
+
+    def alone_of(self, unit: FSDPUnit | None) -> int:
+        """Bytes from which a value of a unit is not packed with others."""
+        return self.alone if unit is None or unit.cap_bytes is None else unit.cap_bytes
+
 
 @dataclass(slots=True)
 class Bucket:
@@ -232,7 +241,7 @@ class Bucket:
 
     Attributes:
         nbytes: together, on the rank with the most.
-        unit: the wrap unit of gathered parameters.
+        unit: the wrap unit of gathered parameters, or of the first gradient that is reduced.
         stored: the inputs that it gathers; empty for everything else.
     """
 
@@ -240,6 +249,11 @@ class Bucket:
     nbytes: int = 0
     unit: FSDPUnit | None = None
     stored: set[int] = field(default_factory=set)
+
+    @property
+    def limited(self) -> bool:
+        """Whether it waits for others of its kind that are under way."""
+        return self.unit is None or self.unit.limit_all_gathers
 
 
 def agree(analyses: Sequence[CollectiveAnalysis]) -> bool:
@@ -277,6 +291,7 @@ class _Buckets:
             for same in zip(*(one.collectives for one in analyses), strict=True)
         ]
         self.wanted = [m.ready if m.stored is None else m.used for m in self.collectives]
+        self.reduced = reduced_units(analyses[0].graph, caps.units)
         self.home: dict[int, Bucket] = {}
         self.open: dict[object, Bucket] = {}
         self.all: list[Bucket] = []
@@ -295,7 +310,7 @@ class _Buckets:
             return
         self.home[place] = alone
         self.all.append(alone)
-        if not moves_alone(collective) and alone.nbytes < self.caps.alone:
+        if not moves_alone(collective) and alone.nbytes < self.caps.alone_of(alone.unit):
             self.open[key] = alone
 
     def ordered(self) -> list[Bucket]:
@@ -309,17 +324,17 @@ class _Buckets:
     def _alone(self, place: int) -> Bucket:
         bucket = _alone(place, self.collectives[place])
         bucket.nbytes = max(one.collectives[place].nbytes for one in self.analyses)
+        bucket.unit = self.reduced.get(self.collectives[place].node)
         for number in bucket.stored:
             bucket.unit = self.caps.units.get(number)
         return bucket
 
     def _fits(self, bucket: Bucket, alone: Bucket, place: int) -> bool:
-        unit = bucket.unit
-        cap = self.caps.bucket if unit is None else unit.cap_bytes
+        units = bucket.unit, alone.unit
         return (
-            bucket.nbytes + alone.nbytes <= cap
-            and alone.nbytes < self.caps.alone
-            and unit == alone.unit
+            bucket.nbytes + alone.nbytes <= min(map(self.caps.bucket_of, units))
+            and alone.nbytes < min(map(self.caps.alone_of, units))
+            and (bucket.unit == alone.unit or not bucket.stored)
             and bucket.stored.isdisjoint(alone.stored)
             and not self._delays(bucket, place)
             and not self._needs(place, bucket)

@@ -3,7 +3,8 @@
 Every bucket becomes a launch, which waits for nobody, and a wait. A launch stands as early as its
 operands are there, a wait right before the first node that computes with a result; everything else
 keeps its order. A gather of stored parameters is launched when the one before it is waited for, so
-two are under way at most.
+two are under way at most. A reduce-scatter is launched when the one before it has been waited for:
+what was not reduced yet dies as a backward goes, and blocks are left of it.
 
 No rank can wait for ever: all ranks launch the same collectives in the same order and wait only
 for what they have launched, so the first one that is not complete always can be.
@@ -144,8 +145,10 @@ class _Units:
                 self.before[node] = self._mapped(node)
                 self.keys[node] = _Key(node, 2)
         gathers: list[int] = []
+        scatters: dict[str, int] = {}
         for number, bucket in enumerate(order):
             self._bucket(number, bucket, gathers)
+            self._follow(number, bucket, scatters)
 
     def launch(self, number: int) -> int:
         return self.count + 2 * number
@@ -184,6 +187,22 @@ class _Units:
         self.before[self.wait(number)] = {self.launch(number)}
         self.keys[self.launch(number)] = wanted
         self.keys[self.wait(number)] = _Key(needed, 1)
+
+    def _follow(self, number: int, bucket: Bucket, scatters: dict[str, int]) -> None:
+        """A reduce-scatter comes after the end of the one before it on its axis.
+
+        Args:
+            scatters: the last one of each axis so far.
+        """
+        first = self.analysis.collectives[bucket.members[0]]
+        if first.kind != REDUCE_SCATTER:
+            return
+        former = scatters.get(first.axis)
+        scatters[first.axis] = number
+        if former is not None and bucket.limited:
+            launch, wait = self.launch(number), self.wait(former)
+            self.before[launch].add(wait)
+            self.keys[wait] = min(self.keys[wait], self.keys[launch])
 
     def _pull(self, units: set[int], wanted: _Key) -> None:
         """What a parameter goes through before it is gathered is wanted no later."""

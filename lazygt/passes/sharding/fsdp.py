@@ -1,8 +1,9 @@
-"""Stored values are gathered again for the backward, so that nobody keeps them whole till then.
+"""Stored values are gathered again for every pass, so that nobody keeps them whole till then.
 
-Backward ops take whole weights, or views of them, that the forward has used. They get a copy of
-the stored value (a ``lazygt.place``) of their own, and views of that; it is gathered where the
-first of them stands.
+A step is one pass after another: forward, backward, the forward of the next microbatch. What takes
+a stored value, or a view of it, whole in a later pass than the first gets a copy (a
+``lazygt.place``) that all of that pass share, and views of that; it is gathered where the first of
+them stands.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lazygt.graph.mesh import Sharding
-from lazygt.graph.node import Graph, Node
+from lazygt.graph.node import Graph
 from lazygt.passes.base import Placed, placed, rebuild, renumbered
 from lazygt.passes.sharding.annotations import is_elementwise, moves_elements, takes_whole
 from lazygt.passes.sharding.marks import place_node
+from lazygt.passes.sharding.turns import turns
 
 
 def reshard_after_forward(
     graph: Graph, kept: Mapping[int, Sharding], backward: Collection[int]
 ) -> Graph:
-    """The graph in which units with ``reshard_after_forward`` are gathered for each direction.
+    """The graph in which units with ``reshard_after_forward`` are gathered for each pass.
 
     Args:
         kept: how values are stored.
@@ -38,52 +40,54 @@ class _Regather:
     ) -> None:
         self._graph, self._metas, self._backward = graph, graph.values, backward
         self._stored = dict(stored)
-        #: views of stored values that the forward made -> their nodes
+        #: views of stored values -> their nodes
         self._views: dict[int, Placed] = {}
-        self._copies: dict[int, int] = {}
+        #: stored value or view -> what stands for it in the pass that goes on; None: the first one
+        self._here: dict[int, int] | None = None
         self._rows: list[Placed] = []
         self._count = len(self._metas)
 
     def run(self) -> Graph:
-        for row in placed(self._graph):
-            late = self._graph.origin(row.source) in self._backward
-            if late:
-                self._rows.append(row._replace(node=self._late(row)))
-            else:
-                self._early(row)
-                self._rows.append(row)
-        return rebuild(self._graph, self._rows) if self._copies else self._graph
+        last = 0
+        for row, turn in zip(placed(self._graph), turns(self._graph, self._backward), strict=True):
+            if turn != last:
+                last, self._here = turn, {}
+            self._learn(row)
+            self._rows.append(row if self._here is None else self._moved(row, self._here))
+        return rebuild(self._graph, self._rows) if self._here is not None else self._graph
 
-    def _early(self, row: Placed) -> None:
-        """Note which values of the forward are stored or views of stored ones."""
+    def _learn(self, row: Placed) -> None:
+        """Note which values are stored or views of stored ones."""
         node = row.node
         if any(value in self._stored or value in self._views for value in node.refs()):
-            if moves_elements(node) and not is_elementwise(node, self._metas):
-                self._views.update(dict.fromkeys(row.results, row))
-            elif is_elementwise(node, self._metas):
+            if is_elementwise(node, self._metas):
                 homes = {self._stored.get(value) for value in node.refs() if self._is_large(value)}
                 home = homes.pop() if len(homes) == 1 else None
                 if home is not None:
                     self._stored[row.results[0]] = home
+            elif moves_elements(node):
+                self._views.update(dict.fromkeys(row.results, row))
 
     def _is_large(self, value: int) -> bool:
         meta = self._metas[value]
         return meta is None or meta.numel > 1
 
-    def _late(self, row: Placed) -> Node:
-        """A backward node on copies of what it takes whole."""
+    def _moved(self, row: Placed, here: dict[int, int]) -> Placed:
+        """A node on the pass's own copies of what it takes whole."""
         moved = {
-            value: self._copy(value, row.source)
+            value: self._copy(value, row.source, here)
             for value in row.node.refs()
             if value in self._views
             or (value in self._stored and takes_whole(row.node, value, self._metas))
         }
         if not moved:
-            return row.node
-        return renumbered(row.node, {value: value for value in row.node.refs()} | moved)
+            return row
+        here.update({value: value for value in row.results if value in self._views})
+        node = renumbered(row.node, {value: value for value in row.node.refs()} | moved)
+        return row._replace(node=node)
 
-    def _copy(self, value: int, source: int) -> int:
-        if value not in self._copies:
+    def _copy(self, value: int, source: int, here: dict[int, int]) -> int:
+        if value not in here:
             view = self._views.get(value)
             if view is None:
                 meta = self._metas[value]
@@ -91,10 +95,10 @@ class _Regather:
                 node, results = place_node(value, meta, self._stored[value]), [value]
             else:
                 (below,) = view.node.refs()
-                node = renumbered(view.node, {below: self._copy(below, source)})
+                node = renumbered(view.node, {below: self._copy(below, source, here)})
                 results = list(view.results)
             for result in results:
-                self._copies[result] = self._count
+                here[result] = self._count
                 self._count += 1
-            self._rows.append(Placed(node, [self._copies[result] for result in results], source))
-        return self._copies[value]
+            self._rows.append(Placed(node, [here[result] for result in results], source))
+        return here[value]

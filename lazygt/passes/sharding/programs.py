@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
+from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph
 from lazygt.graph.verify import verify
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
@@ -16,6 +16,7 @@ from lazygt.passes.sharding.annotations import stored_shardings
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, same, shard
 from lazygt.passes.sharding.cost import CPU, GPU
 from lazygt.passes.sharding.fsdp import reshard_after_forward
+from lazygt.passes.sharding.gradients import gradients_in_blocks
 from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
@@ -34,7 +35,7 @@ def programs(
     stages: Stages | None = None,
     decided: list[AxisStep] | None = None,
     workers: VirtualMesh | None = None,
-    bucket_bytes: int = CAP,
+    bucket_bytes: int | None = None,
     backward: Collection[int] = (),
 ) -> PartitionedProgram:
     """The graph of every rank, as the passes leave it; ranks that run the same have one object.
@@ -48,7 +49,8 @@ def programs(
         decided: gets how each axis was decided, outermost first.
         workers: who stands for the ranks of ``mesh``, which are virtual ones then; the graphs are
             the workers', with reductions in the order of the ranks. None: each rank is a worker.
-        bucket_bytes: so much travels in one collective; a wrap unit has a limit of its own.
+        bucket_bytes: so much travels in one collective, if that was asked for; a wrap unit may
+            have a limit of its own.
         backward: which recorded ops, by number, are of a backward pass; see ``fsdp``.
 
     Raises:
@@ -60,6 +62,8 @@ def programs(
     machine = GPU if device == "cuda" else CPU
     shardings = [given or whole for given in inputs]
     tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, shardings), backward)
+    cap = CAP if bucket_bytes is None else bucket_bytes
+    tidy = gradients_in_blocks(tidy, mesh, stored_shardings(tidy, mesh, shardings), backward, cap)
     axis = pipeline_axis(tidy, mesh, shardings, workers)
     if axis is None:
         program = shard(tidy, mesh, shardings, machine, decided)
@@ -80,7 +84,7 @@ def programs(
         if stored.unit is not None
         for number in numbers
     }
-    caps = Caps(bucket_bytes, bucket_bytes if device == "cuda" else WORTH_PACKING, units)
+    caps = _caps(bucket_bytes, device, units)
     apart = overlapped(_shared(program.graphs), mesh if workers is None else workers.workers, caps)
     if stages is not None:
         stages.append(("overlap", apart[0]))
@@ -90,6 +94,13 @@ def programs(
             finished[id(graph)] = run_passes(graph, AFTER_SHARDING, check, None if rank else stages)
             verify(finished[id(graph)])
     return replace(program, graphs=tuple([finished[id(graph)] for graph in apart]))
+
+
+def _caps(asked: int | None, device: str, units: Mapping[int, FSDPUnit]) -> Caps:
+    """When a bucket is closed: as was asked for, else as is fastest on the device."""
+    if asked is not None:
+        return Caps(asked, asked, units)
+    return Caps(CAP, CAP if device == "cuda" else WORTH_PACKING, units)
 
 
 def _shared(graphs: Sequence[Graph]) -> list[Graph]:

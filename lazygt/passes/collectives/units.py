@@ -1,0 +1,40 @@
+"""Which wrap unit a reduced gradient belongs to: that of the parameter that it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lazygt.graph.mesh import FSDPUnit
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import REDUCE_SCATTER
+from lazygt.passes.updates import updated_with
+
+
+def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDPUnit]:
+    """The unit of each reduce-scatter of a rank's program, by number of the node.
+
+    One that no parameter of this program is updated with is of the first unit that stores blocks
+    of its shape.
+
+    Args:
+        units: by number of the input.
+    """
+    scatters = {
+        number: results.start
+        for number, (node, results) in enumerate(graph.numbered())
+        if node.op == REDUCE_SCATTER
+    }
+    if not scatters or not units:
+        return {}
+    updates, metas = updated_with(graph, units), graph.values
+    shapes: dict[tuple[int, ...], FSDPUnit] = {}
+    for value, unit in units.items():
+        shapes.setdefault(graph.inputs[value].shape, unit)
+    reduced = {}
+    for number, result in scatters.items():
+        meta = metas[result]
+        unit_of_shape = shapes.get(meta.shape) if meta is not None else None
+        home = updates.get(result, unit_of_shape)
+        if home is not None:
+            reduced[number] = home
+    return reduced

@@ -1,0 +1,57 @@
+"""What is updated with what: for a gradient, the parameter that an optimizer writes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.node import Graph, Node, Ref
+from lazygt.passes.base import dependencies
+
+T = TypeVar("T")
+
+
+def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
+    """For each value what is known of the input that is written with it, or with what it becomes.
+
+    It is followed through ops on what has its shape, as the moments of an optimizer have. A
+    horizontal op writes each tensor of a list with those at its place in other lists.
+
+    Args:
+        known: by number of an input.
+    """
+    homes, metas = dependencies(graph).memory, graph.values
+    known_of: dict[int, T] = {}
+    for node, results in reversed(list(graph.numbered())):
+        for refs, outcome in _lanes(node, results):
+            inputs = [known[homes[v]] for v in refs if v in _targets(node) and homes[v] in known]
+            later = [known_of[value] for value in outcome if value in known_of]
+            home = next(iter([*inputs, *later]), None)
+            if home is None:
+                continue
+            shapes = {meta.shape for value in outcome if (meta := metas[value]) is not None}
+            for value in refs:
+                meta = metas[value]
+                if meta is not None and meta.shape in shapes:
+                    known_of.setdefault(value, home)
+    return known_of
+
+
+def _targets(node: Node) -> tuple[int, ...]:
+    return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
+
+
+def _lanes(node: Node, results: range) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """The operands that belong together, with what is made of them: of a horizontal op those at
+    one place of its lists."""
+    lists = [arg for arg in node.args if type(arg) is tuple and arg and type(arg[0]) is Ref]
+    if not lists:
+        return [(node.refs(), results)]
+    versions = dict(zip(node.writes, results[len(node.fresh) :], strict=True))
+    lanes: list[tuple[Sequence[int], Sequence[int]]] = []
+    for which in range(len(lists[0])):
+        refs = [arg[which].index for arg in lists if which < len(arg)]
+        written = [versions[value] for value in refs if value in versions]
+        lanes.append((refs, written or results[which : which + 1]))
+    return lanes
