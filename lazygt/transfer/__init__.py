@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 def transfer_weights(
     source: nn.Module | Mapping[str, Tensor] | Extractor,
-    sender: Sender,
+    sender: Sender | None,
     *,
     version: int | None = None,
     timeout: float = 60.0,
@@ -99,13 +99,18 @@ def transfer_weights(
 
     Args:
         source: a module, a mapping of tensors, or an extractor made with casts, groups or other
-            names. The workers of a lazygt session, sharded or not, send their own values.
+            names. The workers of a lazygt session, sharded or not, send their own values. So do
+            the ranks of a torchrun trainer whose module is made of DTensors (FSDP2): every rank
+            calls, and one has the sender.
+        sender: None on the other ranks of such a trainer.
         version: greater than the receivers' own; by default the last one plus 1.
         timeout: seconds for the whole transfer.
         progress: draw a bar; None: where standard error is a terminal.
 
     Raises:
-        TypeError: the source is none of these, or has a parameter that can't travel.
+        TypeError: the source is none of these, or has a parameter that can't travel; or there is no
+            sender.
+        ValueError: none of the ranks of a trainer has a sender, or several have.
         TransferError: it failed; receivers keep their version, and it may be tried again at
             once. Its subclasses say who and why: see `lazygt.transfer.errors`.
         ExecutionError, WorkerDied, WorkerFrozen: the session could not compute the values, or
@@ -125,7 +130,7 @@ def transfer_weights(
             f"transfer_weights() of a {type(source).__name__}: expected a module, a mapping of "
             f"tensors, or an extractor"
         )
-    off = None if progress is None else not progress
+    off = (None if progress is None else not progress) if sender is not None else True
     with tqdm(
         desc="transfer", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=off
     ) as bar:
@@ -134,4 +139,11 @@ def transfer_weights(
             bar.total = at.total
             bar.update(at.done - bar.n)
 
+        if isinstance(source, ModuleExtractor) and source.is_in_blocks():
+            # why: torch.distributed, which only a trainer under torchrun has loaded already
+            from lazygt.transfer.ranks import transfer_from_ranks
+
+            return transfer_from_ranks(source, sender, version, timeout, show)
+        if sender is None:
+            raise TypeError("sender=None is for ranks of a trainer that has a model in blocks")
         return sender.send(source, version=version, timeout=timeout, progress=show)

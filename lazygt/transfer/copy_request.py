@@ -137,11 +137,13 @@ class TensorLocation(NamedTuple):
     Attributes:
         key: how its holders call it.
         held: an object that keeps the value alive.
+        blocks: what each rank has of it, where no placements say that.
     """
 
     key: int
     placements: Placements
     held: object
+    blocks: tuple[Bounds | None, ...] | None = None
 
 
 class WeightSource(Protocol):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lazygt.transfer.manifest import DTYPE_NAMES, Manifest, ParamSpec
+
+if TYPE_CHECKING:
+    from lazygt.transfer.copy_request import RemoteModel
 
 
 class Chunk(NamedTuple):
@@ -56,8 +59,8 @@ class ModuleExtractor:
         rename: name -> the name that receivers know it by.
 
     Raises:
-        TypeError: a cast is to no dtype that travels; or a parameter is sparse, sharded or without
-            memory, when it is read.
+        TypeError: a cast is to no dtype that travels; or a parameter is sparse or without memory,
+            or only one rank's block, when it is read.
         ValueError: tied parameters would get different dtypes; when it is read.
     """
 
@@ -108,6 +111,10 @@ class ModuleExtractor:
         first = next(self._named(), None)
         return first is not None and first[1].device.type in kinds
 
+    def is_in_blocks(self) -> bool:
+        """Whether this process is one of the ranks of a trainer that have blocks of the model."""
+        return any(is_block(tensor) for _, tensor in self._named())
+
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self._module, nn.Module):
             yield from self._module.state_dict(keep_vars=True).items()
@@ -122,9 +129,33 @@ class ModuleExtractor:
         return tensor.dtype
 
 
+class HeldElsewhere:
+    """A model that other processes hold.
+
+    Attributes:
+        remote: who they are.
+    """
+
+    def __init__(self, manifest: Manifest, remote: RemoteModel) -> None:
+        self.remote, self._manifest = remote, manifest
+
+    def manifest(self) -> Manifest:
+        """See `Extractor`."""
+        return self._manifest
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Nothing: this process sends none of it."""
+        return iter(())
+
+
+def is_block(tensor: Any) -> bool:
+    """Whether a tensor is this rank's part of a DTensor; asked without loading those."""
+    return hasattr(tensor, "full_tensor")
+
+
 def _identity(tensor: Tensor) -> object:
     """Equal for tensors that are the same memory seen in the same way."""
-    if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel():
+    if tensor.device.type not in {"cpu", "cuda"} or not tensor.numel() or is_block(tensor):
         return id(tensor)
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     seen = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -133,6 +164,11 @@ def _identity(tensor: Tensor) -> object:
 
 def _reachable(tensor: Tensor, spec: ParamSpec) -> Tensor:
     """The tensor in memory that this process can read."""
+    if is_block(tensor):
+        raise TypeError(
+            f"parameter {spec.name!r} lies in blocks on several ranks: every rank has to call "
+            f"lazygt.transfer_weights() with the module or its ModuleExtractor"
+        )
     if tensor.device.type in {"cpu", "cuda"}:
         return tensor.detach()
     # Cast where it lies, so that fewer bytes are fetched.
@@ -147,8 +183,6 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         kind = "sparse or quantized; send a dense copy of it"
     elif tensor.is_meta:
         kind = "on device meta, without values; materialise the module first"
-    elif hasattr(tensor, "full_tensor"):
-        kind = "sharded over several ranks; gather it with full_tensor() first"
     elif tensor.dtype not in DTYPE_NAMES:
         kind = f"of dtype {tensor.dtype}, which does not travel"
     if kind is not None:

@@ -18,6 +18,7 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh, Placements
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.graph.regions import has_any, region
+from lazygt.transfer.errors import TransferError
 from lazygt.transfer.manifest import Manifest, ParamSpec, aligned
 
 T = TypeVar("T")
@@ -41,12 +42,14 @@ class ParamLayout(NamedTuple):
     Attributes:
         param: its position in the manifest.
         itemsize: bytes of an element, as it travels.
+        blocks: what each rank has of it, where no placements say that; None: nothing.
     """
 
     param: int
     shape: tuple[int, ...]
     itemsize: int
     placements: Placements
+    blocks: tuple[Bounds | None, ...] | None = None
 
 
 class Route(NamedTuple):
@@ -216,10 +219,32 @@ def _copies(mesh: Mesh, param: ParamLayout) -> dict[Bounds, list[int]]:
     if any(isinstance(placement, Partial) for placement in param.placements):
         raise ValueError(f"parameter {param.param} is a partial sum on the mesh {mesh}")
     copies: dict[Bounds, list[int]] = {}
-    for rank in range(mesh.world_size):
+    for rank, bounds in enumerate(param.blocks or ()):
+        if bounds is not None:
+            copies.setdefault(bounds, []).append(rank)
+    for rank in range(0 if param.blocks else mesh.world_size):
         if has_any(mesh, param.placements, rank):
             copies.setdefault(block(mesh, param.placements, param.shape, rank), []).append(rank)
     return copies
+
+
+def check_tiles(name: str, shape: Sequence[int], blocks: Sequence[Bounds | None]) -> None:
+    """Raise TransferError unless the blocks of all ranks are all of a tensor, each element once.
+
+    Ranks may have the same block.
+    """
+    different = {b for b in blocks if b is not None and _elements(b)}
+    covered = sum([_elements(b) for b in different])
+    overlap = any(_elements(_intersection(a, b)) for a, b in itertools.combinations(different, 2))
+    if covered != math.prod(shape) or overlap:
+        raise TransferError(
+            f"parameter {name!r} of shape {list(shape)} is laid out on the trainer's ranks in a "
+            f"way that lazygt does not know: each rank is to have one block of it; redistribute it"
+        )
+
+
+def _elements(bounds: Bounds) -> int:
+    return math.prod(shape_of(bounds))
 
 
 def _intersection(one: Bounds, other: Bounds) -> Bounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -67,6 +67,22 @@ class Readings:
             module.load_state_dict(dict(params))
         return number
 
+    def load_weights(
+        self, load: Callable[[Iterator[tuple[str, Tensor]]], object], *, ties: bool = False
+    ) -> int:
+        """Give the current version to an engine as (name, tensor) pairs; returns its number.
+
+        Args:
+            load: what takes such pairs and copies them: ``model.load_weights`` of vLLM and SGLang.
+            ties: a name that is tied to an earlier one comes too; checkpoints leave it out.
+
+        Raises:
+            TransferError: there is no version yet.
+        """
+        with self.reading() as (number, params):
+            load(_pairs(params, ties))
+        return number
+
     def wait_for_version(self, number: int = 1, timeout: float = 60.0) -> int:
         """Wait until a version at least this new is there; returns its number.
 
@@ -98,3 +114,12 @@ class Readings:
         with self._changed:
             self._ended = why
             self._changed.notify_all()
+
+
+def _pairs(params: Mapping[str, Tensor], ties: bool) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, in the order of the manifest."""
+    seen: set[int] = set()
+    for name, tensor in params.items():
+        if ties or id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor

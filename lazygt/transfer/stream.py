@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from lazygt.graph.mesh import Placements
 from lazygt.graph.placement import Replicate
 from lazygt.transfer.copier import LocalSource
 from lazygt.transfer.copy_request import (
@@ -23,6 +22,7 @@ from lazygt.transfer.copy_request import (
     CopyReply,
     CopyRequest,
     RemoteModel,
+    TensorLocation,
     WeightSource,
 )
 from lazygt.transfer.errors import TransferError
@@ -90,7 +90,8 @@ class TransferStream:
         everything = max(manifest.extent for manifest in transfer.layouts.manifests)
         end.expect(min(end.threshold // end.unit * end.unit or everything, everything))
         specs = enumerate(transfer.manifest.params)
-        routes = self._plan(source, {n: (Replicate(),) for n, s in specs if not s.alias_of})
+        here = {n: TensorLocation(n, (Replicate(),), None) for n, s in specs if not s.alias_of}
+        routes = self._plan(source, here)
         batchers = [Batcher(PIECE_BYTES, end.threshold, end.unit) for _ in self._lanes]
         for chunk in extractor.chunks():
             numbers = transfer.take_in(chunk)
@@ -117,7 +118,7 @@ class TransferStream:
             located = source.locate(list(remote.tensors.values()))
             at = dict(zip(remote.tensors, located, strict=True))
             self._keys = {number: location.key for number, location in at.items()}
-            routes = self._plan(source, {n: location.placements for n, location in at.items()})
+            routes = self._plan(source, at)
             travelling = yield from self._travelling(source, routes)
             for rank in range(source.mesh.world_size):
                 lanes = self._by_lane([piece for piece in travelling if piece.rank == rank])
@@ -160,17 +161,23 @@ class TransferStream:
         return lanes
 
     def _plan(
-        self, source: WeightSource, placements: Mapping[int, Placements]
+        self, source: WeightSource, located: Mapping[int, TensorLocation]
     ) -> dict[int, list[Route]]:
         """The routes of each parameter."""
         transfer = self._transfer
         self._waiting = [deque() for _ in range(source.mesh.world_size)]
         specs = transfer.manifest.params
         params = tuple(
-            ParamLayout(number, specs[number].shape, specs[number].torch_dtype.itemsize, placement)
-            for number, placement in placements.items()
+            ParamLayout(
+                number,
+                specs[number].shape,
+                specs[number].torch_dtype.itemsize,
+                location.placements,
+                location.blocks,
+            )
+            for number, location in located.items()
         )
-        routes: dict[int, list[Route]] = {number: [] for number in placements}
+        routes: dict[int, list[Route]] = {number: [] for number in located}
         nbytes = 0
         for planned in route(source.mesh, params, transfer.layouts.blocks):
             routes[planned.param].append(planned)

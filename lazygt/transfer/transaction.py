@@ -13,7 +13,7 @@ from torch import Tensor
 from lazygt.transfer.connection import Deadline
 from lazygt.transfer.copy_request import BY_DEVICE, RemoteModel, source_of
 from lazygt.transfer.errors import TransferError
-from lazygt.transfer.extractor import Chunk, Extractor, ModuleExtractor
+from lazygt.transfer.extractor import Chunk, Extractor, HeldElsewhere, ModuleExtractor
 from lazygt.transfer.layout import Layouts
 from lazygt.transfer.manifest import Manifest, ParamSpec
 from lazygt.transfer.peers import ReceiverLink
@@ -127,6 +127,8 @@ def alone(busy: Lock) -> Iterator[None]:
 
 def remote_model(extractor: Extractor) -> RemoteModel | None:
     """Who can send a model's parameters themselves; None: this process has to."""
+    if isinstance(extractor, HeldElsewhere):
+        return extractor.remote
     if not isinstance(extractor, ModuleExtractor) or not extractor.is_elsewhere(BY_DEVICE):
         return None
     entries = enumerate(extractor.entries())
