@@ -134,6 +134,11 @@ def around(placement: Cut) -> tuple[int, int]:
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
+def whole_groups(placement: StridedShard, parts: int) -> bool:
+    """Whether blocks of the whole dim are so many groups of it each."""
+    return placement.inner == 1 and placement.outer % parts == 0
+
+
 def groups(placement: Cut) -> int:
     """By how much the cut dim is larger than what is in blocks."""
     outer, inner = around(placement)

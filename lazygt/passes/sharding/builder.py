@@ -32,6 +32,7 @@ from lazygt.graph.placement import (
     block_size,
     groups,
     shard_bounds,
+    whole_groups,
 )
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.base import Results
@@ -264,6 +265,12 @@ class Builder:
         filled: Ref = self.op("aten.full.default", tuple(shape), value, dtype=dtype, device=DEVICE)
         return filled
 
+    def zero_like(self, number: Arg) -> bool | int | float | complex:
+        """0 of the kind of a number, written down or given when it runs."""
+        kind = self.params[number.index] if type(number) is Param else type(number).__name__
+        zero: bool | int | float | complex = type(_SAMPLES[kind])(0)
+        return zero
+
     def reshape(self, value: Ref, shape: Sequence[int]) -> Ref:
         """``value`` in another shape: a view where its strides allow one."""
         try:
@@ -328,6 +335,10 @@ class Builder:
         match have, want:
             case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
                 return self._reshard_strided(value, tuple(shape), have, want)
+            case (StridedShard() as cut, (Shard() | StridedShard()) as wanted):
+                return self._exchange_strided(value, tuple(shape), cut, wanted)
+            case (Shard() as cut, StridedShard() as wanted):
+                return self._exchange_strided(value, tuple(shape), cut, wanted)
             case StridedShard(), _:
                 return self.convert(self.convert(value, shape, have, Replicate()), shape,
                                     Replicate(), want)  # fmt: skip
@@ -359,6 +370,33 @@ class Builder:
         size = shape[dim] // groups(placement)
         grouped = (*shape[:dim], outer, size, inner, *shape[dim + 1 :])
         source, target = (Shard(dim + 1) if one == placement else one for one in (have, want))
+        seen = self.reshape(value, self.local(grouped, source))
+        moved = self.convert(seen, grouped, source, target)
+        return self.reshape(moved, self.local(shape, want))
+
+    def _exchange_strided(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
+        """``convert`` between two cuts of which one is interleaved: by way of another dim, or of
+        the whole where there is none."""
+        strided = [cut for cut in (have, want) if isinstance(cut, StridedShard)]
+        if len(strided) == 1 and (have.dim != want.dim or whole_groups(strided[0], self.parts)):
+            return self._exchanged(value, shape, have, want)
+        others = [d for d, size in enumerate(shape) if size > 1 and d not in (have.dim, want.dim)]
+        if not others:
+            whole = self.convert(value, shape, have, Replicate())
+            return self.convert(whole, shape, Replicate(), want)
+        between = Shard(max(others, key=lambda dim: shape[dim]))
+        value = self._exchanged(value, shape, have, between)
+        return self._exchanged(value, shape, between, want)
+
+    def _exchanged(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
+        """``convert`` by one all-to-all, of an interleaved dim seen as three."""
+        placement = have if isinstance(have, StridedShard) else want
+        dim, (outer, inner) = placement.dim, around(placement)
+        grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
+        source, target = (
+            Shard(dim + 1) if one == placement else Shard(one.dim + 2 * (one.dim > dim))
+            for one in (have, want)
+        )
         seen = self.reshape(value, self.local(grouped, source))
         moved = self.convert(seen, grouped, source, target)
         return self.reshape(moved, self.local(shape, want))

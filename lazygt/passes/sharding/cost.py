@@ -5,7 +5,8 @@
     P -> S       reduce-scatter       S -> S'   all-to-all
     R -> S, R -> P    nothing is sent
 
-What is interleaved is gathered and scattered as S is; from there to another cut goes through R.
+What is interleaved is gathered and scattered as S is; to another cut of its dim it is exchanged
+twice, by way of a third.
 
 A collective takes the latency of what carries it, once for each other rank where there is one more
 message, and what a rank sends over its bandwidth. Seconds are rounded to whole picoseconds
@@ -28,9 +29,10 @@ from lazygt.graph.placement import (
     Partial,
     Placement,
     Replicate,
-    Shard,
+    StridedShard,
     block_size,
     groups,
+    whole_groups,
 )
 from lazygt.passes.sharding.cost_tables import Table
 from lazygt.passes.sharding.rules.base import Metas, Strategy
@@ -116,7 +118,7 @@ def reshard_kind(source: Placement, target: Placement) -> str | None:
         return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter"
     if isinstance(target, Replicate):
         return "all_gather"
-    return "all_to_all" if isinstance(source, Shard) and isinstance(target, Shard) else None
+    return "all_to_all"
 
 
 def _is_free(target: Placement) -> bool:
@@ -137,7 +139,18 @@ def reshard_seconds(
         return math.inf
     if not kind:
         return 0.0
-    return collective_seconds(machine, kind, payload(kind, nbytes, parts), parts)
+    took = collective_seconds(machine, kind, payload(kind, nbytes, parts), parts)
+    if kind == "all_to_all" and isinstance(source, Cut) and isinstance(target, Cut):
+        return took * exchanges(source, target, parts)
+    return took
+
+
+def exchanges(source: Cut, target: Cut, parts: int) -> int:
+    """How many all-to-alls lead from the one to the other: two, where it goes by another dim."""
+    strided = [cut for cut in (source, target) if isinstance(cut, StridedShard)]
+    if not strided or (len(strided) == 1 and source.dim != target.dim):
+        return 1
+    return 1 if len(strided) == 1 and whole_groups(strided[0], parts) else 2
 
 
 def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:

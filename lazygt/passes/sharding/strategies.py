@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lazygt.graph.cost import family, graph_costs
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
-from lazygt.graph.placement import Replicate, StridedShard
+from lazygt.graph.placement import Cut, Replicate, StridedShard
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
 from lazygt.passes.sharding.marks import MARKS, PLACE
@@ -34,12 +34,16 @@ class StrategySet:
         costs: the time of each, in ticks.
         shares: the part of the node's arithmetic that a rank does, of each.
         heavy: whether the node is a matmul, a convolution or an attention.
+        works: whether there is anything to do, unlike in a view.
+        only_cuts_results: whether some take whole operands to blocks.
     """
 
     strategies: tuple[Strategy, ...]
     costs: npt.NDArray[np.float64]
     shares: tuple[float, ...]
     heavy: bool
+    works: bool
+    only_cuts_results: bool
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
         """The entry with the strategies that are wanted; itself where no strategy is, or every one
@@ -70,12 +74,13 @@ class StrategyCatalogue:
     Attributes:
         entries: one a kind of node, then those that were asked for later.
         numbers: of each node, which entry is its own.
+        parts: ranks of the axis.
     """
 
     def __init__(
         self, graph: Graph, metas: Metas, strategies_of: StrategiesOf, parts: int, machine: Machine
     ) -> None:
-        self._metas, self._parts, self._machine = metas, parts, machine
+        self._metas, self.parts, self._machine = metas, parts, machine
         kinds: dict[tuple[Any, ...], int] = {}
         self.numbers: list[int] = []
         self._firsts: list[Node] = []
@@ -108,7 +113,7 @@ class StrategyCatalogue:
                 for place, placements in enumerate(reached)
                 for placement in placements
                 for strategy in strided_strategies(
-                    node, self._metas, self._parts, strategies, place, placement
+                    node, self._metas, self.parts, strategies, place, placement
                 )
             }
             index = self._wider[key] = len(self.entries) if more else number
@@ -117,7 +122,7 @@ class StrategyCatalogue:
         return index
 
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
-        node, cost, parts = self._firsts[number], self._costs[number], self._parts
+        node, cost, parts = self._firsts[number], self._costs[number], self.parts
         operands = [self._metas[value] for value in node.refs()]
         seconds = [
             0.0 if node.op in MARKS
@@ -125,8 +130,14 @@ class StrategyCatalogue:
             for strategy in strategies
         ]  # fmt: skip
         shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
+        costs = np.array(list(map(ticks, seconds)))
         return StrategySet(
-            strategies, np.array(list(map(ticks, seconds))), tuple(shares), _is_heavy(node)
+            strategies,
+            costs,
+            tuple(shares),
+            _is_heavy(node),
+            bool(costs.any()),
+            bool(operands) and any(map(_only_cuts_results, strategies)),
         )
 
 
@@ -186,6 +197,11 @@ def replicated(node: Node) -> Strategy:
 
 def _is_cut(strategy: Strategy) -> bool:
     return any(placement != Replicate() for placement in (*strategy.inputs, *strategy.outputs))
+
+
+def _only_cuts_results(strategy: Strategy) -> bool:
+    is_cut = [isinstance(placement, Cut) for placement in strategy.inputs]
+    return not any(is_cut) and any(isinstance(made, Cut) for made in strategy.outputs)
 
 
 def _is_heavy(node: Node) -> bool:

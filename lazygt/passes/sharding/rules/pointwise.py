@@ -8,27 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.fusion import pure_form
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node
+from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Partial, Placement, Replicate
+from lazygt.passes.sharding.builder import bound
 from lazygt.passes.sharding.rules.base import (
     PMAX,
     PMIN,
     Call,
+    Lowering,
     Metas,
     P,
     R,
     Rule,
     S,
     Strategy,
+    Values,
     shardable_dims,
     table,
 )
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
 
 #: Linear in the operands marked P, one letter a tensor operand.
 _LINEAR: dict[str, tuple[str, ...]] = {
@@ -46,11 +53,21 @@ _LINEAR: dict[str, tuple[str, ...]] = {
     "copy_.default": ("PP",),
     "copy.default": ("PP",),
     "where.self": ("RPP",),
+    "masked_fill.Tensor": ("PRP",),
     "addcmul.default": ("PPR", "PRP"),
     "addcdiv.default": ("PPR",),
     "lerp.Scalar": ("PP",),
     "lerp.Tensor": ("PPR",),
     "zero_.default": ("P",),
+}
+#: Linear in the first operand but for a number, which one rank takes as it is and the others as 0.
+_NUMBERS = {
+    "add.Tensor": "other",
+    "add.Scalar": "other",
+    "sub.Tensor": "other",
+    "sub.Scalar": "other",
+    "rsub.Scalar": "other",
+    "masked_fill.Scalar": "value",
 }
 #: Linear in the first operand, the gradient.
 _GRADIENTS = frozenset(
@@ -102,7 +119,36 @@ def _partial_strategies(
         given = (*inputs, output) if written else inputs
         if not node.writes or given[0] == output or written:
             strategies.append(Strategy(given, (output,) * len(node.results)))
-    return strategies
+    return [*strategies, *_with_number(node, pure, operands, result)]
+
+
+def _with_number(
+    node: Node, pure: str, operands: list[TensorMeta], result: TensorMeta
+) -> list[Strategy]:
+    name = _NUMBERS.get(pure.removeprefix("aten."))
+    if name is None or len(node.results) != 1 or len(operands) > 2:
+        return []
+    number = bound(node)[name]
+    marks: list[Replicate | Partial] = [P, *[R] * (len(operands) - 1)]
+    if type(number) is Ref or type(node.args[0]) is not Ref:
+        return []
+    if pure.endswith(".Tensor") and len(operands) != 1:
+        return []
+    if not _can_be_summed(marks, operands, result):
+        return []
+    return [Strategy(tuple(marks), (P,)).by(added_once(name))]
+
+
+def added_once(name: str) -> Lowering:
+    """The same op, with 0 for the number that the argument ``name`` is on all ranks but one."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        number = bound(node)[name]
+        if (type(number) is not Param and number == 0) or build.index == 0:
+            return build.rerun(node, operands)
+        return build.rerun(node, operands, **{name: build.zero_like(number)})
+
+    return lower
 
 
 def _patterns(
@@ -112,8 +158,6 @@ def _patterns(
     patterns = _LINEAR.get(name, ())
     if name.split(".")[0] in _GRADIENTS:
         patterns = ("P" + "R" * (len(operands) - 1),)
-    if name == "masked_fill.Scalar" and _fills_zero(node):
-        patterns = ("PR",)
     found: list[tuple[tuple[Placement, ...], Placement]] = []
     for pattern in patterns:
         marks = [P if letter == "P" else R for letter in pattern]
@@ -124,11 +168,6 @@ def _patterns(
     if name in _PAIRS:
         found.append(((_PAIRS[name],) * 2, _PAIRS[name]))
     return found
-
-
-def _fills_zero(node: Node) -> bool:
-    value = node.args[2] if len(node.args) > 2 else None
-    return type(value) in (int, float) and value == 0
 
 
 def _can_be_summed(

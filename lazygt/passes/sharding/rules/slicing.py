@@ -14,6 +14,7 @@ import torch
 
 from lazygt.graph.node import DEVICE, Node, Param, Ref
 from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -28,6 +29,7 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
+from lazygt.passes.sharding.rules.pointwise import added_once
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
         strategies += partial_by_padding(call, {"tensors": dim}, kept=dim)
+        strategies += packed.side_by_side(call, dim)
     return strategies + [
         call.strategy(placement, tensors=placement) for placement in partials(call)
     ]
@@ -68,23 +71,24 @@ def partials(call: Call, bools: bool = False) -> list[Placement]:
     return list(PARTIALS) if same and (bools or call.result().dtype != torch.bool) else []
 
 
-def _cut(gone: bool) -> Rule:
-    """Of an op that cuts along ``dim`` into results; ``gone``: without that dim.
+def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Into pieces along ``dim``. Several pieces together are as large as the whole, which is
+    exchanged for blocks of each of them."""
+    call = Call(node, metas, parts)
+    dim = call.dim("dim", len(call.shape("self")))
+    strategies = _uncut(call, dim, gone=False)
+    if len(node.results) == 1:
+        return [*strategies, *partial_by_padding(call, {"self": dim})]
+    return [*strategies, *packed.exchanged(call, dim)]
 
-    Several pieces together are as large as the whole, which is gathered for them.
-    """
 
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        dim = call.dim("dim", len(call.shape("self")))
-        strategies = _uncut(call, dim, gone)
-        return (
-            strategies
-            if len(node.results) > 1
-            else [*strategies, *partial_by_padding(call, {"self": dim})]
-        )
-
-    return strategies
+def _unbind(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    call = Call(node, metas, parts)
+    dim = call.dim("dim", len(call.shape("self")))
+    strategies = _uncut(call, dim, gone=True)
+    if len(node.results) > 1:
+        return strategies
+    return [*strategies, *partial_by_padding(call, {"self": dim})]
 
 
 def _uncut(call: Call, dim: int, gone: bool) -> list[Strategy]:
@@ -253,9 +257,12 @@ def _padded(call: Call) -> set[int]:
 
 
 def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    value = Call(node, metas, parts)["value"]
-    zero = type(value) in (int, float) and value == 0
-    return _untouched(_padded, linear=zero)(node, metas, parts)
+    call = Call(node, metas, parts)
+    value = call["value"]
+    if value is None or (type(value) in (int, float) and value == 0):
+        return _untouched(_padded)(node, metas, parts)
+    strategies = _untouched(_padded, linear=False)(node, metas, parts)
+    return [*strategies, call.strategy(P, self=P).by(added_once("value"))]
 
 
 def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -310,15 +317,16 @@ def _shifted(size: int, towards: int) -> Lowering:
     return lower
 
 
+_SPLITS = (
+    "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default "
+    "split_copy.Tensor split_with_sizes_copy.default"
+)
+
 RULES: dict[str, Rule] = {
     **table("cat.default", _cat),
     **table("stack.default", _stack),
-    **table(
-        "split.Tensor split_with_sizes.default unsafe_split.Tensor unsafe_split_with_sizes.default "
-        "split_copy.Tensor split_with_sizes_copy.default",
-        _cut(gone=False),
-    ),
-    **table("unbind.int unbind_copy.int", _cut(gone=True)),
+    **table(_SPLITS, _split),
+    **table("unbind.int unbind_copy.int", _unbind),
     **table("slice.Tensor slice_copy.Tensor", _slice),
     **table("select.int select_copy.int", _select),
     **table("narrow.default", _narrow),

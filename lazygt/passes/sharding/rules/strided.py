@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Shard, StridedShard
-from lazygt.passes.sharding.rules import views
+from lazygt.passes.sharding.rules import packed, views
 from lazygt.passes.sharding.rules.base import Call, LocalLowering, Metas, Strategy
 
 
@@ -32,6 +32,9 @@ def strided_strategies(
     if node.op in views.RESHAPES:
         strategy = views.view_row(Call(node, metas, parts), placement)
         return [] if strategy is None else [strategy]
+    if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, parts) == placement.dim:
+        strategy = packed.taken_apart(Call(node, metas, parts), placement)
+        return [] if strategy is None else [strategy]
     tensors = [metas[number] for number in node.refs()]
     wanted = (strategy for strategy in strategies if strategy.inputs[place] == Shard(placement.dim))
     made = (_instead(strategy, tensors, node.results, placement) for strategy in wanted)
@@ -44,6 +47,8 @@ def _instead(
     """The strategy with every cut dim cut so; None where the strategy needs neighbours, or cuts
     dims of several sizes."""
     if not (strategy.lower is None or isinstance(strategy.lower, LocalLowering)):
+        return None
+    if any(isinstance(made, StridedShard) for made in (*strategy.inputs, *strategy.outputs)):
         return None
     every = list(zip((*strategy.inputs, *strategy.outputs), (*operands, *results), strict=True))
     sizes = {

@@ -1,0 +1,286 @@
+"""Wishes: the blocks in which a value would be of use, though no annotation leads there.
+
+What is wanted in blocks is as well made of blocks, so a wish goes back from a result to operands,
+until a matmul or a random draw. It goes ahead, too: whatever else is made of a value may take the
+blocks that are there. An op that has no use for the blocks that it is given, such as a sort along
+the dim that is cut, wishes for blocks of its other dims: these are exchanged, not gathered.
+
+A wish opens strategies and rules out none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import reduce
+from operator import and_, or_
+from typing import NamedTuple
+
+from lazygt.graph.collectives import ring_bytes
+from lazygt.graph.cost import family
+from lazygt.graph.node import Node
+from lazygt.graph.ops import facts, overload
+from lazygt.graph.placement import Partial
+from lazygt.passes.sharding.annotations import moves_elements
+from lazygt.passes.sharding.marks import PLACE
+from lazygt.passes.sharding.placement_bits import SUMS, Bits, union
+from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.strategies import StrategySet
+
+#: How autograd adds one microbatch's gradient to another's.
+_ADDITIONS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
+
+Masks = tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """A node of a graph.
+
+    Attributes:
+        results: the numbers of its results.
+        kind: which entry of the catalogue is its own.
+        masks: what reached its operands.
+    """
+
+    node: Node
+    results: range
+    kind: int
+    masks: Masks
+
+
+class Reach(NamedTuple):
+    """What annotations lead to, as far as wishes ask.
+
+    Attributes:
+        steps: the nodes in order.
+        values: the mask of each value; partial sums that wishes lead to are added.
+        passed: what a node of a kind passes on of what reached its operands: to each operand, then
+            to each result.
+        whole: values that are gathered for most of their users.
+    """
+
+    steps: Sequence[Step]
+    values: list[int]
+    passed: Callable[[int, Masks], Masks]
+    whole: Collection[int]
+
+
+class Wishes:
+    """What each value is wished to be, besides what it was reached as.
+
+    Args:
+        entries: the strategies of each kind of node.
+        parts: ranks of the axis.
+
+    Attributes:
+        changed: values that may come as partial sums where wishes are granted.
+    """
+
+    def __init__(
+        self, metas: Metas, entries: Sequence[StrategySet], bits: Bits, reach: Reach, parts: int
+    ) -> None:
+        self._metas, self._entries, self._bits, self._parts = metas, entries, bits, parts
+        self._values, self._passed, self._whole = reach.values, reach.passed, reach.whole
+        self._masks: dict[int, int] = {}
+        self._sources: dict[tuple[int, Masks], Masks] = {}
+        self._others: dict[tuple[int, Masks], Masks | None] = {}
+        self.changed: set[int] = set()
+        ends = ends_of(reach.steps)
+        for step in reversed(reach.steps):
+            if step.node.op in _ADDITIONS:
+                for value in step.node.refs():
+                    self._wish(value, _common_sums(step.masks))
+            if not ends[step.kind]:
+                self._look_back(step)
+        for step in reach.steps:
+            if not ends[step.kind]:
+                self._look_ahead(step)
+
+    def of_operands(self, step: Step) -> Masks:
+        """What each operand of a node is wished to be; nothing where nothing."""
+        node = step.node
+        refs = node.refs()
+        if node.op in _ADDITIONS:
+            sums = _common_sums(step.masks)
+            wishes = [self._masks.get(value, 0) & ~SUMS | sums for value in refs]
+        elif self._masks.keys().isdisjoint(refs):
+            return ()
+        else:
+            kept = -1 if _looks_through(node) else ~SUMS
+            wishes = [self._masks.get(value, 0) & kept for value in refs]
+        return tuple(wishes) if any(wishes) else ()
+
+    def of_results(self, results: Sequence[int]) -> Masks:
+        """The blocks of each result that it was reached as, or is wished to be."""
+        reached, wishes = self._values, self._masks
+        return tuple([(reached[value] | wishes.get(value, 0)) & ~SUMS for value in results])
+
+    def _look_back(self, step: Step) -> None:
+        """From results to operands."""
+        node, results, number, _ = step
+        wanted = self.of_results(results)
+        if len(results) == 1 and results[0] in self._masks and _looks_through(node):
+            wanted = (wanted[0] | self._masks[results[0]],)
+        if not any(wanted):
+            return
+        key = number, wanted
+        sources = self._sources.get(key)
+        if sources is None:
+            sources = self._sources[key] = self._makers(number, wanted, len(node.refs()))
+        through = _looks_through(node)
+        for value, wish in zip(node.refs(), sources, strict=True):
+            reached = self._values[value]
+            # what lies in other blocks is best computed there, and its results moved
+            if wish & ~reached and (through or not reached or reached & SUMS):
+                self._wish(value, wish)
+
+    def _makers(self, number: int, wanted: Masks, places: int) -> Masks:
+        """What operands have to be for results to be any of what is wanted."""
+        through = self._bits.any if any(mask & SUMS for mask in wanted) else self._bits.cut
+        makers = [
+            strategy.inputs
+            for strategy in self._entries[number].strategies
+            if not strategy.comm and any(map(and_, map(through, strategy.outputs), wanted))
+        ]
+        return tuple(union(makers, places, through))
+
+    def _look_ahead(self, step: Step) -> None:
+        """From operands to results, and to other blocks of operands."""
+        refs, wishes = step.node.refs(), self._masks
+        asked, wished = step.masks, not wishes.keys().isdisjoint(refs)
+        if wished or not self.changed.isdisjoint(refs):
+            blocks = ~SUMS & ~self._bits.interleaved
+            masks = [self._values[value] | wishes.get(value, 0) & blocks for value in refs]
+            asked = tuple(masks) if wished else asked
+        elif not any(asked):
+            return
+        others = self._detours(step, asked)
+        if asked is step.masks and others is None:
+            return
+        if others is not None:
+            asked = tuple(map(or_, asked, others))
+            for value, wish in zip(refs, others, strict=True):
+                self._wish(value, wish)
+        passed = self._passed(step.kind, asked)
+        for value, mask in zip(step.results, passed[len(refs) :], strict=True):
+            self._wish(value, mask & ~SUMS)
+            if mask & SUMS & ~self._values[value]:
+                self._values[value] |= mask & SUMS
+                self.changed.add(value)
+
+    def _detours(self, step: Step, asked: Masks) -> Masks | None:
+        """Other blocks of the operands of a node that does little with those that there are."""
+        key = step.kind, asked
+        if key not in self._others:
+            strategies, cut = self._entries[step.kind].strategies, self._bits.cut
+            taken = [
+                strategy
+                for strategy in strategies
+                if any(map(and_, map(cut, strategy.inputs), asked))
+            ]
+            others: Masks | None = None
+            if any(mask & ~SUMS for mask in asked) and not any(
+                self._is_cheap(step.node, strategy) for strategy in taken
+            ):
+                makers = [strategy.inputs for strategy in strategies if _keeps_blocks(strategy)]
+                wanted = tuple(union(makers, len(asked), cut))
+                others = wanted if any(wanted) else None
+            self._others[key] = others
+        return self._others[key]
+
+    def _is_cheap(self, node: Node, strategy: Strategy) -> bool:
+        """Whether what a strategy exchanges, or leaves to be reduced, is no more than a block.
+
+        Sums that are larger than the operands, such as the gradient of a table, are what there is
+        to do: they are reduced anyhow.
+        """
+        nbytes = sum([_nbytes(self._metas, value) for value in node.refs()])
+        sent = sum(ring_bytes(one.kind, one.nbytes, self._parts) for one in strategy.comm)
+        for meta, placement in zip(node.results, strategy.outputs, strict=True):
+            if isinstance(placement, Partial) and meta is not None and meta.nbytes <= nbytes:
+                sent += ring_bytes("all_reduce", meta.nbytes, self._parts)
+        return sent * self._parts <= nbytes
+
+    def _wish(self, value: int, wish: int) -> None:
+        """Of sums, and of blocks that were not reached."""
+        wish &= ~self._values[value] | SUMS
+        if wish and value not in self._whole:
+            self._masks[value] = self._masks.get(value, 0) | wish
+
+
+def _common_sums(masks: Masks) -> int:
+    """The partial sums that all operands of an addition may come as."""
+    return reduce(and_, masks, SUMS) if len(masks) > 1 else 0
+
+
+def _keeps_blocks(strategy: Strategy) -> bool:
+    """Whether a strategy takes blocks to blocks, and nobody meets."""
+    partial = any(isinstance(placement, Partial) for placement in strategy.outputs)
+    return not strategy.comm and not partial
+
+
+def _looks_through(node: Node) -> bool:
+    """Whether blocks of a node's result are as good as made when its operand is in blocks."""
+    return node.op == PLACE or moves_elements(node)
+
+
+def ends_of(steps: Sequence[Step]) -> dict[int, bool]:
+    """Whether wishes end at nodes of a kind: at what is given nothing, matmuls and random draws."""
+    ends: dict[int, bool] = {}
+    for step in steps:
+        if step.kind not in ends:
+            node = step.node
+            ends[step.kind] = (
+                not node.refs()
+                or node.dynamic
+                or node.body is not None
+                or family(node) == "matmul"
+                or (not node.op.startswith("lazygt.") and facts(overload(node.op)).random)
+            )
+    return ends
+
+
+class Spared(NamedTuple):
+    """Values that may as well be whole, though blocks led to them.
+
+    Attributes:
+        grown: cut only because smaller values are that they were broadcast of. To have those whole,
+            and all that is made of them, sends less than to gather later.
+        near: made of one value that annotations cut, and of nothing else; gathered there, it serves
+            all its views.
+    """
+
+    grown: set[int]
+    near: set[int]
+
+
+def spared_values(
+    steps: Sequence[Step], metas: Metas, reached: Sequence[int], given: Collection[int]
+) -> Spared:
+    """Which values may be whole.
+
+    Args:
+        reached: the mask of each value.
+        given: the values that annotations cut.
+    """
+    grown: set[int] = set()
+    cut, near = set(given), set(given)
+    ends = ends_of(steps)
+    for node, results, kind, _ in steps:
+        refs = node.refs()
+        if cut.isdisjoint(refs):
+            continue
+        blocks = [value for value in results if reached[value] & ~SUMS]
+        cut.update(blocks)
+        if not blocks or ends[kind]:
+            continue
+        if len(refs) == 1 and refs[0] in near:
+            near.update(blocks)
+        nbytes = max([_nbytes(metas, value) for value in blocks])
+        if all(v not in cut or v in grown or 2 * _nbytes(metas, v) <= nbytes for v in refs):
+            grown.update(results)
+    return Spared(grown, near)
+
+
+def _nbytes(metas: Metas, value: int) -> int:
+    meta = metas[value]
+    return 0 if meta is None else meta.nbytes

@@ -1,0 +1,93 @@
+"""Small programs on several ranks: what their plans exchange, and the numbers they come to.
+
+A program is recorded once, on tensors that lie as it is said; its plan is made for a mesh of any
+size, and run by all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import lazygt
+from lazygt.graph.collectives import communications
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import Placement, Replicate
+from lazygt.passes.sharding.marks import without_places
+from lazygt.passes.sharding.programs import programs
+from tests.sharding.world import run_sharded, run_whole
+
+Tensor = torch.Tensor
+#: ``place(value, placement)``: where a value is wanted; and the program's tensors.
+Body = Callable[..., Any]
+
+
+class Program(NamedTuple):
+    """A recorded program, and the values that it starts from."""
+
+    graph: Graph
+    inputs: list[Tensor]
+    params: list[Any]
+    stored: list[Sharding]
+
+
+def _flat(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [t for one in made for t in _flat(one)]
+
+
+def recorded(
+    body: Body, tensors: Sequence[Tensor], placements: Sequence[Placement], pinned: bool = False
+) -> Program:
+    """A program on tensors that lie so."""
+    with lazygt.session(launcher="inline", keep_stages=True, compile="off", mesh={"x": 1}) as s:
+
+        def place(value: Tensor, placement: Placement) -> Tensor:
+            return lazygt.distribute(value, {"x": placement})
+
+        lazy = [t.detach().to("lazygt").requires_grad_(t.requires_grad) for t in tensors]
+        s.flush()
+        made = _flat(body(place, *lazy))
+        trace = s.recorder.trace
+        store = s._link._worker.store  # type: ignore[attr-defined]
+        entered = [store.get(remote.id).clone() for remote in trace.entered]
+        params = list(trace.params)
+        s.flush()
+        assert s.last_plan is not None
+        graph = dict(s.stages(s.last_plan))["recorded"]
+        del made
+    where = [_which(value, tensors) for value in entered]
+    stored = [Sharding((placements[at],), pinned and placements[at] != Replicate()) for at in where]
+    return Program(graph, entered, params, stored)
+
+
+def _which(value: Tensor, tensors: Sequence[Tensor]) -> int:
+    """Which of the program's tensors entered as this value."""
+    return next(
+        at for at, t in enumerate(tensors) if t.dtype == value.dtype and torch.equal(t, value)
+    )
+
+
+def exchanged(program: Program, ranks: int) -> list[tuple[str, int]]:
+    """(kind, payload in bytes) of each collective of rank 0, in order."""
+    mesh = Mesh(("x",), (ranks,))
+    made = programs(program.graph, mesh, program.stored)
+    return [(c.kind, c.nbytes) for c in communications(made.graphs[0], mesh)]
+
+
+def ring(program: Program, ranks: int) -> int:
+    """Bytes that rank 0 sends."""
+    mesh = Mesh(("x",), (ranks,))
+    made = programs(program.graph, mesh, program.stored)
+    return sum(c.ring_bytes for c in communications(made.graphs[0], mesh))
+
+
+def check_numbers(program: Program, ranks: int, close: float = 1e-5) -> None:
+    """Assert that ranks come to what eager torch does."""
+    mesh = Mesh(("x",), (ranks,))
+    made = run_sharded(program.graph, mesh, program.stored, program.inputs, program.params)
+    expected = run_whole(without_places(program.graph), program.inputs, program.params)
+    for got, want in zip(made, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=close, atol=close, equal_nan=True)

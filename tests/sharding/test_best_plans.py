@@ -1,0 +1,332 @@
+"""Small programs whose best plan is known: what ranks send, and that the numbers are right.
+
+Bytes are those that a rank sends around a ring. ``S(d)`` of a tensor is how it lies before,
+``place`` says how a result is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lazygt.graph.placement import Placement, Replicate, Shard
+from tests.sharding.best import Program, check_numbers, exchanged, recorded, ring
+
+R, S = Replicate(), Shard
+Tensor = torch.Tensor
+Place = Callable[[Tensor, Placement], Tensor]
+
+
+class Known(NamedTuple):
+    """A program, where its tensors lie, and the fewest bytes that a rank can send."""
+
+    body: Callable[..., Any]
+    tensors: Sequence[Tensor]
+    placements: Sequence[Placement]
+    best: Callable[[int], float]
+    pinned: bool = False
+
+
+KNOWN: dict[str, Known] = {}
+
+
+def known(
+    tensors: Sequence[Tensor],
+    placements: Sequence[Placement],
+    best: Callable[[int], float],
+    pinned: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(body: Callable[..., Any]) -> Callable[..., Any]:
+        KNOWN[body.__name__] = Known(body, tensors, placements, best, pinned)
+        return body
+
+    return add
+
+
+@cache
+def program(name: str) -> Program:
+    body, tensors, placements, _, pinned = KNOWN[name]
+    return recorded(body, tensors, placements, pinned)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) / 4
+
+
+def weight(*shape: int) -> Tensor:
+    return draw(*shape).requires_grad_()
+
+
+def whole_numbers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
+
+
+def sent(nbytes: int, ranks: int) -> float:
+    """Around a ring by a gather of so many bytes, or by a reduction to blocks."""
+    return nbytes * (ranks - 1) / ranks
+
+
+def moved(nbytes: int, ranks: int) -> float:
+    """By an exchange of the blocks of so many bytes."""
+    return sent(nbytes, ranks) / ranks
+
+
+def reduced(nbytes: int, ranks: int) -> float:
+    return 2 * sent(nbytes, ranks)
+
+
+PRODUCT = (draw(256, 2048), draw(2048, 256))
+PARTIAL = (S(1), S(0))  #: so their product is a partial sum
+MADE = 256 * 256 * 4
+COLUMNS = 256 * 4
+
+# -- behind what is wanted in blocks ------------------------------------------------------------
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n))
+def relu_of_a_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.relu(a @ b), S(0))
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n), pinned=True)
+def relu_of_a_sum_of_what_is_pinned(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.relu(a @ b), S(0))
+
+
+@known((*PRODUCT, draw(256, 256)), (*PARTIAL, R), lambda n: sent(MADE, n))
+def product_with_a_value(place: Place, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return place(torch.tanh(a @ b) * c, S(1))
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n))
+def cast_of_a_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.relu(a @ b).double(), S(0))
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n))
+def rows_added_up(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.relu(a @ b).sum(1), S(0))
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n))
+def rows_sorted(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place((a @ b).sort(1).values, S(0))
+
+
+@known(PRODUCT, PARTIAL, lambda n: sent(MADE, n))
+def softmax_of_a_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.softmax(a @ b, -1), S(0))
+
+
+def clipped(gradient: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(gradient)
+    return gradient * (1.0 / (norm + 1e-6)).clamp(max=1.0)
+
+
+@known((draw(1024, 512), draw(512, 1024)), PARTIAL, lambda n: sent(1 << 22, n) + reduced(4, n))
+def clipped_gradient(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(clipped(a @ b), S(0))
+
+
+@known(
+    (whole_numbers(4096, 8192), draw(8192, 256)),
+    (S(0), S(0)),
+    lambda n: sent(1 << 22, n) + reduced(4, n),
+)
+def clipped_gradient_of_a_table(place: Place, tokens: Tensor, gradient: Tensor) -> Tensor:
+    table = torch.ops.aten.embedding_dense_backward(gradient, tokens, 4096, -1, False)
+    return place(clipped(table), S(0))
+
+
+# -- whole, because it is small there -----------------------------------------------------------
+
+
+@known((draw(1, 1024), draw(1024, 1024)), (S(1), S(0)), lambda n: sent(4096, n))
+def a_small_operand_expanded(place: Place, small: Tensor, x: Tensor) -> Tensor:
+    return x + torch.relu(small).expand(1024, 1024)
+
+
+@known((draw(1024), draw(1024, seed=1)), (S(0), R), lambda n: sent(4096, n))
+def a_column_broadcast(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.relu(a[:, None] + b[None]), R)
+
+
+@known((draw(64), draw(1024, 64)), (S(0), R), lambda n: sent(256, n))
+def a_row_broadcast(place: Place, small: Tensor, x: Tensor) -> Tensor:
+    return place(torch.sigmoid(torch.relu(small) * x), R)
+
+
+@known((draw(4096, 256), weight(256, 256)), (S(0), S(0)), lambda n: 2 * sent(MADE, n))
+def a_weight_of_two_products(place: Place, x: Tensor, w: Tensor) -> Any:
+    y = torch.relu(x @ w.t()) @ w.t()
+    return place(torch.autograd.grad(y.square().sum(), [w])[0], S(0))
+
+
+@known(
+    (draw(8192, 256).requires_grad_(), weight(256, 256)), (S(0), S(0)), lambda n: 2 * sent(MADE, n)
+)
+def a_weight_forward_and_backward(place: Place, x: Tensor, w: Tensor) -> Any:
+    of_x, of_w = torch.autograd.grad(torch.tanh(x @ w.t()).square().sum(), [x, w])
+    return of_x, place(of_w, S(0))
+
+
+# -- numbers and partial sums -------------------------------------------------------------------
+
+MASK = draw(256, 256, seed=7) > 0
+
+
+@known((*PRODUCT, MASK), (*PARTIAL, R), lambda n: reduced(COLUMNS, n))
+def a_number_filled_in(place: Place, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    return (a @ b).masked_fill(mask, 0.5).sum(0)
+
+
+@known((*PRODUCT, MASK), (*PARTIAL, R), lambda n: reduced(COLUMNS, n))
+def nothing_filled_in(place: Place, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    return (a @ b).masked_fill(mask, 0).sum(0)
+
+
+@known(PRODUCT, PARTIAL, lambda n: reduced(COLUMNS, n))
+def a_number_added(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return (2 + (a @ b) - 0.5).sum(0)
+
+
+@known(PRODUCT, PARTIAL, lambda n: reduced(COLUMNS, n))
+def a_number_less_a_sum(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return (1.0 - (a @ b)).sum(0)
+
+
+@known(PRODUCT, PARTIAL, lambda n: reduced(COLUMNS + 8, n))
+def a_number_around(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return F.pad(a @ b, (1, 1), value=2.0).sum(0)
+
+
+@known((*PRODUCT, MASK), (*PARTIAL, R), lambda n: reduced(COLUMNS, n))
+def numbers_in_place(place: Place, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+    return (a @ b).masked_fill_(mask, 0.25).add_(2.0).sub_(1).sum(0)
+
+
+# -- losses of logits that are cut by words -----------------------------------------------------
+
+TOKENS, WORDS = 512, 4096
+LOGITS = (weight(TOKENS, WORDS), whole_numbers(WORDS, TOKENS))
+OF_TOKENS = TOKENS * 4
+
+
+def with_gradient(loss: Tensor, *of: Tensor) -> Any:
+    return loss, *torch.autograd.grad(loss, of)
+
+
+@known(LOGITS, (S(1), R), lambda n: reduced(3 * OF_TOKENS + 4, n))
+def cross_entropy(place: Place, logits: Tensor, target: Tensor) -> Any:
+    return with_gradient(F.cross_entropy(logits, target), logits)
+
+
+@known(LOGITS, (S(1), R), lambda n: reduced(4 * OF_TOKENS + 4, n))
+def cross_entropy_smoothed(place: Place, logits: Tensor, target: Tensor) -> Any:
+    return with_gradient(F.cross_entropy(logits, target, label_smoothing=0.1), logits)
+
+
+@known(LOGITS, (S(1), R), lambda n: reduced(3 * OF_TOKENS + 4, n))
+def cross_entropy_added_up(place: Place, logits: Tensor, target: Tensor) -> Any:
+    return with_gradient(F.cross_entropy(logits, target, ignore_index=7, reduction="sum"), logits)
+
+
+# -- by exchange, not by gathering --------------------------------------------------------------
+
+ROWS = (draw(1024, 512),)
+OF_ROWS = 1024 * 512 * 4
+
+
+@known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n))
+def sorted_along(place: Place, x: Tensor) -> Tensor:
+    return x.sort(0).values
+
+
+@known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n))
+def median_along(place: Place, x: Tensor) -> Tensor:
+    return x.median(0).values
+
+
+@known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n))
+def kthvalue_along(place: Place, x: Tensor) -> Tensor:
+    return x.kthvalue(5, 0).values
+
+
+@known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n) + reduced(4, n))
+def many_of_the_largest_along(place: Place, x: Tensor) -> Tensor:
+    return x.topk(512, 0).values.sum()
+
+
+@known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n))
+def quantile_along(place: Place, x: Tensor) -> Tensor:
+    return torch.quantile(x, 0.3, dim=0)
+
+
+@known((draw(1024, 256), draw(1024, 256, seed=1)), (S(0), S(0)), lambda n: reduced(COLUMNS, n))
+def rows_joined(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return torch.relu(torch.cat([a, b])).sum(0)
+
+
+@known(
+    (draw(1024, 256), draw(1024, 256, seed=1)),
+    (S(0), S(0)),
+    lambda n: (1 if n == 2 else 2) * moved(2048 * 256 * 4, n),
+)
+def rows_joined_in_blocks(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.cat([a, b]), S(0))
+
+
+@known((draw(2048, 256), draw(512, 256), draw(512, 256, seed=1)), (R, S(0), S(0)), lambda n: 0)
+def weights_side_by_side(place: Place, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    a, b = (x @ torch.cat([gate, up]).t()).chunk(2, -1)
+    return F.silu(a) * b
+
+
+@known((draw(2048, 256), draw(512, 256), draw(512, 256, seed=1)), (R, S(0), S(0)), lambda n: 0)
+def weights_side_by_side_sliced(place: Place, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    both = x @ torch.cat([gate, up]).t()
+    return F.silu(both[:, :512]) * both[:, 512:]
+
+
+@known(
+    (draw(4, 256, 256), draw(768, 256), draw(256, 256)),
+    (R, S(0), S(1)),
+    lambda n: 2 * moved(1024 * 768 * 4, n) + reduced(1024 * 256 * 4, n),
+)
+def heads_of_a_packed_weight(place: Place, x: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
+    parts = (x @ qkv.t()).split(256, -1)
+    query, key, value = (each.unflatten(-1, (8, 32)).transpose(1, 2) for each in parts)
+    mixed = F.scaled_dot_product_attention(query, key, value)
+    return mixed.transpose(1, 2).flatten(2) @ out.t()
+
+
+@known((draw(256, 1024),), (S(1),), lambda n: reduced(4, n))
+def all_elements_in_a_row(place: Place, x: Tensor) -> Tensor:
+    return torch.relu(x.reshape(-1)).sum()
+
+
+@known((draw(256, 1024),), (S(1),), lambda n: moved(256 * 1024 * 4, n))
+def all_elements_in_a_row_in_blocks(place: Place, x: Tensor) -> Tensor:
+    return place(x.reshape(-1), S(0))
+
+
+# -- the tests ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", KNOWN)
+def test_ranks_send_no_more_than_they_have_to(name: str, ranks: int) -> None:
+    best = KNOWN[name].best(ranks)
+    found = exchanged(program(name), ranks)
+    assert ring(program(name), ranks) <= best * 1.001 + 4, found
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_numbers_are_those_of_one_device(name: str, ranks: int) -> None:
+    check_numbers(program(name), ranks, 1e-3)
