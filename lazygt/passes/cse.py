@@ -32,10 +32,10 @@ class CommonSubexpressions:
         same: dict[int, int] = {}
         rows = []
         for row in placed(graph):
-            if not _may_merge(row, written):
+            if not may_merge(row, written):
                 rows.append(row)
                 continue
-            key = _key(row.node, same)
+            key = key_of(row.node, same)
             earlier = first.setdefault(key, row)
             if earlier is row or not _alive(earlier, row.source, uses):
                 first[key] = row
@@ -47,7 +47,12 @@ class CommonSubexpressions:
         return rebuild(graph, rows, same) if same else graph
 
 
-def _may_merge(row: Placed, written: set[int]) -> bool:
+def may_merge(row: Placed, written: set[int]) -> bool:
+    """Whether a node's results may be those of an equal one.
+
+    Args:
+        written: see ``written_through``.
+    """
     node = row.node
     return not (
         has_effect(node)
@@ -68,7 +73,12 @@ def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
     )
 
 
-def _key(node: Node, same: dict[int, int]) -> Any:
+def key_of(node: Node, same: dict[int, int]) -> Any:
+    """Equal for nodes that compute the same.
+
+    Args:
+        same: value -> the value that it is the same as.
+    """
     kwargs = tuple([(name, _named(arg, same)) for name, arg in node.kwargs])
     return node.op, tuple([_named(arg, same) for arg in node.args]), kwargs
 

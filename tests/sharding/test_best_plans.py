@@ -236,6 +236,20 @@ def cross_entropy_added_up(place: Place, logits: Tensor, target: Tensor) -> Any:
     return with_gradient(F.cross_entropy(logits, target, ignore_index=7, reduction="sum"), logits)
 
 
+@known(LOGITS, (S(1), R), lambda n: reduced(3 * OF_TOKENS + 4, n))
+def cross_entropy_and_z_loss(place: Place, logits: Tensor, target: Tensor) -> Any:
+    z = torch.logsumexp(logits, -1).square().mean()
+    return with_gradient(F.cross_entropy(logits, target) + 1e-4 * z, logits)
+
+
+# -- once -------------------------------------------------------------------------------------
+
+
+@known((draw(2048, 2048),), (S(0),), lambda n: reduced(8192, n))
+def a_sum_made_twice(place: Place, x: Tensor) -> Tensor:
+    return torch.tanh(x.sum(0)).sum() + torch.exp(-x.sum(0)).sum()
+
+
 # -- by exchange, not by gathering --------------------------------------------------------------
 
 ROWS = (draw(1024, 512),)

@@ -17,6 +17,7 @@ from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, same, s
 from lazygt.passes.sharding.cost import CPU, GPU
 from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.sharding.gradients import gradients_in_blocks
+from lazygt.passes.sharding.twins import reduced_once
 from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
@@ -69,6 +70,8 @@ def programs(
         program = shard(tidy, mesh, shardings, machine, decided)
     else:
         program = shard_stages(tidy, mesh, axis, shardings, machine, decided)
+    if workers is None:
+        program = replace(program, graphs=tuple(reduced_once(program.graphs, backward)))
     if stages is not None:
         stages.append(("shard", program.graphs[0]))
     if workers is not None:

@@ -62,20 +62,17 @@ def open_strategies(
     for at, step in enumerate(steps):
         entry, pins = entries[step.kind], propagation.pins(step.node)
         summed = not wishes.changed.isdisjoint(step.node.refs())
-        key = (
-            step.kind,
-            _Asked(
-                propagation.masks(step.node) if summed else step.masks,
-                wishes.of_operands(step),
-                wishes.of_results(step.results) if entry.only_cuts_results else (),
-                pins,
-                not spared.grown.isdisjoint(step.results)
-                or not (entry.works or spared.near.isdisjoint(step.results)),
-            ),
+        asked = _Asked(
+            propagation.masks(step.node) if summed else step.masks,
+            wishes.of_operands(step),
+            wishes.of_results(step.results) if entry.only_cuts_results else (),
+            pins,
+            not spared.grown.isdisjoint(step.results),
+            not (entry.works or spared.near.isdisjoint(step.results)),
         )
-        opened = known.get(key)
+        opened = known.get((step.kind, asked))
         if opened is None:
-            opened = known[key] = propagation.opened(entry, key[1])
+            opened = known[step.kind, asked] = propagation.opened(entry, asked)
         is_free = at in whole and _keeps(entry.strategies[0], pins)
         opened_entries.append(_with_whole(opened, entry) if is_free else opened)
     return opened_entries
@@ -89,14 +86,16 @@ class _Asked(NamedTuple):
         wishes: what they are wished to be; nothing where nothing.
         results: the blocks that its results are wanted in, if strategies only cut those.
         pins: the placement that each operand must have; nothing where none must.
-        spared: whether it may be done whole, see ``wishes.Spared``.
+        grown: whether what cuts it is smaller than its results.
+        is_near: whether it is a view near what annotations cut.
     """
 
     masks: Masks
     wishes: Masks
     results: Masks
     pins: Pins
-    spared: bool
+    grown: bool
+    is_near: bool
 
 
 def _with_whole(opened: StrategySet, entry: StrategySet) -> StrategySet:
@@ -230,8 +229,12 @@ class _Propagation:
                 lambda _, strategy: not _is_interleaved(strategy) or self._is_asked(strategy, asked)
             )
         else:
-            kept = kept.keep(lambda _, strategy: self._is_asked(strategy, asked, node.results))
-        if divides and (entry.heavy or not (self._explore or node.spared)):
+            # nothing large is gathered to be cut again
+            is_whole = node.grown or not any(mask & ~SUMS for mask in masks)
+            results = node.results if is_whole else ()
+            kept = kept.keep(lambda _, strategy: self._is_asked(strategy, asked, results))
+        may_be_whole = self._explore or node.grown or node.is_near
+        if divides and (entry.heavy or not may_be_whole):
             shares = kept.shares
             kept = kept.keep(
                 lambda number, strategy: shares[number] < 1 or _is_summed(strategy, wishes)

@@ -12,12 +12,13 @@ import pytest
 
 from lazygt.graph import Graph
 from lazygt.graph.cost import Cost
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard, StridedShard
+from lazygt.graph.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import (
     Link,
     Machine,
     collective_seconds,
+    exchanges,
     goes_by_sockets,
     reshard_kind,
     reshard_seconds,
@@ -58,8 +59,8 @@ R, S, P = Replicate(), Shard, Partial("sum")
         (StridedShard(0, 4), R, "all_gather"),
         (P, StridedShard(0, 4), "reduce_scatter"),
         (R, StridedShard(0, 4), ""),
-        (StridedShard(0, 4), S(1), None),
-        (S(0), StridedShard(0, 4), None),
+        (StridedShard(0, 4), S(1), "all_to_all"),
+        (S(0), StridedShard(0, 4), "all_to_all"),
     ],
 )
 def test_what_moves_a_label(source: Placement, target: Placement, kind: str | None) -> None:
@@ -76,6 +77,25 @@ def test_what_moves_a_label(source: Placement, target: Placement, kind: str | No
             None: math.inf,
         }[kind]
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "times"),
+    [
+        (S(0), S(1), 1),
+        (StridedShard(0, 3), S(1), 1),
+        (StridedShard(0, 8), S(0), 1),  # so many groups are in each block
+        (StridedShard(0, 3), S(0), 2),
+        (S(0), StridedShard(0, 3), 2),
+        (StridedShard(0, 1, 4), S(0), 2),
+        (StridedShard(0, 3), StridedShard(1, 2), 2),
+    ],
+)
+def test_what_is_interleaved_is_exchanged_by_way_of_another_dim(
+    source: Cut, target: Cut, times: int
+) -> None:
+    assert exchanges(source, target, 4) == times
+    assert reshard_seconds(PLAIN, source, target, 800, 4) == 150 * times
 
 
 def test_ring_bytes_of_one_rank_and_of_many() -> None:

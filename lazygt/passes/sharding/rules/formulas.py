@@ -96,6 +96,18 @@ def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
     return (powers / powers.sum(dim, keepdim=True)).masked_fill(top == float("-inf"), 0)
 
 
+def _logsumexp(value: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """By the maximum and the sum that a log_softmax of the same has, so that ranks meet for them
+    once."""
+    if not value.is_floating_point() or not value.dim():
+        raise ValueError("of single numbers and whole ones, the kernel is as good")
+    dims = [d % value.dim() for d in dim]
+    top = value.amax(dims, keepdim=True)
+    total = (value - top).exp().sum(dims, keepdim=True).log() + top
+    total = torch.where(top.abs() == float("inf"), top, total)
+    return total if keepdim else total.squeeze(dims)
+
+
 def _nll_backward(
     gradient: Tensor,
     value: Tensor,
@@ -133,6 +145,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.var_mean.correction": _var_mean,
     "aten.std_mean.correction": _std_mean,
     "aten._safe_softmax.default": _safe_softmax,
+    "aten.logsumexp.default": _logsumexp,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
     "prims.convert_element_type.default": _converted,
