@@ -133,20 +133,32 @@ class _Gathers:
         op = "a write through a view" if node.op == WRITE_BACK else title(node.op)
         return Gather(op, shown, nbytes, self._step.name, line, why, instead)
 
+    def _seen(self, node: Node, values: Collection[int]) -> set[int]:
+        """The operands of a node that are these values, or views of them."""
+        seen, ahead = set(values), list(values)
+        for at in ahead:  # grows meanwhile
+            for number in self._takers[at]:
+                if moves_elements(self._graph.nodes[number]):
+                    ahead += self._results[number]
+                    seen.update(self._results[number])
+        return seen.intersection(node.refs())
+
     def _reason(self, node: Node, values: Collection[int]) -> tuple[str, str]:
         """Why a node took these whole, and what would avoid it."""
         strategies = rules.strategies_of(node, self._metas, self._step.axis.parts)
         if len(strategies) == 1:
             return "has no sharding rule for blocks", _WHOLE_OR_OTHERWISE
+        taken = self._seen(node, values)
         cuts = {
             placement: None
             for strategy in strategies
             for value, placement in zip(node.refs(), strategy.inputs, strict=True)
-            if value in values and isinstance(placement, Cut)
+            if value in taken and isinstance(placement, Cut)
         }
         had = {self._made[value] for value in values}
         others = [f"{placement}" for placement in cuts if placement not in had]
-        if not had.isdisjoint(cuts):
+        # of a view that is whole, nothing says where its blocks would be
+        if cuts and (taken.isdisjoint(values) or not had.isdisjoint(cuts)):
             return "takes less time on whole values", (
                 "To compute in blocks all the same, pin the value (pinned=True in "
                 "lazygt.distribute, or a style); weights that are to be gathered for each use "

@@ -33,8 +33,8 @@ def reduced_once(graphs: Sequence[Graph], backward: Collection[int] = ()) -> lis
         backward: which recorded ops, by number, are of a backward pass.
     """
     apart = {id(graph): graph for graph in graphs}
-    found = [_twins(graph, backward) for graph in apart.values()]
-    agreed = set.intersection(*found) if found else set()
+    twins = [_twins(graph, backward) for graph in apart.values()]
+    agreed = set.intersection(*twins) if twins else set()
     if not agreed:
         return list(graphs)
     merged = {name: _merged(graph, agreed) for name, graph in apart.items()}
