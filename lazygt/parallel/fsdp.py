@@ -1,7 +1,7 @@
 """FSDP: parameters that are stored in blocks, and gathered to be used.
 
 lazygt.fully_shard(model)                                # over the axis "data"
-lazygt.fully_shard(model, "shard", wrap="block2")        # HSDP: the batch lies on both axes
+lazygt.fully_shard(model, "shard", wrap="one")           # HSDP: the batch lies on both axes
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lazygt.session import current
 
 #: Whether a module, of this name, is the root of a unit.
 Roots = Callable[[str, nn.Module], bool]
-Wrap = Literal["auto", "block", "block2"] | Roots
+Wrap = Literal["auto", "block", "one", "block2"] | Roots
 _LISTS = (nn.ModuleList, nn.Sequential)
 _calls = itertools.count()
 
@@ -45,9 +45,10 @@ def fully_shard(
     Args:
         wrap: which parameters are gathered together. ``auto``: those of each repeated block
             (modules of one class in a ``ModuleList`` or ``Sequential``), and without blocks those
-            of each direct child; ``block``: of each repeated block; ``block2``: of two blocks; or
-            a function of a module's name and the module that says whether it is a unit's root.
-            What lies in no unit is one of its own.
+            of each direct child; ``block``: of each repeated block; ``one`` (or ``block2``, as
+            some training scripts say): all of the module, in the fewest collectives that
+            ``bucket_cap_mb`` allows; or a function of a module's name and the module that says
+            whether it is a unit's root. What lies in no unit is one of its own.
         bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
             one 25, with what takes longer to pack than to launch (on CPUs 512 KiB) alone.
         reshard_after_forward: gather again for the backward, so that whole weights are not kept
@@ -117,12 +118,15 @@ def _roots(module: nn.Module, wrap: Wrap) -> dict[str, str]:
     """The modules whose parameters make a unit, by name, and the unit's name."""
     if callable(wrap):
         return {name: name for name, inner in module.named_modules() if name and wrap(name, inner)}
-    if wrap not in ("auto", "block", "block2"):
-        raise ValueError(f"wrap={wrap!r}: expected 'auto', 'block', 'block2' or a function")
+    if wrap in ("one", "block2"):
+        return {}
+    if wrap not in ("auto", "block"):
+        raise ValueError(
+            f"wrap={wrap!r}: expected 'auto', 'block', 'one' (or 'block2'), or a function"
+        )
     blocks = repeated_blocks(module)
     if blocks:
-        size = 2 if wrap == "block2" else 1
-        return {name: blocks[number - number % size] for number, name in enumerate(blocks)}
+        return {name: name for name in blocks}
     if wrap != "auto":
         raise ValueError(
             f"wrap={wrap!r}: {type(module).__name__} has no repeated blocks in a ModuleList or "

@@ -15,7 +15,7 @@ from lazygt.errors import GraphError, ProtocolError, kind_of
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes, check_sizes
-from lazygt.runtime import graph_codec, kernels, wire
+from lazygt.runtime import graph_codec, heap, kernels, wire
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.executors.compiled import compiled
@@ -226,6 +226,8 @@ class Worker:
             self._executors.drop(digest)  # its run asks for it
         else:
             executor = EagerExecutor(plan, self.device, code=self._make_code, template=template)
+            if self.device.type == "cpu" and heap.is_own() and heap.takes_turns(plan.steps.graph):
+                heap.give_back()
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
             self._keep(digest, executor, size)
 

@@ -33,7 +33,7 @@ def units(wrap: object) -> list[str]:
 
 def test_units_are_blocks() -> None:
     assert units("auto") == units("block") == ["blocks.0", "blocks.1", "blocks.2", "rest"]
-    assert units("block2") == ["blocks.0", "blocks.2", "rest"]
+    assert units("one") == units("block2") == ["rest"]
     assert units(lambda name, module: name.endswith("attn")) == [
         "blocks.0.attn", "blocks.1.attn", "blocks.2.attn", "rest",
     ]  # fmt: skip
@@ -45,7 +45,7 @@ def test_without_blocks_units_are_children() -> None:
         assert set(fsdp_units(mlp, "auto").values()) == {"0", "2"}
         with pytest.raises(ValueError, match="Sequential has no repeated blocks"):
             fsdp_units(mlp, "block")
-        with pytest.raises(ValueError, match="wrap='blocks': expected 'auto', 'block', 'block2'"):
+        with pytest.raises(ValueError, match="wrap='blocks': expected 'auto', 'block', 'one'"):
             fsdp_units(mlp, "blocks")  # type: ignore[arg-type]
 
 
@@ -78,6 +78,32 @@ def test_gradients_that_are_read_before_the_update_are_kept_in_blocks(
         }  # fmt: skip
         assert layer.weight.grad is not None
         assert layer.weight.grad.placements == (S0, R)
+
+
+@pytest.mark.parametrize(
+    ("cap", "collectives"),
+    # two gathers of 8 weights of 1 MiB, the second without the first layer's, and one reduction
+    [(1, (8 + 7, 8)), (2, (4 + 4, 4)), (4, (2 + 2, 2)), (200, (1 + 1, 1))],
+)
+@pytest.mark.parametrize("by", ["session", "call"])
+def test_a_cap_that_is_asked_for_holds_for_gathers_and_for_reductions(
+    by: str, cap: int, collectives: tuple[int, int]
+) -> None:
+    asked = {"bucket_cap_mb": cap}
+    with lazygt.session(
+        launcher="dry", mesh={"data": 2}, **(asked if by == "session" else {})
+    ) as s:
+        layers = [m for _ in range(8) for m in (nn.Linear(512, 512, bias=False), nn.ReLU())]
+        model = nn.Sequential(*layers)
+        lazygt.fully_shard(model, wrap="one", **(asked if by == "call" else {}))  # type: ignore[arg-type]
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        s.flush()
+        x = lazygt.distribute(torch.randn(8, 512), {"data": S0})
+        model(x).square().mean().backward()
+        opt.step()
+        assert s.last_plan is not None
+        kinds = [one.kind for one in s.last_plan.collectives]
+    assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == collectives
 
 
 def test_small_parameters_stay_whole(session: lazygt.Session) -> None:
