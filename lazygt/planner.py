@@ -305,7 +305,9 @@ class Planner:
             if key not in self._history.gathers:
                 self._history.gathers[key] = gather
                 told = f"{gather}. The numbers are right. {gather.instead}"
-                warnings.warn(told, GatherWarning, stacklevel=2)
+                file, _, number = gather.line.rpartition(":")
+                line = int(number) if number.isdigit() else 1
+                warnings.warn_explicit(told, GatherWarning, file or "<unknown>", line)
 
     def _in_turn(self, why: str) -> None:
         """Say once that the stages of a pipeline wait for each other."""
