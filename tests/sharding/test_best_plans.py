@@ -329,6 +329,67 @@ def all_elements_in_a_row_in_blocks(place: Place, x: Tensor) -> Tensor:
     return place(x.reshape(-1), S(0))
 
 
+# -- a few rows of the neighbours, which all put together ---------------------------------------
+
+LONG = (draw(4096, 256),)
+ROW = 256 * 4
+
+
+@known(LONG, (S(0),), lambda n: sent(n * ROW, n))
+def rolled(place: Place, x: Tensor) -> Tensor:
+    return x.roll(1, 0)
+
+
+@known(LONG, (S(0),), lambda n: sent(n * 3 * ROW, n))
+def rolled_back(place: Place, x: Tensor) -> Tensor:
+    return x.roll(-3, 0)
+
+
+@known(LONG, (S(0),), lambda n: sent(n * ROW, n))
+def differences(place: Place, x: Tensor) -> Tensor:
+    return x[1:] - x[:-1]
+
+
+@known(LONG, (S(0),), lambda n: sent(n * ROW, n) + reduced(4, n))
+def squares_of_differences(place: Place, x: Tensor) -> Tensor:
+    return torch.diff(x, dim=0).square().sum()
+
+
+PICTURES = draw(2, 8, 64, 64)
+PICTURE_ROWS = 2 * 8 * 64 * 4
+
+
+@known((PICTURES, draw(16, 8, 3, 3)), (S(2), R), lambda n: sent(n * 2 * PICTURE_ROWS, n))
+def convolution_of_rows(place: Place, x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x, w, padding=1)
+
+
+@known(
+    (PICTURES.clone().requires_grad_(), weight(16, 8, 3, 3)),
+    (S(2), R),
+    lambda n: sent(n * 2 * 3 * PICTURE_ROWS, n) + reduced(16 * 72 * 4, n),
+)
+def convolution_of_rows_trained(place: Place, x: Tensor, w: Tensor) -> Any:
+    y = F.conv2d(x, w, padding=1)
+    return y, *torch.autograd.grad(y.square().sum(), [x, w])
+
+
+@known((PICTURES,), (S(2),), lambda n: 0)
+def maxima_of_rows(place: Place, x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 2)
+
+
+@known((PICTURES.clone().requires_grad_(),), (S(2),), lambda n: 0)
+def maxima_of_rows_trained(place: Place, x: Tensor) -> Any:
+    y = F.max_pool2d(x, 2)
+    return y, *torch.autograd.grad(y, [x], torch.ones_like(y))
+
+
+@known((PICTURES,), (S(2),), lambda n: min(sent(n * 2 * PICTURE_ROWS, n), moved(1 << 18, n)))
+def averages_of_rows(place: Place, x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 3, stride=1, padding=1)
+
+
 # -- the tests ----------------------------------------------------------------------------------
 
 

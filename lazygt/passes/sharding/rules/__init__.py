@@ -19,6 +19,7 @@ from lazygt.passes.sharding.rules import (
     pointwise,
     reductions,
     slicing,
+    spatial,
     table,
     views,
     write_back,
@@ -109,6 +110,7 @@ _FAMILIES = (
     reductions,
     slicing,
     table,
+    spatial,  # has more strategies for some of the table's ops
     views,
     write_back,
 )

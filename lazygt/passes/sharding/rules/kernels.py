@@ -1,11 +1,12 @@
 """Kernels that want other arguments for blocks: convolutions, fused recurrent layers of CPUs,
 batch norm by cuDNN.
 
-Convolutions are split by samples, by outgoing channels, by incoming channels, or by groups; kernels
-take no block without channels, so a rank that has none gives zeros. Recurrent layers are split by
-samples. The workspace that their forward leaves for its backward is good for its own samples only:
-a forward on blocks leaves an empty one and calls it split, so that every backward that may meet it
-is sharded too; and a backward that is sharded makes a workspace of its own.
+Convolutions are split by samples, by outgoing channels, by incoming channels, by groups, or by rows
+of the picture (``spatial``); kernels take no block without channels, so a rank that has none gives
+zeros. Recurrent layers are split by samples. The workspace that their forward leaves for its
+backward is good for its own samples only: a forward on blocks leaves an empty one and calls it
+split, so that every backward that may meet it is sharded too; and a backward that is sharded makes
+a workspace of its own.
 Batch norm by cuDNN is sharded as the op that is made for any device.
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.builder import bound
+from lazygt.passes.sharding.rules import spatial
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -71,6 +73,7 @@ def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [
         *(zeros_when_empty(call, strategy) for strategy in strategies),
         *incoming,
+        *spatial.by_rows(call),
         *_linear_strategies(call),
     ]
 
@@ -126,7 +129,8 @@ def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Stra
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
         strategies.append(strategy.by(_fewer_groups_backward(outgoing)))
     split = [zeros_when_empty(call, strategy) for strategy in strategies]
-    return [*split, *incoming, call.strategy(P, grad_output=P)]
+    by_rows = spatial.backward_by_rows(call)
+    return [*split, *incoming, *by_rows, call.strategy(P, grad_output=P)]
 
 
 def _incoming_backward(call: Call, into: int) -> Strategy:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lazygt.graph.node import DEVICE, Node, Param, Ref
-from lazygt.graph.placement import Placement
+from lazygt.graph.placement import Placement, shard_bounds
 from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.base import (
     Call,
@@ -29,6 +29,7 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
+from lazygt.passes.sharding.rules.halo import Halo, halo_of, rows_of, widened
 from lazygt.passes.sharding.rules.pointwise import added_once
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
@@ -111,10 +112,26 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if last <= first:
         return strategies
     (strategy,) = partial_by_padding(call, {"self": dim})
-    return [
-        *strategies,
-        strategy.by(_own_part(dim, shape[dim], first, last)) if step == 1 else strategy,
-    ]
+    if step != 1:
+        return [*strategies, strategy]
+    strategies += _moved_a_little(call, dim, first, last)
+    return [*strategies, strategy.by(_own_part(dim, shape[dim], first, last))]
+
+
+def _moved_a_little(call: Call, dim: int, first: int, last: int) -> list[Strategy]:
+    """A slice in blocks, where those lie in the blocks of the whole and rows next to them."""
+    meta, parts, length = call.meta("self"), call.parts, last - first
+    bounds = [shard_bounds(length, parts, rank) for rank in range(parts)]
+    halo = halo_of(meta.shape[dim], dim, [(first + a, first + b) for a, b in bounds])
+    if halo is None or length < 2:
+        return []
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        start, stop = build.bounds(length)
+        wanted = first + start, first + stop
+        return (rows_of(build, operands[0], halo, meta.shape[dim], wanted),)
+
+    return [call.strategy(S(dim), self=S(dim)).by(lower, halo.comm(meta, parts))]
 
 
 def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
@@ -251,6 +268,29 @@ def _dims(call: Call) -> set[int]:
     return {d % rank for d in dims} if dims else set(range(rank))
 
 
+def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """By a few rows along one dim: each rank gets those of the rank before it."""
+    call = Call(node, metas, parts)
+    strategies = list(_untouched(_dims)(node, metas, parts))
+    meta, (shift, *more) = call.meta("self"), call["shifts"]
+    if more or not call["dims"] or type(shift) is Param:
+        return strategies
+    (dim,) = _dims(call)
+    size = meta.shape[dim]
+    shift = (shift + size // 2) % size - size // 2 if size else 0
+    if not shift or size < 2 or size % parts or abs(shift) > size // parts:
+        return strategies
+    halo = Halo(dim, max(shift, 0), max(-shift, 0))
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        wide, _ = widened(build, operands[0], halo, around=True)
+        start = halo.after
+        return (build.op("aten.slice.Tensor", wide, dim, start, start + size // parts),)
+
+    # the first of those with the same placements counts
+    return [call.strategy(S(dim), self=S(dim)).by(lower, halo.comm(meta, parts)), *strategies]
+
+
 def _padded(call: Call) -> set[int]:
     rank, pad = len(call.shape("self")), call["pad"]
     return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
@@ -335,7 +375,8 @@ RULES: dict[str, Rule] = {
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
     **table("diag_embed.default", _onto_diagonal),
-    **table("flip.default roll.default rot90.default", _untouched(_dims)),
+    **table("flip.default rot90.default", _untouched(_dims)),
+    **table("roll.default", _roll),
     **table("constant_pad_nd.default", _pad),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),
 }

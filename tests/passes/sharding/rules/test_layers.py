@@ -143,6 +143,39 @@ def batch_norm(op: str, training: bool, affine: bool = True) -> Make:
     return make
 
 
+def picture(backward: bool, stride: int, padding: int, dilation: int) -> Make:
+    """A convolution of many rows and columns."""
+
+    def make(d: Draw) -> Case:
+        value, weight = d.of(2, d.size(), 17, 16), d.of(3, d.size(), 3, 2)
+        weight = d.of(3, value.shape[1], 3, 2)
+        rest = ([stride] * 2, [padding] * 2, [dilation] * 2, False, [0, 0], 1)
+        if not backward:
+            return Case("convolution.default", value, weight, d.of(3), *rest)
+        result = aten.convolution(value, weight, None, *rest)
+        return Case("convolution_backward.default", d.like(result), value, weight, [3], *rest,
+                    [True, True, True])  # fmt: skip
+
+    return make
+
+
+def wide_pool(op: str, *args: Any) -> Make:
+    return lambda d: Case(op, d.of(d.size(), d.size(), 16, 13), *args)
+
+
+def wide_max_pool_backward(d: Draw) -> Case:
+    value = d.of(d.size(), 2, 16, 12)
+    out, indices = aten.max_pool2d_with_indices(value, [2, 2])
+    return Case("max_pool2d_with_indices_backward.default", d.like(out), value, [2, 2], [2, 2],
+                [0, 0], [1, 1], False, indices)  # fmt: skip
+
+
+def wide_avg_pool_backward(d: Draw) -> Case:
+    value = d.of(d.size(), 2, 16, 12)
+    return Case("avg_pool2d_backward.default", d.of(*value.shape[:2], 8, 6), value, [2, 2], [2, 2],
+                [0, 0], False, True, None)  # fmt: skip
+
+
 def pool(op: str, *args: Any) -> Make:
     return lambda d: Case(op, d.of(*d.shape(2), 6, 6), *args)
 
@@ -201,6 +234,16 @@ LAYERS: Cases = {
        for op in ("native_batch_norm.default", "_native_batch_norm_legit.default", "backward")
        for training in (False, True)},
     "batch_norm without weights": batch_norm("native_batch_norm.default", True, affine=False),
+    **{f"rows, {stride} {padding} {dilation} backward={backward}":
+       picture(backward, stride, padding, dilation)
+       for backward in (False, True)
+       for stride, padding, dilation in ((1, 0, 1), (1, 1, 1), (2, 1, 1), (1, 2, 2), (3, 0, 1))},
+    "wide max_pool2d": wide_pool("max_pool2d_with_indices.default", [3, 2], [2, 2]),
+    "wide avg_pool2d": wide_pool("avg_pool2d.default", [3, 3], [1, 1], [1, 1]),
+    "wide avg_pool2d, uncounted":
+        wide_pool("avg_pool2d.default", [3, 3], [2, 1], [1, 1], False, False),
+    "wide max_pool2d_backward": wide_max_pool_backward,
+    "wide avg_pool2d_backward": wide_avg_pool_backward,
     "max_pool2d": pool("max_pool2d_with_indices.default", [2, 2]),
     "max_pool2d_backward": max_pool_backward,
     "avg_pool2d": pool("avg_pool2d.default", [2, 2]),

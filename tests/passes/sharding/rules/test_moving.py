@@ -147,6 +147,7 @@ MOVING: Cases = {
     "select_backward": placed_back("select_backward.default"),
     "slice_backward": placed_back("slice_backward.default"),
     "flip": on("flip.default", 3, [0, -1]), "roll": on("roll.default", 3, [1], [1]),
+    "roll back": on("roll.default", 3, [-1], [-1]),
     "pad": on("constant_pad_nd.default", 3, [1, 0, 0, 0, 2, 1], 0.0),
     "pad with 1": on("constant_pad_nd.default", 3, [1, 0], 1.0),
     "narrow": cut("narrow.default", lambda n: n // 3, lambda n: n - n // 2),
@@ -266,7 +267,7 @@ ALONG: dict[str, tuple[Make, str]] = {
     "slice": (cut("slice.Tensor", lambda n: 1, lambda n: 3, dim=0), "(S(0)) -> (P(sum))"),
     "select": (cut("select.int", lambda n: 1, dim=0), "(S(0)) -> (P(sum))"),
     "flip": (on("flip.default", 3, [0]), "(S(0)) -> (S(0)) +reduce_scatter"),
-    "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +reduce_scatter"),
+    "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +all_gather"),
     "select_scatter": (
         lambda d: Case("select_scatter.default", d.of(6, 3), d.of(3), 0, 2),
         "(S(0), R) -> (S(0))",
