@@ -2,7 +2,8 @@
 
 Every contestant has the same model, batch and number of workers, one thread a worker, and Gloo.
 They take turns, a burst of steps each; the loss is read at a burst's end. Before they are timed
-they train some steps, and all must come to the same loss.
+they train some steps, and all must come to the same loss. ``--parts memory`` says what the steps
+add to a rank's resident memory, beside the same peers.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from benchmarks.harness import Measured, Report, interleave, parser, ratio
 from benchmarks.sharded_processes import DATA, FULL, INVARIANT, LAZYGT, PEERS, TENSOR, Crew, crew
 from benchmarks.sharded_workloads import (
     COMPUTE,
+    DEEP_MLP,
     GPT_EXAMPLE,
     MIDDLE_MLP,
     SMALL_GPT,
@@ -32,7 +34,7 @@ RACES: dict[tuple[str, str], float | None] = {
     (SMALL_GPT, TENSOR): 3.0,
 }
 SUM_AIM = 1.3
-PARTS = ("training", "sum", "scaling", "invariant")
+PARTS = ("training", "memory", "sum", "scaling", "invariant")
 
 
 def ms(found: Measured) -> str:
@@ -91,6 +93,34 @@ def duel(
     if aim is not None:
         name = f"{model}, {way}, {workers} workers, against {peer}"
         report.remarks.append(verdict(name, times, aim, least=True))
+
+
+def memory(args: argparse.Namespace) -> Report:
+    """What steps add to the resident memory of a rank that has the model."""
+    report = Report(
+        "sharded memory",
+        "Peak resident memory of a rank, in steps, over what it had before the first one",
+        ["model", "workers", *(f"{name} MB" for way in (DATA, FULL) for name in ways(way))],
+    )
+    for model in (DEEP_MLP, GPT_EXAMPLE):
+        for workers in args.workers:
+            peaks = {}
+            for way in (DATA, FULL):
+                for kind, name in zip((LAZYGT, PEERS[way]), ways(way), strict=True):
+                    with crew(kind, "train", workers, way, model, args.quick) as each:
+                        each.ask("forget")
+                        each.ask("settle")
+                        peaks[name] = each.ask("peak")
+            report.add(model, str(workers), *(f"{peak:.0f}" for peak in peaks.values()))
+            whole, sharded = (peaks[ways(way)[0]] for way in (DATA, FULL))
+            name = f"{model}, {workers} workers, fully sharded against data parallel, memory"
+            report.remarks.append(verdict(name, sharded / whole, 1.0, least=False))
+    return report
+
+
+def ways(way: str) -> tuple[str, str]:
+    """lazygt's way and its peer, as columns name them."""
+    return f"lazygt, {way}", PEERS[way]
 
 
 def summing(args: argparse.Namespace) -> Report:
@@ -181,7 +211,13 @@ def main() -> None:
     args = options.parse_args()
     if args.pin:
         options.error("--pin is for one worker; the scheduler places these")
-    parts = {"training": training, "sum": summing, "scaling": scaling, "invariant": invariant}
+    parts = {
+        "training": training,
+        "memory": memory,
+        "sum": summing,
+        "scaling": scaling,
+        "invariant": invariant,
+    }
     for part in args.parts:
         parts[part](args).finish(save=args.save)
 

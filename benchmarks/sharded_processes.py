@@ -4,11 +4,13 @@ Each process sits at the other end of a pipe and answers requests (see ``Racer``
 process, which starts its workers; a crew of torch is one process a rank, and all are asked at once.
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class Racer:
         steps: in a burst.
         settled: called between the bursts of ``settle``, to wait for what goes on beside them.
         counts: what ``counts`` answers.
+        pids: the processes that hold tensors.
     """
 
     def __init__(
@@ -54,8 +57,11 @@ class Racer:
         steps: int,
         settled: Callable[[], object] = bool,
         counts: Callable[[], object] = dict,
+        pids: Sequence[int] = (),
     ) -> None:
         self._step, self._steps, self._settled, self._counts = step, steps, settled, counts
+        self._pids = pids or (os.getpid(),)
+        self._before: list[int] = []
         self._last = torch.zeros(())
 
     def burst(self) -> float:
@@ -82,9 +88,26 @@ class Racer:
     def counts(self) -> object:
         return self._counts()
 
+    def forget(self) -> None:
+        """Count memory from here on."""
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # see proc(5)
+        self._before = [resident(pid, "VmRSS") for pid in self._pids]
+
+    def peak(self) -> float:
+        """MB by which a process exceeded what it had at ``forget``; of several the most."""
+        peaks = [resident(pid, "VmHWM") for pid in self._pids]
+        return max(a - b for a, b in zip(peaks, self._before, strict=True)) * 1024 / 1e6
+
     def serve(self, pipe: Connection) -> None:
         for what in requests(pipe):
             pipe.send(getattr(self, what)())
+
+
+def resident(pid: int, what: str) -> int:
+    """KiB of a process: ``VmRSS`` now, ``VmHWM`` at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 class Crew:
@@ -165,7 +188,10 @@ def _train_lazygt(session: lazygt.Session, way: str, name: str, quick: bool) -> 
         sent = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return f"{sent or 'none'}; {sum(one.nbytes for one in found) / 1e6:.2f} MB"
 
-    return Racer(lambda: step(*batch), workload.steps, session.compiled, counts)
+    session.synchronize()
+    return Racer(
+        lambda: step(*batch), workload.steps, session.compiled, counts, session.worker_pids
+    )
 
 
 def _sum_lazygt(session: lazygt.Session, way: str, elements: int) -> Racer:

@@ -74,6 +74,7 @@ def mlp(width: int = 2048, layers: int = 4, batch: int = 256, steps: int = 3) ->
 
 
 GPT_EXAMPLE, SMALL_GPT = "GPT example", "GPT example, small step"
+DEEP_MLP = "MLP 8 x 2048"
 WIDE_MLP, COMPUTE = "MLP 4 x 2048", "MLP 4 x 1024, batch 2048"
 MIDDLE_MLP, SMALL_MLP = "MLP 4 x 512, batch 512", "MLP 4 x 64, batch 64"
 
@@ -81,6 +82,7 @@ WORKLOADS = {
     GPT_EXAMPLE: gpt(),
     SMALL_GPT: gpt(64, length=32, batch=4, steps=20),
     WIDE_MLP: mlp(),
+    DEEP_MLP: mlp(layers=8, steps=1),
     COMPUTE: mlp(1024, batch=2048, steps=1),
     MIDDLE_MLP: mlp(512, batch=512, steps=5),
     SMALL_MLP: mlp(64, batch=64, steps=50),
@@ -90,6 +92,7 @@ QUICK = {
     GPT_EXAMPLE: gpt(16, 1, length=8, batch=4, steps=2),
     SMALL_GPT: gpt(8, 1, length=4, batch=2, steps=2),
     WIDE_MLP: mlp(16, batch=8, steps=2),
+    DEEP_MLP: mlp(16, batch=8, steps=2),
     COMPUTE: mlp(16, batch=8, steps=2),
     MIDDLE_MLP: mlp(16, batch=8, steps=2),
     SMALL_MLP: mlp(8, batch=8, steps=2),

@@ -84,6 +84,13 @@ def test_training_against_peers(only: str, peer: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_beside_peers() -> None:
+    output = run("--parts memory --workers 2")
+    assert "MLP 8 x 2048, 2 workers, fully sharded against data parallel, memory" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_sum_passes_no_tensor_through_the_client() -> None:
     output = run("--parts sum scaling invariant --workers 2 --megabytes 1")
