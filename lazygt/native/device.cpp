@@ -8,6 +8,7 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -37,9 +38,10 @@ void record_boxed(Facts& f, Stack& stack) {
 }
 
 struct Kernel final : c10::OperatorKernel {
-  Facts* f = nullptr;
+  std::atomic<Facts*> facts{nullptr};  // threads may be first together
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    if (C10_UNLIKELY(f == nullptr)) f = &facts_of(op);
+    auto* f = facts.load(std::memory_order_acquire);
+    if (C10_UNLIKELY(f == nullptr)) facts.store(f = &facts_of(op), std::memory_order_release);
     record_boxed(*f, *stack);
   }
 };

@@ -12,6 +12,7 @@
 #include <ATen/core/boxing/impl/boxing.h>
 
 #include <array>
+#include <atomic>
 #include <tuple>
 #include <vector>
 
@@ -125,7 +126,9 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
   Result operator()(A... args) {
     Recorder* recorder = active_recorder();
     if (C10_LIKELY(recorder != nullptr && !recorder->closed)) {
-      if (C10_UNLIKELY(facts_ == nullptr)) facts_ = &facts_of(op_);
+      if (C10_UNLIKELY(facts_.load(std::memory_order_acquire) == nullptr)) {
+        facts_.store(&facts_of(op_), std::memory_order_release);
+      }
       Hold hold(recorder->lock);
       if constexpr (std::is_same_v<Result, at::Tensor>) {
         if (C10_UNLIKELY(is_twin(args...))) return shown_again(*recorder, args...);
@@ -146,17 +149,19 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
  private:
   static constexpr bool WRITES = std::is_same_v<Result, at::Tensor&>;
 
+  Facts& facts() const { return *facts_.load(std::memory_order_relaxed); }
+
   // The step of the call, if its results can be made here; else the trace is as it was.
   Step* found(Recorder& recorder, const A&... args) const {
     if (!is_step(recorder, args...)) return nullptr;
     const Step* reached = recorder.step.get();
     const size_t numbers = recorder.params.size();
-    UnboxedKey key(recorder, *facts_);
+    UnboxedKey key(recorder, facts());
     if (C10_LIKELY(key.put_all(args...))) {
       Step* step = recorder.step->find(key.words);
       Moved moved;
-      if (step == nullptr && facts_->rule != nullptr) {
-        step = recorder.find_moved(*facts_, *first_tensor(args...), key.words, moved);
+      if (step == nullptr && facts().rule != nullptr) {
+        step = recorder.find_moved(facts(), *first_tensor(args...), key.words, moved);
       }
       if (C10_LIKELY(step != nullptr && is_plain(*step, args...))) return step;
     }
@@ -167,7 +172,7 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   bool is_step(const Recorder& recorder, const A&... args) const {
     size_t i = 0;
-    switch (facts_->road) {
+    switch (facts().road) {
       case Road::ORDINARY:
         return true;
       case Road::RESHAPED:
@@ -175,7 +180,7 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
       case Road::DRAW:
         return recorder.draws;
       case Road::DEVICE:
-        return ((int(i++) != facts_->at || is_here(args)) && ...);
+        return ((int(i++) != facts().at || is_here(args)) && ...);
       case Road::BOTH_LAZY:
         return ((i++ > 1 || is_lazy_tensor(args)) && ...);
       default:
@@ -185,9 +190,9 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   bool is_plain(const Step& step, const A&... args) const {
     if constexpr (std::is_same_v<Result, at::Tensor>) {
-      return step.make == Make::ONE || (step.make == Make::ONE_VIEW && facts_->viewed == 0);
+      return step.make == Make::ONE || (step.make == Make::ONE_VIEW && facts().viewed == 0);
     } else if constexpr (std::is_same_v<Result, std::vector<at::Tensor>>) {
-      return step.make == Make::FRESH || (step.make == Make::VIEWS && facts_->viewed == 0);
+      return step.make == Make::FRESH || (step.make == Make::VIEWS && facts().viewed == 0);
     } else if constexpr (WRITES || std::is_void_v<Result>) {
       size_t count = 0;
       bool fits = step.make == (WRITES ? Make::ITSELF : Make::TENSORS);
@@ -238,7 +243,7 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
   void each_written(const F& function, const A&... args) const {
     int i = 0;
     const auto one = [&](const auto& argument) {
-      for (int at : facts_->writes) if (at == i) each_of(argument, function);
+      for (int at : facts().writes) if (at == i) each_of(argument, function);
       ++i;
     };
     (one(args), ...);
@@ -246,10 +251,10 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   // A view that shows what its first argument shows.
   bool is_twin(const A&... args) const {
-    if (facts_->road != Road::TWIN && facts_->road != Road::RESHAPED) return false;
+    if (facts().road != Road::TWIN && facts().road != Road::RESHAPED) return false;
     const at::Tensor* source = first_tensor(args...);
     if (source == nullptr || !is_lazy(*source)) return false;
-    return facts_->road == Road::TWIN || (is_shape_of(*source, args) || ...);
+    return facts().road == Road::TWIN || (is_shape_of(*source, args) || ...);
   }
 
   static at::Tensor shown_again(Recorder& recorder, const A&... args) {
@@ -285,7 +290,7 @@ class Unboxed<Result(A...)> final : public c10::OperatorKernel {
 
   const c10::OperatorHandle op_;
   const c10::BoxedKernel boxed_;
-  Facts* facts_ = nullptr;
+  std::atomic<Facts*> facts_{nullptr};  // known from the first call on; threads may be first together
 };
 
 }  // namespace lazygt

@@ -21,7 +21,7 @@ from lazygt import cli
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs, peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
-from lazygt.passes.fuse import CALL, Fuse, candidates
+from lazygt.passes.fuse import CALL, MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.executors.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
 
@@ -322,11 +322,12 @@ def test_why_not_fused(rows: tuple[str, ...], why: str) -> None:
 
 
 def test_a_group_that_grew_too_large_says_so() -> None:
-    rows = [f"%{n + 1}: f32[4] = aten.exp.default(%{n})" for n in range(70)]
-    graph = parse_graph("\n".join(["graph {", "%0: f32[4] = input", *rows, "return %70", "}"]))
+    rows = [f"%{n + 1}: f32[4] = aten.exp.default(%{n})" for n in range(MOST_MEMBERS + 6)]
+    text = ["graph {", "%0: f32[4] = input", *rows, f"return %{len(rows)}", "}"]
+    graph = parse_graph("\n".join(text))
     first, second = candidates(graph)
-    assert len(first.members) == 64
-    assert first.closed == "it would have more than 64 members"
+    assert len(first.members) == MOST_MEMBERS
+    assert first.closed == f"it would have more than {MOST_MEMBERS} members"
     assert (len(second.members), second.closed) == (6, "")
 
 
