@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import REDUCE_OPS, Partial, Placement, Shard, StridedShard
 
 _FIRST = len(REDUCE_OPS)
@@ -61,3 +62,20 @@ def union(
         reduce(or_, [bit(placements[place]) for placements in strategies], 0)
         for place in range(places)
     ]
+
+
+def same_blocks(
+    bits: Bits,
+    operands: Sequence[TensorMeta | None],
+    masks: Sequence[int],
+    result: TensorMeta | None,
+) -> int:
+    """The blocks of operands that a result can have as well: of dims that are as long in both."""
+    mask = 0
+    for operand, blocks in zip(operands, masks, strict=True):
+        if operand is None or result is None:
+            continue
+        for dim, (size, made) in enumerate(zip(operand.shape, result.shape, strict=False)):
+            if size == made:
+                mask |= blocks & bits.cut(Shard(dim))
+    return mask

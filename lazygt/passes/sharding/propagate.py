@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, takes_whole
-from lazygt.passes.sharding.placement_bits import SUMS, Bits, partial_bit, union
+from lazygt.passes.sharding.placement_bits import SUMS, Bits, partial_bit, same_blocks, union
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, spared_values
@@ -163,6 +163,8 @@ class _Propagation:
                     seen[at] = masks
                     self._widen(at, masks)
                     passed = self._passed(self._numbers[at], masks)
+                    if self._catalogue.entries[self._numbers[at]].heavy:
+                        passed = self._laid_back(node, masks, passed)
                     self._merge((*refs, *results), passed, changed)
 
     def steps(self) -> list[Step]:
@@ -206,6 +208,16 @@ class _Propagation:
             passed = self._spreads[number, masks] = (*wants, *map(or_, blocks, sums))
         return passed
 
+    def _laid_back(self, node: Node, masks: Masks, passed: Masks) -> Masks:
+        """What a node passes on that has no use for the blocks it is given, such as an attention
+        for blocks of its keys: it exchanges them, and its results lie as the operands did."""
+        count = len(masks)
+        if any(passed[count:]):
+            return passed
+        operands = [self._metas[value] for value in node.refs()]
+        back = [same_blocks(self._bits, operands, masks, result) for result in node.results]
+        return (*passed[:count], *back)
+
     def wishes(self, steps: Sequence[Step]) -> Wishes:
         """What values are wished to be, once all is reached that annotations lead to."""
         reach = Reach(steps, self._reached, self._passed, self._stored.keys())
@@ -222,8 +234,9 @@ class _Propagation:
         kept = entry.keep(
             lambda _, strategy: _keeps(strategy, node.pins) and self._is_possible(strategy, masks)
         )
-        asked = tuple(map(or_, masks, wishes)) if wishes and not entry.heavy else masks
         divides = self._divides(kept, masks)
+        granted = wishes and (not divides if entry.heavy and any(masks) else not entry.heavy)
+        asked = tuple(map(or_, masks, wishes)) if granted else masks
         if self._explore:
             kept = kept.keep(
                 lambda _, strategy: not _is_interleaved(strategy) or self._is_asked(strategy, asked)

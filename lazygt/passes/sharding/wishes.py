@@ -94,6 +94,8 @@ class Wishes:
         for step in reach.steps:
             if not ends[step.kind]:
                 self._look_ahead(step)
+            elif any(step.masks) or not self._masks.keys().isdisjoint(step.node.refs()):
+                self._look_aside(step)
 
     def of_operands(self, step: Step) -> Masks:
         """What each operand of a node is wished to be; nothing where nothing."""
@@ -142,6 +144,20 @@ class Wishes:
             if not strategy.comm and any(map(and_, map(through, strategy.outputs), wanted))
         ]
         return tuple(union(makers, places, through))
+
+    def _look_aside(self, step: Step) -> None:
+        """From operands to other blocks of them, where wishes end."""
+        blocks = ~SUMS & ~self._bits.interleaved
+        refs = step.node.refs()
+        asked = tuple([self._values[v] | self._masks.get(v, 0) & blocks for v in refs])
+        others = self._detours(step, asked)
+        if others is None:
+            return
+        for value, wish in zip(refs, others, strict=True):
+            self._wish(value, wish)
+        passed = self._passed(step.kind, tuple(map(or_, asked, others)))
+        for value, mask in zip(step.results, passed[len(refs) :], strict=True):
+            self._wish(value, mask & ~SUMS)
 
     def _look_ahead(self, step: Step) -> None:
         """From operands to results, and to other blocks of operands."""
