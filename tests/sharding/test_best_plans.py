@@ -390,6 +390,26 @@ def averages_of_rows(place: Place, x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 3, stride=1, padding=1)
 
 
+# -- attention along a cut sequence -----------------------------------------------------------
+
+#: batch, heads, length, features of a head
+QUERIES = draw(1, 8, 512, 16)
+HEADS = tuple(draw(1, 8, 512, 16, seed=seed).requires_grad_() for seed in (1, 2, 3))
+_ALL = QUERIES.nbytes
+
+
+@known(HEADS, (S(2), S(2), S(2)), lambda n: 4 * moved(_ALL, n))
+def attention_of_a_cut_sequence(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return place(F.scaled_dot_product_attention(q, k, v, is_causal=True), S(2))
+
+
+@known(HEADS, (S(2), S(2), S(2)), lambda n: 8 * moved(_ALL, n))
+def attention_of_a_cut_sequence_trained(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    y = place(F.scaled_dot_product_attention(q, k, v, is_causal=True), S(2))
+    made = torch.autograd.grad(y.square().sum(), [q, k, v])
+    return y, *[place(gradient, S(2)) for gradient in made]
+
+
 # -- the tests ----------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ def same_blocks(
     for operand, blocks in zip(operands, masks, strict=True):
         if operand is None or result is None:
             continue
-        for dim, (size, made) in enumerate(zip(operand.shape, result.shape, strict=False)):
-            if size == made:
+        for dim, (size, other) in enumerate(zip(operand.shape, result.shape, strict=False)):
+            if size == other:
                 mask |= blocks & bits.cut(Shard(dim))
     return mask

@@ -235,7 +235,8 @@ class _Propagation:
             lambda _, strategy: _keeps(strategy, node.pins) and self._is_possible(strategy, masks)
         )
         divides = self._divides(kept, masks)
-        granted = wishes and (not divides if entry.heavy and any(masks) else not entry.heavy)
+        useless = not divides and any(mask & ~SUMS for mask in masks)
+        granted = wishes and (useless or not entry.heavy)
         asked = tuple(map(or_, masks, wishes)) if granted else masks
         if self._explore:
             kept = kept.keep(

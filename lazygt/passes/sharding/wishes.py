@@ -94,7 +94,7 @@ class Wishes:
         for step in reach.steps:
             if not ends[step.kind]:
                 self._look_ahead(step)
-            elif any(step.masks) or not self._masks.keys().isdisjoint(step.node.refs()):
+            elif any(step.masks) and not any(self._passed(step.kind, step.masks)):
                 self._look_aside(step)
 
     def of_operands(self, step: Step) -> Masks:
@@ -146,7 +146,7 @@ class Wishes:
         return tuple(union(makers, places, through))
 
     def _look_aside(self, step: Step) -> None:
-        """From operands to other blocks of them, where wishes end."""
+        """From operands to other blocks of them, at a node that has no use for those there are."""
         blocks = ~SUMS & ~self._bits.interleaved
         refs = step.node.refs()
         asked = tuple([self._values[v] | self._masks.get(v, 0) & blocks for v in refs])
