@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from typing import Any
 
@@ -200,7 +201,14 @@ class Stress:
         training.restore()
 
 
+def say(unraisable: Any) -> None:
+    """Where Python has ignored an exception: in a finalizer, or in a callback of C code."""
+    print(f"ignored in {unraisable.object!r}", file=sys.stderr)
+    traceback.print_exception(unraisable.exc_value, file=sys.stderr)
+
+
 def main() -> None:
+    sys.unraisablehook = say
     parser = argparse.ArgumentParser()
     parser.add_argument("--interrupts", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

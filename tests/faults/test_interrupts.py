@@ -36,5 +36,5 @@ def test_interrupts_at_random_moments_leave_everything_right(
         start_new_session=True,
     )
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
-    assert json.loads(done.stdout) == {"interrupts": INTERRUPTS}, f"seed {seed}"
+    assert json.loads(done.stdout) == {"interrupts": INTERRUPTS}, f"seed {seed}\n{done.stderr}"
     assert "Exception ignored" not in done.stderr
