@@ -51,7 +51,7 @@ def test_one_worker_exchanges_nothing() -> None:
 @pytest.mark.parametrize("workers", [2, 4])
 def test_only_the_median_moves_rows(workers: int) -> None:
     found = lines(workers)
-    assert [kind for kind, _ in found.pop("median")[1]] == ["all_gather"]
+    assert [kind for kind, _ in found.pop("median")[1]] == ["all_to_all"]
     for name, (_, collectives) in found.items():
         assert {kind for kind, _ in collectives} == {"all_reduce"}, name
         assert max(nbytes for _, nbytes in collectives) <= NORMAL_EQUATIONS, name

@@ -132,7 +132,7 @@ class Wishes:
         for value, wish in zip(node.refs(), sources, strict=True):
             reached = self._values[value]
             # what lies in other blocks is best computed there, and its results moved
-            if wish & ~reached and (through or not reached or reached & SUMS):
+            if wish & (~reached | SUMS) and (through or not reached or reached & SUMS):
                 self._wish(value, wish)
 
     def _makers(self, number: int, wanted: Masks, places: int) -> Masks:

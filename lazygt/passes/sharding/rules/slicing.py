@@ -123,7 +123,7 @@ def _moved_a_little(call: Call, dim: int, first: int, last: int) -> list[Strateg
     meta, parts, length = call.meta("self"), call.parts, last - first
     bounds = [shard_bounds(length, parts, rank) for rank in range(parts)]
     halo = halo_of(meta.shape[dim], dim, [(first + a, first + b) for a, b in bounds])
-    if halo is None or length < 2:
+    if halo is None or 2 * max(halo.before, halo.after) > length // parts:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
