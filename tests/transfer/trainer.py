@@ -35,7 +35,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 6)
-        self.up, self.down = nn.Linear(6, 11), nn.Linear(11, 6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
         self.norm = nn.BatchNorm1d(6)
         self.small = nn.Linear(6, 1)
         self.head = nn.Linear(6, 7, bias=False)
