@@ -66,6 +66,13 @@ def test_an_aim_is_compared_with_what_is_saved(tmp_path: Path) -> None:
     assert aims.shown(aims.Cell("pace", "mul", 1, 1.0), tables) == ("-", "<= 1", "not measured")
 
 
+def test_every_aim_names_a_table_that_is_saved() -> None:
+    tables = aims.saved()
+    cells = [cell for _, *both in aims.ROWS for cell in both if cell is not None]
+    lost = {cell for cell in cells if aims.shown(cell, tables)[0] == "-"}
+    assert not lost
+
+
 def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[tuple[int, int]] = []
     monkeypatch.setattr(harness, "CORES", (3, 5))
