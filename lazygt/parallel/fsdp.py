@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
-from lazygt.graph.mesh import FSDPUnit, Placements, Sharding
-from lazygt.graph.placement import Placement, Replicate, Shard
+from lazygt.graph.mesh import FSDPUnit, Mesh, Placements, Sharding
+from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
 from lazygt.parallel.distribute import own_parameter
+from lazygt.parallel.mixed_precision import apply_policy
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.session import current
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 #: Whether a module, of this name, is the root of a unit.
 Roots = Callable[[str, nn.Module], bool]
@@ -31,16 +35,22 @@ def fully_shard(
     mesh_dim: str = "data",
     wrap: Wrap = "auto",
     bucket_cap_mb: float | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int | None = True,
     limit_all_gathers: bool = True,
+    *,
+    mesh: Any = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Store a module's parameters in blocks along an axis of the mesh; ops use them whole.
 
     They are gathered for the forward, and their gradients are reduced to the blocks that the
-    optimizer updates; its state lies as they do. Names and meaning are FSDP2's. A parameter is
-    cut along its first dim that has a row for every rank and that no other axis cuts; one without
-    such a dim stays whole. On other axes parameters keep what they have. Parameters that an
-    earlier call has taken stay in its unit.
+    optimizer updates; its state lies as they do. Names and meaning are FSDP2's, and policies are
+    torch's own objects. A parameter is cut along its first dim that has a row for every rank and
+    that no other axis cuts; one without such a dim stays whole. On other axes parameters keep what
+    they have. Parameters that an earlier call has taken stay in its unit.
 
     Args:
         wrap: which parameters are gathered together. ``auto``: those of each repeated block
@@ -52,18 +62,63 @@ def fully_shard(
         bucket_cap_mb: MiB that are gathered, or reduced, at once. None: the session's, and without
             one 25, with what takes longer to pack than to launch (on CPUs 512 KiB) alone.
         reshard_after_forward: gather again for the backward, so that whole weights are not kept
-            until then.
+            until then. None is True, the number of ranks too, and 1 is False.
         limit_all_gathers: at most two gathers are under way at a time, and one reduction: what
             was not reduced yet is freed as the backward goes.
+        mesh: the axis as FSDP2 takes it: ``session.mesh["data"]``; of two axes (HSDP) the last is
+            meant. None: ``mesh_dim``.
+        shard_placement_fn: tells a parameter's ``Shard(dim)``; None for it: as above.
+        mp_policy: a ``MixedPrecisionPolicy``. ``param_dtype``: while the module runs its parameters
+            are casts of the stored ones, and these are gathered; None: as they are stored.
+            ``reduce_dtype``: in which the gradients of each backward are reduced, before they
+            become the parameter's dtype; None: ``param_dtype``. ``cast_forward_inputs``:
+            floating-point inputs of the module, and of each unit's, become ``param_dtype``.
+            ``output_dtype``: that of the module's floating-point outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer state in
+            the host's memory, where those of CPU workers are in any case, pinned or not.
+        ignored_params: these stay as they are.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, or
-            a parameter is no lazygt tensor of its own; no parameter has been placed then.
+        ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, a
+            parameter is no lazygt tensor of its own, or can't be cut as it is told; no parameter
+            has been placed then.
         TypeError: ``module`` is no module.
+        NotImplementedError: to reshard to a part of the ranks, or to offload what GPUs compute.
     """
+    _check(module, bucket_cap_mb)
+    session = current()
+    axis = _axis(mesh_dim, mesh, session.mesh)
+    _check_offload(offload_policy, session.device_type)
+    parts = session.mesh.size(axis)
+    unit = FSDPUnit(
+        f"{type(module).__name__}#{next(_calls)}", axis,
+        None if bucket_cap_mb is None else round(bucket_cap_mb * (1 << 20)),
+        _reshards(reshard_after_forward, parts), limit_all_gathers,
+    )  # fmt: skip
+    cut = _Cut(session.mesh.names.index(axis), parts, shard_placement_fn)
+    units = fsdp_units(module, wrap)
+    ignored = set(map(id, ignored_params or ()))
+    taken = [
+        (t, cut.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in ignored
+        and stored_now(t := own_parameter(name, parameter)).unit is None
+    ]
+    for t, sharding in taken:
+        set_sharding(t, sharding)
+    if mp_policy is not None:
+        roots = {module, *map(module.get_submodule, _roots(module, wrap))}
+        apply_policy(module, roots, [t for t, _ in taken], mp_policy)
+    return module
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+def _check(module: Any, bucket_cap_mb: float | None) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fully_shard() takes a module, not a {type(module).__name__}; "
@@ -71,24 +126,88 @@ def fully_shard(
         )
     if bucket_cap_mb is not None and not bucket_cap_mb >= 0:
         raise ValueError(f"fully_shard(bucket_cap_mb={bucket_cap_mb!r}): expected at least 0")
-    mesh = current().mesh
-    parts = mesh.size(mesh_dim)
-    at = mesh.names.index(mesh_dim)
-    named = [(name, own_parameter(name, p)) for name, p in module.named_parameters()]
-    names = fsdp_units(module, wrap)
-    call = f"{type(module).__name__}#{next(_calls)}"
-    cap = None if bucket_cap_mb is None else round(bucket_cap_mb * (1 << 20))
-    for name, t in named:
-        before = stored_now(t)
-        if before.unit is not None:
-            continue
-        unit = FSDPUnit(f"{call}.{names[name]}", mesh_dim, cap, reshard_after_forward,
-                    limit_all_gathers)  # fmt: skip
-        dim = dim_to_shard(tuple(t.shape), before.placements, at, parts)
+
+
+def _axis(mesh_dim: str, given: Any, mesh: Mesh) -> str:
+    """The axis of the session's mesh along which parameters are cut."""
+    if given is None:
+        mesh.size(mesh_dim)
+        return mesh_dim
+    names = given.names if isinstance(given, Mesh) else getattr(given, "mesh_dim_names", None)
+    if not names or len(names) > 2 or names[-1] not in mesh.names:
+        raise ValueError(
+            f"fully_shard(mesh={given!r}): expected an axis of the session's mesh {mesh}, such as "
+            f"session.mesh[{mesh.names[-1]!r}], or mesh_dim={mesh.names[-1]!r}"
+        )
+    return str(names[-1])
+
+
+def _reshards(asked: bool | int | None, parts: int) -> bool:
+    """Whether weights are gathered again for the backward."""
+    if asked is None or isinstance(asked, bool):
+        return asked is not False
+    if asked in (1, parts):
+        return asked == parts
+    raise NotImplementedError(
+        f"fully_shard(reshard_after_forward={asked}): weights are kept in blocks of all {parts} "
+        f"ranks of the axis (True), or whole (False); for blocks of {asked} ranks make the mesh of "
+        f"two axes, cut the batch along both, and shard along the one of {asked}"
+    )
+
+
+def _check_offload(policy: Any, device_type: str) -> None:
+    if policy is None or device_type == "cpu":
+        return
+    # why: whoever has a policy has loaded it, which takes a second
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(policy, CPUOffloadPolicy):
+        raise NotImplementedError(
+            "fully_shard(offload_policy=CPUOffloadPolicy()): what GPU workers store stays on their "
+            "GPUs; shard over more ranks, or leave the policy out. On CPU workers it is met anyhow"
+        )
+
+
+class _Cut(NamedTuple):
+    """How parameters are cut.
+
+    Attributes:
+        at: number of the axis.
+        parts: ranks along it.
+        placement_of: tells a parameter's ``Shard``, or None where any will do.
+    """
+
+    at: int
+    parts: int
+    placement_of: Callable[[nn.Parameter], Any] | None
+
+    def sharding(self, name: str, parameter: Any, unit: FSDPUnit) -> Sharding:
+        """Where a parameter is to be stored.
+
+        Raises:
+            ValueError: what is told of it is impossible.
+        """
+        before = stored_now(parameter).placements
+        told = None if self.placement_of is None else self.placement_of(parameter)
+        dim = dim_to_shard(tuple(parameter.shape), before, self.at, self.parts)
+        if told is not None:
+            dim = self._told(name, parameter, told, before)
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        placements = (*before.placements[:at], placement, *before.placements[at + 1 :])
-        set_sharding(t, Sharding(placements, True, None if dim is None else unit))
-    return module
+        placements = (*before[: self.at], placement, *before[self.at + 1 :])
+        return Sharding(placements, True, None if dim is None else unit)
+
+    def _told(self, name: str, parameter: Any, told: Any, before: Placements) -> int:
+        try:
+            placement = as_placement(told, parameter.dim())
+        except ValueError as error:
+            raise ValueError(f"shard_placement_fn of parameter {name!r}: {error}") from None
+        others = (*before[: self.at], *before[self.at + 1 :])
+        if not isinstance(placement, Shard) or placement in others:
+            raise ValueError(
+                f"shard_placement_fn of parameter {name!r}: expected None or Shard(dim) of a dim "
+                f"that no other axis cuts, not {told!r}; it lies as {before}"
+            )
+        return placement.dim
 
 
 def dim_to_shard(shape: tuple[int, ...], placements: Placements, at: int, parts: int) -> int | None:

@@ -25,7 +25,7 @@ def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
     known_of: dict[int, T] = {}
     for node, results in reversed(list(graph.numbered())):
         for refs, outcome in _lanes(node, results):
-            inputs = [known[homes[v]] for v in refs if v in _targets(node) and homes[v] in known]
+            inputs = [known[homes[v]] for v in refs if v in written(node) and homes[v] in known]
             later = [known_of[value] for value in outcome if value in known_of]
             home = next(iter([*inputs, *later]), None)
             if home is None:
@@ -38,7 +38,8 @@ def updated_with(graph: Graph, known: Mapping[int, T]) -> dict[int, T]:
     return known_of
 
 
-def _targets(node: Node) -> tuple[int, ...]:
+def written(node: Node) -> tuple[int, ...]:
+    """The values that a node writes."""
     return (node.args[0].index,) if node.op == WRITE_BACK else node.writes
 
 

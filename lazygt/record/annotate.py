@@ -5,11 +5,13 @@ So what gets other values later, from the client or by ``.data = ...``, lies whe
 
 from __future__ import annotations
 
+import torch
+
 from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Replicate, SingleRank
-from lazygt.passes.sharding.marks import ENTER, PLACE, place_node
+from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, place_node, reduce_as_node
 from lazygt.record.tensor import LazyTensor, meta_of, storage_of, view_of
 
 
@@ -76,6 +78,17 @@ def record_place(t: LazyTensor, meta: TensorMeta, sharding: Sharding) -> int:
     owner = storage_of(t).owner
     index = owner.index_of(t)
     return owner.internal((PLACE, index, sharding), place_node(index, meta, sharding))
+
+
+def reduce_as(gradient: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """A gradient in another dtype, in which it is reduced where ranks have parts of it."""
+    owner = storage_of(gradient).owner
+    with owner.lock:
+        index = owner.index_of(gradient)
+        node = reduce_as_node(index, meta_of(gradient), dtype)
+        meta = node.fresh[0]
+        assert meta is not None
+        return owner.show(owner.internal((REDUCE_AS, index, dtype), node), meta)
 
 
 def record_mark(

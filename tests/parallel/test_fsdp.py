@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
@@ -150,3 +151,69 @@ def test_workers_exchange_what_was_counted(mesh: Mapping[str, int]) -> None:
         counted[c.kind] += c.nbytes
     assert counted["reduce_scatter"] == nbytes
     assert len(sent) < len(asked)  # they travel together
+
+
+# -- FSDP2's other arguments ---------------------------------------------------------------------
+
+
+def lies(*layers: nn.Linear) -> list[object]:
+    return [layer.weight.placements[0] for layer in layers]
+
+
+def test_ignored_parameters_stay_as_they_are(session: lazygt.Session) -> None:
+    kept, cut = nn.Linear(8, 4), nn.Linear(8, 4)
+    lazygt.fully_shard(nn.Sequential(kept, cut), ignored_params=set(kept.parameters()))
+    assert lies(kept, cut) == [R, S0]
+
+
+def test_a_function_tells_where_parameters_are_cut(session: lazygt.Session) -> None:
+    def told(parameter: nn.Parameter) -> Shard | None:
+        return Shard(-1) if parameter.dim() == 2 and parameter.shape[1] > 8 else None
+
+    wide, narrow = nn.Linear(16, 4), nn.Linear(8, 4)
+    lazygt.fully_shard(nn.Sequential(wide, narrow), shard_placement_fn=told)
+    assert lies(wide, narrow) == [S1, S0]
+
+
+@pytest.mark.parametrize("told", [Shard(2), Replicate(), "first", Shard(1)])
+def test_a_parameter_is_not_cut_where_it_can_not_be(session: lazygt.Session, told: object) -> None:
+    layer = nn.Linear(8, 4, bias=False)
+    lazygt.parallelize_module(layer, "model", {"weight": {"model": S1}})
+    with pytest.raises(ValueError, match="shard_placement_fn of parameter 'weight'"):
+        lazygt.fully_shard(layer, shard_placement_fn=lambda parameter: told)
+    assert layer.weight.placements == (R, S1)
+
+
+@pytest.mark.parametrize(("asked", "again"), [(None, True), (2, True), (1, False), (False, False)])
+def test_weights_are_kept_whole_or_in_blocks_of_all_ranks(
+    session: lazygt.Session, asked: bool | int | None, again: bool
+) -> None:
+    layer = nn.Linear(8, 4)
+    lazygt.fully_shard(layer, reshard_after_forward=asked)
+    session.flush()
+    assert storage_of(layer.weight).remote.sharding.unit.reshard_after_forward is again
+    with pytest.raises(NotImplementedError, match="blocks of all 2 ranks of the axis"):
+        lazygt.fully_shard(nn.Linear(8, 4), reshard_after_forward=3)
+
+
+def test_the_axis_may_be_given_as_a_mesh(session: lazygt.Session) -> None:
+    layers = [nn.Linear(8, 4) for _ in range(3)]
+    lazygt.fully_shard(layers[0], mesh=session.mesh["model"])
+    lazygt.fully_shard(layers[1], mesh=session.mesh)  # HSDP: the last one
+    lazygt.fully_shard(layers[2], mesh=session.mesh["data"])
+    assert [layer.weight.placements for layer in layers] == [(R, S0), (R, S0), (S0, R)]
+    with pytest.raises(ValueError, match=r"session\.mesh\['model'\]"):
+        lazygt.fully_shard(nn.Linear(8, 4), mesh="data")
+
+
+def test_cpu_workers_have_everything_on_the_host_and_gpus_say_what_to_do(
+    session: lazygt.Session,
+) -> None:
+    layer = nn.Linear(8, 4)
+    lazygt.fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert lies(layer) == [S0]
+    with lazygt.session(launcher="dry", mesh={"data": 2}, device="cuda"):
+        layer = nn.Linear(8, 4)
+        lazygt.fully_shard(layer, offload_policy=OffloadPolicy())
+        with pytest.raises(NotImplementedError, match="shard over more ranks"):
+            lazygt.fully_shard(nn.Linear(8, 4), offload_policy=CPUOffloadPolicy())

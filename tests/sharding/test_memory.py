@@ -10,8 +10,12 @@ from torch import nn
 
 import lazygt
 from lazygt.graph.cost import peak_bytes
+from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, WAIT
+from lazygt.graph.text import parse_graph
+from lazygt.passes.sharding.fsdp import reshard_after_forward
+from lazygt.passes.sharding.marks import PLACE
 from lazygt.runtime.plan import Plan
 
 pytestmark = pytest.mark.timeout(120)
@@ -225,3 +229,23 @@ def test_clipped_microbatches_train_as_on_one_device(name: str, way: str) -> Non
         alone = clipped_steps(name, "", 2)
     for a, b in zip(on_workers, alone, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_copy_that_outlives_an_update_is_that_of_before_it() -> None:
+    graph = parse_graph("""graph {
+  %0: f32[8, 8] = input
+  %1: f32[8, 8] = aten.clone.default(%0)
+  %2: f16[8, 8] = aten._to_copy.default(%0, dtype=torch.float16)
+  %3: f32[8, 8] = aten.mm.default(%2, %2)
+  %4: f32[8, 8] = aten.mm.default(%1, %1)
+  %5: f32[8, 8] = aten.sub_.Tensor(%0, %4) writes %0
+  %6: f32[8, 8] = aten.sub.Tensor(%5, %1)
+  %7: f32[8, 8] = aten.sub.Tensor(%5, %2)
+  return %3, %5, %6, %7
+}""")
+    home = Sharding((S0,), True, FSDPUnit("layer", "data", None))
+    again = reshard_after_forward(graph, {0: home, 5: home}, {3})
+    copies = [node.op for node in again.nodes if node.op == PLACE]
+    assert len(copies) == 1, "the backward's"
+    assert [node.op for node in again.nodes[-2:]] == ["aten.sub.Tensor"] * 2
+    assert [node.refs()[1] for node in again.nodes[-2:]] == [1, 2]

@@ -138,6 +138,9 @@ class _Units:
             for number, bucket in enumerate(order)
             for place in bucket.members
         }
+        self.readers = _readers(analysis.graph)
+        #: what parameters go through before they are gathered
+        self.pulled: set[int] = set()
         self.before: dict[int, set[int]] = {}
         self.keys: dict[int, _Key] = {}
         for node in range(self.count):
@@ -205,11 +208,26 @@ class _Units:
             self.keys[wait] = min(self.keys[wait], self.keys[launch])
 
     def _pull(self, units: set[int], wanted: _Key) -> None:
-        """What a parameter goes through before it is gathered is wanted no later."""
+        """What a parameter goes through before it is gathered is wanted no later; what nobody else
+        reads, such as a cast, no earlier either."""
         for unit in units:
-            if unit < self.count and self.keys[unit] > wanted:
+            if unit < self.count and (self.keys[unit] > wanted or self._is_for_gathers(unit)):
+                self.pulled.add(unit)
                 self.keys[unit] = wanted
                 self._pull(self.before[unit], wanted)
+
+    def _is_for_gathers(self, node: int) -> bool:
+        """Whether a node's results are gathered, or go through such nodes, and no gather has asked
+        for them yet."""
+        readers = self.readers[node]
+        return (
+            bool(readers)
+            and node not in self.pulled
+            and all(self._is_gather(reader) or reader in self.pulled for reader in readers)
+        )
+
+    def _is_gather(self, node: int) -> bool:
+        return node in self.home and bool(self.order[self.home[node]].stored)
 
     def in_order(self) -> Iterator[int]:
         """Each unit after those before it, the one that is wanted first first."""
@@ -228,6 +246,18 @@ class _Units:
                 if not missing[follower]:
                     heapq.heappush(ready, (self.keys[follower], follower))
         assert not any(missing.values()), "collectives wait for each other"
+
+
+def _readers(graph: Graph) -> list[list[int]]:
+    """For each node those that take its results."""
+    makers = [-1] * len(graph.inputs)
+    readers: list[list[int]] = [[] for _ in graph.nodes]
+    for number, node in enumerate(graph.nodes):
+        for value in node.refs():
+            if makers[value] >= 0:
+                readers[makers[value]].append(number)
+        makers += [number] * len(node.results)
+    return readers
 
 
 # -- the nodes -----------------------------------------------------------------------------------

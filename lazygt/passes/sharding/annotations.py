@@ -16,6 +16,7 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.placement import (
     COLLECTIVE_OPS,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -24,13 +25,14 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.base import view_source
 from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.sharding.marks import ENTER, PLACE, stored_by
+from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, stored_by
 from lazygt.passes.sharding.rules import pointwise
 from lazygt.passes.sharding.rules.base import Metas, Strategy, Values, shardable_dims
 from lazygt.passes.sharding.rules.views import PARTIALS
 from lazygt.passes.sharding.strategies import StrategySet
 
-_COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
+#: Give their operand's elements in memory of their own.
+COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def moves_elements(node: Node) -> bool:
     """Whether a node gives its one operand's elements, in whatever order or dtype."""
     if len(node.refs()) != 1 or node.op == PLACE:
         return False
-    return node.op in _COPIES or node.op in COLLECTIVE_OPS or view_source(node) is not None
+    return node.op in COPIES or node.op in COLLECTIVE_OPS or view_source(node) is not None
 
 
 def is_elementwise(node: Node, metas: Metas) -> bool:
@@ -134,7 +136,7 @@ def _is_number(metas: Metas, value: int) -> bool:
 
 # -- where the values of a program are stored, as placements and inputs tell -----------------------
 
-R = Replicate()
+R, P = Replicate(), Partial("sum")
 
 
 def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> dict[int, Sharding]:
@@ -180,12 +182,15 @@ def annotations_of(
 
 
 def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:
-    """The strategies of a placement on axis number ``at``.
+    """The strategies of a placement, or of a gradient to be reduced, on axis number ``at``.
 
     One in blocks is made right here: what stands behind it can then cut them again on another axis.
     """
     (meta,) = node.fresh
     assert meta is not None
+    if node.op == REDUCE_AS:
+        anywhere: list[Placement] = [R, P, *map(Shard, shardable_dims(meta.shape))]
+        return [Strategy((placement,), (placement,), _cast_here) for placement in anywhere]
     wanted = stored_by(node).placements[at]
     placements: list[Placement] = [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]
     if isinstance(wanted, Shard):
@@ -193,6 +198,12 @@ def mark_strategies(node: Node, at: int) -> Sequence[Strategy]:
     elif isinstance(wanted, Unspecified):
         placements += PARTIALS
     return [Strategy((placement,), (placement,), _place_here) for placement in placements]
+
+
+def _cast_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    (value,), (meta,) = operands, node.fresh
+    assert meta is not None
+    return build.add(reduce_as_node(value.index, build.meta(value), meta.dtype))
 
 
 def _place_here(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

@@ -16,7 +16,7 @@ from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Uns
 from lazygt.passes.sharding import rules
 from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, stored_shardings
 from lazygt.passes.sharding.cost import CPU, Machine
-from lazygt.passes.sharding.marks import PLACE, without_places
+from lazygt.passes.sharding.marks import PLACE, REDUCE_AS, without_places
 from lazygt.passes.sharding.partition import Choice, LocalProgram, partition
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.rules.base import Strategy, shardable_dims
@@ -184,7 +184,7 @@ class _Axis:
         def strategies(node: Node) -> Sequence[Strategy]:
             if exchange_whole and node.op in COLLECTIVES:
                 return []
-            if node.op == PLACE:
+            if node.op in (PLACE, REDUCE_AS):
                 return mark_strategies(node, self.at)
             return rules.strategies_of(node, metas, self.parts)
 

@@ -1,9 +1,9 @@
 """Stored values are gathered again for every pass, so that nobody keeps them whole till then.
 
 A step is one pass after another: forward, backward, the forward of the next microbatch. What takes
-a stored value, or a view of it, whole in a later pass than the first gets a copy (a
-``lazygt.place``) that all of that pass share, and views of that; it is gathered where the first of
-them stands.
+a stored value, or a view or a cast of it, whole in a later pass than the first gets a copy (a
+``lazygt.place``) that all of that pass share, and views and casts of that; it is gathered where the
+first of them stands.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from collections.abc import Collection, Mapping
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.node import Graph
 from lazygt.passes.base import Placed, placed, rebuild, renumbered
-from lazygt.passes.sharding.annotations import is_elementwise, moves_elements, takes_whole
+from lazygt.passes.sharding.annotations import (
+    COPIES,
+    is_elementwise,
+    moves_elements,
+    takes_whole,
+)
 from lazygt.passes.sharding.marks import place_node
 from lazygt.passes.sharding.turns import turns
+from lazygt.passes.updates import written
 
 
 def reshard_after_forward(
@@ -40,8 +46,10 @@ class _Regather:
     ) -> None:
         self._graph, self._metas, self._backward = graph, graph.values, backward
         self._stored = dict(stored)
-        #: views of stored values -> their nodes
+        #: views of stored values, and casts -> their nodes
         self._views: dict[int, Placed] = {}
+        #: stored value -> what was cast or copied of it, or of its views
+        self._casts: dict[int, list[int]] = {}
         #: stored value or view -> what stands for it in the pass that goes on; None: the first one
         self._here: dict[int, int] | None = None
         self._rows: list[Placed] = []
@@ -59,14 +67,31 @@ class _Regather:
     def _learn(self, row: Placed) -> None:
         """Note which values are stored or views of stored ones."""
         node = row.node
+        for value in written(node):
+            self._part(value)
         if any(value in self._stored or value in self._views for value in node.refs()):
-            if is_elementwise(node, self._metas):
+            if moves_elements(node):
+                self._views.update(dict.fromkeys(row.results, row))
+                if node.op in COPIES:
+                    self._casts.setdefault(self._root(row.results[0]), []).append(row.results[0])
+            elif is_elementwise(node, self._metas):
                 homes = {self._stored.get(value) for value in node.refs() if self._is_large(value)}
                 home = homes.pop() if len(homes) == 1 else None
                 if home is not None:
                     self._stored[row.results[0]] = home
-            elif moves_elements(node):
-                self._views.update(dict.fromkeys(row.results, row))
+
+    def _part(self, value: int) -> None:
+        """What was cast of a value is one of its own once that is written."""
+        for cast in self._casts.pop(value, ()):
+            (below,) = self._views.pop(cast).node.refs()
+            if below in self._stored:
+                self._stored[cast] = self._stored[below]
+
+    def _root(self, value: int) -> int:
+        """The stored value that a view, or a cast, is of."""
+        while value in self._views:
+            (value,) = self._views[value].node.refs()
+        return value
 
     def _is_large(self, value: int) -> bool:
         meta = self._metas[value]

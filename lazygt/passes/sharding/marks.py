@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
 from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
@@ -20,15 +22,34 @@ PLACE = "lazygt.place"
 ENTER = "lazygt.enter_stage"
 #: ``leave_stage(gradient, value, axis)``: the gradient, back on the stage that the value is on.
 LEAVE = "lazygt.leave_stage"
-MARKS = frozenset({PLACE, ENTER, LEAVE})
+#: ``reduce_as(gradient)``: the gradient in the result's dtype; where ranks have parts of it, these
+#: are cast, and reduced in that dtype.
+REDUCE_AS = "lazygt.reduce_as"
+MARKS = frozenset({PLACE, ENTER, LEAVE, REDUCE_AS})
 
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
-    """The graph without its annotations of these kinds."""
-    rows = placed(graph)
+    """The graph without its annotations of these kinds; of ``reduce_as`` the cast is left."""
+    rows = [row._replace(node=_cast(row.node)) for row in placed(graph)]
+    marks = {*marks} - {REDUCE_AS}
     same = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
     kept = [row for row in rows if row.node.op not in marks]
-    return rebuild(graph, kept, same) if same else graph
+    casts = any(node.op == REDUCE_AS for node in graph.nodes)
+    return rebuild(graph, kept, same) if same or casts else graph
+
+
+def _cast(node: Node) -> Node:
+    """A ``reduce_as`` as torch's op; else the node."""
+    if node.op != REDUCE_AS:
+        return node
+    (meta,) = node.fresh
+    assert meta is not None
+    return Node("aten._to_copy.default", node.args, (("dtype", meta.dtype),), (meta,))
+
+
+def reduce_as_node(value: int, meta: TensorMeta, dtype: torch.dtype) -> Node:
+    """A gradient of this number and meta, to be reduced in a dtype."""
+    return Node(REDUCE_AS, (Ref(value),), (), (TensorMeta.of(meta.empty("meta").to(dtype)),))
 
 
 def place_node(value: int, meta: TensorMeta, sharding: Sharding) -> Node:

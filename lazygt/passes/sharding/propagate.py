@@ -234,6 +234,8 @@ class _Propagation:
         kept = entry.keep(
             lambda _, strategy: _keeps(strategy, node.pins) and self._is_possible(strategy, masks)
         )
+        if entry.takes_sums and masks[0] & SUMS:
+            return kept.keep(lambda _, strategy: isinstance(strategy.inputs[0], Partial))
         divides = self._divides(kept, masks)
         useless = not divides and any(mask & ~SUMS for mask in masks)
         granted = wishes and (useless or not entry.heavy)

@@ -15,7 +15,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.placement import Cut, Replicate, StridedShard
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
-from lazygt.passes.sharding.marks import MARKS, PLACE
+from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 from lazygt.passes.sharding.rules.strided import strided_strategies
 
@@ -36,6 +36,7 @@ class StrategySet:
         heavy: whether the node is a matmul, a convolution or an attention.
         works: whether there is anything to do, unlike in a view.
         only_cuts_results: whether some take whole operands to blocks.
+        takes_sums: whether what may come as a partial sum is taken so and not otherwise.
     """
 
     strategies: tuple[Strategy, ...]
@@ -44,6 +45,7 @@ class StrategySet:
     heavy: bool
     works: bool
     only_cuts_results: bool
+    takes_sums: bool
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
         """The entry with the strategies that are wanted; itself where no strategy is, or every one
@@ -138,6 +140,7 @@ class StrategyCatalogue:
             _is_heavy(node),
             bool(costs.any()),
             bool(operands) and any(map(_only_cuts_results, strategies)),
+            node.op == REDUCE_AS,
         )
 
 

@@ -113,7 +113,8 @@ def test_gradients_travel_while_the_backward_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("lay", "meanwhile_multiplied"),
-    # what is scattered is under way alone: until the next one is ready
+    # what is scattered is under way alone, until the next one is ready: the last layer's while its
+    # input's gradient and the next weight's are computed, that one's while the first weight's is
     [(lazygt.data_parallel, [0, 0, 1, 3]), (lazygt.fully_shard, [0, 0, 1, 2])],
 )
 def test_gradients_of_several_microbatches_travel_once_and_during_the_last_backward(

@@ -52,7 +52,10 @@ def rule(strategies_of: StrategiesOf) -> Rule:
         made = decomposition(node, operands)
         if made is None:
             return ()
-        options = [strategies_of(inner, made.metas, parts) for inner in made.nodes]
+        options = [
+            [*strategies_of(inner, made.metas, parts), *_rounded(made, inner, results)]
+            for inner, results in made.numbered()
+        ]
         found = (_Derived.of(node, made, chain) for chain in chains(made, options))
         return tuple([each.strategy() for each in found if each.is_right()])
 
@@ -71,6 +74,19 @@ def rule(strategies_of: StrategiesOf) -> Rule:
             _pending.reset(token)
 
     return strategies
+
+
+def _rounded(steps: Decomposition, inner: Node, results: range) -> Sequence[Strategy]:
+    """A kernel that computes wider than its operands are rounds its results at the end. Partial
+    ones it rounds too, as that of a matmul does."""
+    if inner.op != "aten._to_copy.default" or results[0] not in steps.outputs:
+        return ()
+    dtypes = [meta.dtype for meta in steps.metas[: steps.operands] if meta is not None]
+    meta, wide = steps.metas[results[0]], steps.metas[inner.refs()[0]]
+    assert meta is not None
+    assert wide is not None
+    is_own = meta.dtype in dtypes and wide.dtype not in dtypes
+    return (Strategy((P,), (P,)),) if is_own and wide.dtype.is_floating_point else ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,20 @@ def test_a_batch_in_blocks_runs_the_kernel() -> None:
     assert [ops(graph) for graph in graphs] == [[LAYER_NORM]] * 2
 
 
+def test_a_kernel_that_computes_wider_leaves_sums_as_narrow_as_its_results() -> None:
+    value, weight = torch.randn(6, 8).bfloat16(), torch.randn(8).bfloat16()
+    _, mean, rstd = torch.ops.aten.native_layer_norm(value, [8], weight, weight, 1e-5)
+    case = Case("native_layer_norm_backward.default", value, value.clone(), [8], mean, rstd, weight,
+                weight.clone(), [True, True, True])  # fmt: skip
+    strategy = cut(case, 0, 2)
+    assert strategy.outputs == (S(0), Partial("sum"), Partial("sum"))
+    graphs, _ = case.local(2, strategy)
+    assert [ops(graph) for graph in graphs] == [["native_layer_norm_backward.default"]] * 2
+    assert {meta.dtype for graph in graphs for meta in graph.nodes[0].fresh if meta} == {
+        torch.bfloat16
+    }
+
+
 def test_a_normalised_dim_in_blocks_is_taken_apart_and_reduced_twice() -> None:
     case = layer_norm()
     strategy = cut(case, 1, 2)
