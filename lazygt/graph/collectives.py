@@ -35,6 +35,7 @@ _PURPOSE = {
     "all_gather": "puts together the blocks made by",
     "reduce_scatter": "adds up, and cuts into blocks, what each rank made with",
     "all_to_all": "cuts along another dim the blocks made by",
+    "send_recv": "gives other ranks the rows that they lack of the blocks made by",
 }
 
 
@@ -44,11 +45,11 @@ class Communication:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send_recv``
-            for either half of it.
+            for rows that go from rank to rank, and for either half of what goes between stages.
         reduce_op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
         nbytes: payload of the rank: the operand of an all-reduce, the gathered result of an
             all-gather, the unreduced operand of a reduce-scatter, the local operand of an
-            all-to-all.
+            all-to-all, what this rank sends of rows.
         mesh_dim: the axis of the mesh along which ranks meet.
         source: the user's ``file:line``.
         why: which op's result it moves, and for which.
@@ -72,7 +73,7 @@ class Communication:
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Bytes that each of ``ranks`` sends in a ring for a collective of this payload.
 
-    What goes from one rank to another alone (``send_recv``) is sent as it is.
+    What goes from one rank to single others (``send_recv``) is sent as it is.
     """
     return _RING[kind] * nbytes * (ranks - 1) / ranks if kind in _RING else float(nbytes)
 
@@ -101,7 +102,7 @@ def goes_by_sockets(kind: str, nbytes: int, ranks: int) -> bool:
     """
     sent = socket_bytes(kind, nbytes, ranks)
     extra = sent - ring_bytes(kind, nbytes, ranks)
-    return kind == "send_recv" or (sent <= SOCKET_BYTES and extra <= EXTRA_BYTES)
+    return sent <= SOCKET_BYTES and extra <= EXTRA_BYTES
 
 
 def communications(graph: Graph, mesh: Mesh | None = None) -> tuple[Communication, ...]:

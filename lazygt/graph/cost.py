@@ -332,7 +332,7 @@ def _homes(graph: Graph) -> list[int]:
 def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
     """Which of the values of a launch are used where they lie in its buffer, once it has come."""
     kind, values, moves, _, _ = launch.args
-    copied = kind == "all_to_all" or (kind == "all_gather" and len(values) > 1)
+    copied = kind in ("all_to_all", "send_recv") or (kind == "all_gather" and len(values) > 1)
     return [
         place
         for place in range(len(values))

@@ -10,6 +10,7 @@ arguments:
     lazygt.all_gather(value, dim, size, axis)            S(dim) -> R
     lazygt.reduce_scatter(value, dim, op, axis)          P(op) -> S(dim)
     lazygt.all_to_all(value, split, concat, size, axis)  S(concat) -> S(split)
+    lazygt.send_recv(value, dim, rows, axis)             rows for other ranks -> rows from them
     lazygt.shard(value, dim, axis)                       R -> S(dim), nothing is sent
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
     lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
@@ -19,6 +20,8 @@ arguments:
     lazygt.recv(peer, shape, dtype, device, axis)        H(peer) -> H(here), the other half
 
 ``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
+``rows`` says how many each rank sends to each: ``((from, to, count), ...)`` in order. What a rank
+sends lies along ``dim`` in the order of those who get it, what it gets in that of the senders.
 
 A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
 ``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
@@ -40,6 +43,7 @@ ALL_REDUCE = "lazygt.all_reduce"
 ALL_GATHER = "lazygt.all_gather"
 REDUCE_SCATTER = "lazygt.reduce_scatter"
 ALL_TO_ALL = "lazygt.all_to_all"
+SEND_RECV = "lazygt.send_recv"
 LAUNCH = "lazygt.launch"
 LAUNCH_ = "lazygt.launch_"
 WAIT = "lazygt.wait"
@@ -49,7 +53,9 @@ SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
 #: Ops for which all ranks of the axis must meet, in the same order.
-COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, LAUNCH, LAUNCH_})
+COLLECTIVES = frozenset(
+    {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND_RECV, LAUNCH, LAUNCH_}
+)
 #: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
 POINT_TO_POINT = frozenset({SEND, RECV})
 #: Ops whose result depends on which rank runs them.

@@ -21,6 +21,7 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND,
+    SEND_RECV,
     SHARD,
     WAIT,
 )
@@ -100,6 +101,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     ALL_GATHER: collective_ops.all_gather,
     REDUCE_SCATTER: collective_ops.reduce_scatter,
     ALL_TO_ALL: collective_ops.all_to_all,
+    SEND_RECV: collective_ops.send_recv,
     LAUNCH: collective_ops.launch,
     LAUNCH_: collective_ops.launch_,
     WAIT: collective_ops.wait,

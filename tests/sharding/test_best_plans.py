@@ -289,7 +289,7 @@ def rows_joined(place: Place, a: Tensor, b: Tensor) -> Tensor:
 @known(
     (draw(1024, 256), draw(1024, 256, seed=1)),
     (S(0), S(0)),
-    lambda n: (1 if n == 2 else 2) * moved(2048 * 256 * 4, n),
+    lambda n: 2048 * 256 * 4 / n / 2,
 )
 def rows_joined_in_blocks(place: Place, a: Tensor, b: Tensor) -> Tensor:
     return place(torch.cat([a, b]), S(0))
@@ -329,37 +329,84 @@ def all_elements_in_a_row_in_blocks(place: Place, x: Tensor) -> Tensor:
     return place(x.reshape(-1), S(0))
 
 
-# -- a few rows of the neighbours, which all put together ---------------------------------------
+# -- rows that other ranks lack, from the ranks that have them ------------------------------------
 
 LONG = (draw(4096, 256),)
 ROW = 256 * 4
 
 
-@known(LONG, (S(0),), lambda n: sent(n * ROW, n))
+@known(LONG, (S(0),), lambda n: ROW)
 def rolled(place: Place, x: Tensor) -> Tensor:
     return x.roll(1, 0)
 
 
-@known(LONG, (S(0),), lambda n: sent(n * 3 * ROW, n))
+@known(LONG, (S(0),), lambda n: 3 * ROW)
 def rolled_back(place: Place, x: Tensor) -> Tensor:
     return x.roll(-3, 0)
 
 
-@known(LONG, (S(0),), lambda n: sent(n * ROW, n))
+@known(LONG, (S(0),), lambda n: 1024 * ROW if n == 4 else 512 * ROW if n == 8 else 1500 * ROW)
+def rolled_far(place: Place, x: Tensor) -> Tensor:
+    return x.roll((1500, 7), (0, 1))
+
+
+@known(LONG, (S(0),), lambda n: 2 * ROW)
+def rolled_both_ways(place: Place, x: Tensor) -> Tensor:
+    return x.roll(1, 0) + x.roll(-1, 0) - 2 * x
+
+
+@known((draw(4095, 256),), (S(0),), lambda n: 4096 * ROW / n)
+def turned_round(place: Place, x: Tensor) -> Tensor:
+    return place(x.flip(0), S(0))
+
+
+@known(LONG, (S(0),), lambda n: ROW)
 def differences(place: Place, x: Tensor) -> Tensor:
     return x[1:] - x[:-1]
 
 
-@known(LONG, (S(0),), lambda n: sent(n * ROW, n) + reduced(4, n))
+@known(LONG, (S(0),), lambda n: ROW + reduced(4, n))
 def squares_of_differences(place: Place, x: Tensor) -> Tensor:
     return torch.diff(x, dim=0).square().sum()
+
+
+@known(LONG, (S(0),), lambda n: 2 * ROW)
+def second_differences(place: Place, x: Tensor) -> Tensor:
+    return torch.diff(x, n=2, dim=0)
+
+
+@known(LONG, (S(0),), lambda n: 2 * ROW)
+def every_third_row(place: Place, x: Tensor) -> Tensor:
+    return x[::3].relu()
+
+
+@known((draw(4, 1024, 64).requires_grad_(),), (S(1),), lambda n: 2 * 4 * 64 * 4 + reduced(4, n))
+def the_place_before(place: Place, x: Tensor) -> Any:
+    loss = (x - F.pad(x, (0, 0, 1, -1))).square().sum()
+    return loss, *torch.autograd.grad(loss, [x])
+
+
+@known((draw(1, 1, 64), draw(8, 256, 64)), (R, S(1)), lambda n: 8 * 64 * 4)
+def one_place_more(place: Place, token: Tensor, x: Tensor) -> Tensor:
+    return place(torch.cat([token.expand(8, 1, 64), x], 1), S(1))
+
+
+@known((draw(1024, 256), draw(512, 256)), (S(0), S(0)), lambda n: 1536 * ROW / n)
+def unequal_rows_joined_in_blocks(place: Place, a: Tensor, b: Tensor) -> Tensor:
+    return place(torch.cat([a, b]), S(0))
+
+
+@known(LONG, (S(0),), lambda n: 4096 * ROW / n)
+def unequal_pieces_in_blocks(place: Place, x: Tensor) -> Any:
+    a, b = x.split([1200, 2896])
+    return place(a, S(0)), place(b, S(0))
 
 
 PICTURES = draw(2, 8, 64, 64)
 PICTURE_ROWS = 2 * 8 * 64 * 4
 
 
-@known((PICTURES, draw(16, 8, 3, 3)), (S(2), R), lambda n: sent(n * 2 * PICTURE_ROWS, n))
+@known((PICTURES, draw(16, 8, 3, 3)), (S(2), R), lambda n: (1 if n == 2 else 2) * PICTURE_ROWS)
 def convolution_of_rows(place: Place, x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x, w, padding=1)
 
@@ -367,11 +414,16 @@ def convolution_of_rows(place: Place, x: Tensor, w: Tensor) -> Tensor:
 @known(
     (PICTURES.clone().requires_grad_(), weight(16, 8, 3, 3)),
     (S(2), R),
-    lambda n: sent(n * 2 * 3 * PICTURE_ROWS, n) + reduced(16 * 72 * 4, n),
+    lambda n: 2 * 3 * PICTURE_ROWS + reduced(16 * 72 * 4, n),
 )
 def convolution_of_rows_trained(place: Place, x: Tensor, w: Tensor) -> Any:
     y = F.conv2d(x, w, padding=1)
     return y, *torch.autograd.grad(y.square().sum(), [x, w])
+
+
+@known((draw(2, 64, 4096), draw(64, 1, 4)), (S(2), R), lambda n: 2 * 64 * 3 * 4)
+def convolution_of_what_was_before(place: Place, x: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(F.pad(x, (3, 0)), w, groups=64)
 
 
 @known((PICTURES,), (S(2),), lambda n: 0)
@@ -385,7 +437,13 @@ def maxima_of_rows_trained(place: Place, x: Tensor) -> Any:
     return y, *torch.autograd.grad(y, [x], torch.ones_like(y))
 
 
-@known((PICTURES,), (S(2),), lambda n: min(sent(n * 2 * PICTURE_ROWS, n), moved(1 << 18, n)))
+@known((PICTURES.clone().requires_grad_(),), (S(3),), lambda n: 2 * PICTURE_ROWS)
+def maxima_of_columns_that_overlap(place: Place, x: Tensor) -> Any:
+    y = F.max_pool2d(x, 3, 2, 1)
+    return y, *torch.autograd.grad(y.square().sum(), [x])
+
+
+@known((PICTURES,), (S(2),), lambda n: (1 if n == 2 else 2) * PICTURE_ROWS)
 def averages_of_rows(place: Place, x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 3, stride=1, padding=1)
 

@@ -149,6 +149,22 @@ def test_uneven_and_empty_blocks_move_and_are_put_together(workers: str) -> None
         torch.testing.assert_close(got, inputs[0] @ inputs[1])
 
 
+ROLLED = """graph {
+  %0: f32[9, 5] = input
+  %1: f32[9, 5] = aten.roll.default(%0, [2], [0])
+  %2: f32[9, 5] = aten.mul.Tensor(%0, %1)
+  %3: f32[9, 5] = lazygt.place(%2, ["S(0)"], False)
+  return %3
+}"""
+
+
+@pytest.mark.parametrize("workers", LINES)
+def test_rows_go_to_other_virtual_ranks(workers: str) -> None:
+    graph, (value,), _ = graph_of(ROLLED)
+    (made,) = run_merged(graph, [Sharding((S0,))], [value], [], workers, 4)
+    assert torch.equal(made, value * value.roll(2, 0))
+
+
 DROPPED = """graph {
   %0: f32[6, 4] = input
   %1: f32[4, 4] = input

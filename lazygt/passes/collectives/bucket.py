@@ -22,7 +22,14 @@ from lazygt.graph.alias import WRITE_BACK, has_effect
 from lazygt.graph.mesh import FSDPUnit
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
-from lazygt.graph.placement import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
+from lazygt.graph.placement import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    SEND_RECV,
+)
 from lazygt.passes.base import dependencies, placed, rebuild, view_source
 from lazygt.passes.collectives.units import reduced_units
 
@@ -147,7 +154,7 @@ def unhooked(graph: Graph) -> Graph:
 
 def moves_alone(collective: CollectiveInfo) -> bool:
     """Whether a collective never shares its buffer with others."""
-    return collective.kind == ALL_TO_ALL
+    return collective.kind in (ALL_TO_ALL, SEND_RECV)
 
 
 def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:

@@ -307,7 +307,7 @@ def _length(
     metas: Sequence[TensorMeta | None],
 ) -> int:
     """Elements of the buffer that a launch receives into."""
-    if kind == "all_to_all":
+    if kind in ("all_to_all", "send_recv"):
         assert metas[0] is not None
         return metas[0].numel
     shapes = [meta.shape for meta in operands]

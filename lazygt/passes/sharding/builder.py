@@ -21,6 +21,7 @@ from lazygt.graph.placement import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
+    SEND_RECV,
     SHARD,
     Cut,
     Partial,
@@ -37,6 +38,7 @@ from lazygt.graph.placement import (
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.base import Results
 from lazygt.graph.shapes.meta_run import run_on_metas
+from lazygt.passes.sharding.rows import RowExchange, rows_between
 
 # -- a node's arguments: by name, with other operands, with some changed ---------------------------
 
@@ -315,6 +317,37 @@ class Builder:
         meta = self._resized(value, sizes)
         return self._collective(ALL_TO_ALL, (value, split, concat, size), meta)
 
+    def send_recv(self, value: Ref, dim: int, sent: tuple[tuple[int, int, int], ...]) -> Ref:
+        """The rows along ``dim`` that other ranks send, for those that this rank sends them."""
+        got = sum(count for _, target, count in sent if target == self.index)
+        return self._collective(SEND_RECV, (value, dim, sent), self._resized(value, {dim: got}))
+
+    def rows(self, value: Ref, move: RowExchange) -> Ref:
+        """The rows that this rank is to have, of those that it has and others send."""
+        dim, come = move.dim, value
+        if move.sent:
+            given = [self.slice(value, dim, *rows) for rows in move.given(self.index) or [(0, 0)]]
+            come = self.send_recv(self.joined(given, dim), dim, move.sent)
+        pieces = [
+            self.slice(value if is_here else come, dim, start, count)
+            for is_here, start, count in move.places(self.index)
+        ]
+        return self.joined(pieces or [self.slice(value, dim, 0, 0)], dim)
+
+    def slice(self, value: Ref, dim: int, start: int, count: int) -> Ref:
+        """Some rows of what this rank has."""
+        if (start, count) == (0, self.shape(value)[dim]):
+            return value
+        rows: Ref = self.op("aten.slice.Tensor", value, dim, start, start + count)
+        return rows
+
+    def joined(self, pieces: Sequence[Ref], dim: int) -> Ref:
+        """The pieces side by side; one is what it is."""
+        if len(pieces) == 1:
+            return pieces[0]
+        whole: Ref = self.op("aten.cat.default", tuple(pieces), dim)
+        return whole
+
     def shard(self, value: Ref, dim: int) -> Ref:
         """This rank's block along ``dim`` of what every rank has."""
         meta = self._resized(value, {dim: self.block(self.shape(value)[dim])})
@@ -375,11 +408,17 @@ class Builder:
         return self.reshape(moved, self.local(shape, want))
 
     def _exchange_strided(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
-        """``convert`` between two cuts of which one is interleaved: by way of another dim, or of
-        the whole where there is none."""
+        """``convert`` between two cuts of which one is interleaved: rows go to who lacks them.
+
+        Where those are in many pieces, by way of another dim, or of the whole if there is none.
+        """
         strided = [cut for cut in (have, want) if isinstance(cut, StridedShard)]
         if len(strided) == 1 and (have.dim != want.dim or whole_groups(strided[0], self.parts)):
             return self._exchanged(value, shape, have, want)
+        if have.dim == want.dim:
+            move = rows_between(have, want, shape[have.dim], self.parts)
+            if move is not None:
+                return self.rows(value, move)
         others = [d for d, size in enumerate(shape) if size > 1 and d not in (have.dim, want.dim)]
         if not others:
             whole = self.convert(value, shape, have, Replicate())

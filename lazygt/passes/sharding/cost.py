@@ -5,8 +5,8 @@
     P -> S       reduce-scatter       S -> S'   all-to-all
     R -> S, R -> P    nothing is sent
 
-What is interleaved is gathered and scattered as S is; to another cut of its dim it is exchanged
-twice, by way of a third.
+What is interleaved is gathered and scattered as S is; to another cut of its dim ranks send the rows
+that others lack, or where those are in many pieces it is exchanged twice, by way of another dim.
 
 A collective takes the latency of what carries it, once for each other rank where there is one more
 message, and what a rank sends over its bandwidth. Seconds are rounded to whole picoseconds
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +31,13 @@ from lazygt.graph.placement import (
     Placement,
     Replicate,
     StridedShard,
+    around,
     block_size,
     groups,
     whole_groups,
 )
 from lazygt.passes.sharding.cost_tables import Table
+from lazygt.passes.sharding.rows import rows_between
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 
 #: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
@@ -140,17 +143,34 @@ def reshard_seconds(
     if not kind:
         return 0.0
     took = collective_seconds(machine, kind, payload(kind, nbytes, parts), parts)
-    if kind == "all_to_all" and isinstance(source, Cut) and isinstance(target, Cut):
-        return took * exchanges(source, target, parts)
-    return took
+    if not (kind == "all_to_all" and isinstance(source, Cut) and isinstance(target, Cut)):
+        return took
+    if _in_one(source, target, parts):
+        return took
+    share = rows_sent(source, target, parts)
+    if share is None:
+        return 2 * took  # by way of another dim
+    return collective_seconds(machine, "send_recv", math.ceil(share * nbytes), parts)
 
 
-def exchanges(source: Cut, target: Cut, parts: int) -> int:
-    """How many all-to-alls lead from the one to the other: two, where it goes by another dim."""
+def _in_one(source: Cut, target: Cut, parts: int) -> bool:
+    """Whether one all-to-all leads from the one to the other."""
     strided = [cut for cut in (source, target) if isinstance(cut, StridedShard)]
     if not strided or (len(strided) == 1 and source.dim != target.dim):
-        return 1
-    return 1 if len(strided) == 1 and whole_groups(strided[0], parts) else 2
+        return True
+    return len(strided) == 1 and whole_groups(strided[0], parts)
+
+
+@lru_cache(maxsize=1024)
+def rows_sent(source: Cut, target: Cut, parts: int) -> float | None:
+    """The part of a value that a rank sends to make one cut of a dim of another; None: it goes by
+    way of another dim."""
+    if source.dim != target.dim:
+        return None
+    every = [around(cut) for cut in (source, target)]
+    size = math.lcm(*[outer for outer, _ in every]) * parts * max(inner for _, inner in every)
+    move = rows_between(source, target, size, parts)
+    return None if move is None else move.most / size
 
 
 def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:

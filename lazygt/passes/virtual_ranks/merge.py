@@ -28,6 +28,7 @@ from lazygt.graph.placement import (
     COLLECTIVES,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
+    SEND_RECV,
     SHARD,
     shard_bounds,
 )
@@ -326,5 +327,7 @@ def _exchange(
         return [reduction_tree.all_gather(build, line, values, *args)] * line.per_worker
     if op == REDUCE_SCATTER:
         return reduction_tree.reduce_scatter(build, line, values, *args)
+    if op == SEND_RECV:
+        return reduction_tree.send_recv(build, line, values, *args)
     assert op == ALL_TO_ALL, op
     return reduction_tree.all_to_all(build, line, values, *args)

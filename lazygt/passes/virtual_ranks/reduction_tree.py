@@ -8,7 +8,8 @@ moves. All results are row-major, in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lazygt.graph.node import Ref
@@ -17,6 +18,9 @@ from lazygt.passes.sharding.builder import Builder
 
 #: Payloads up to which unreduced values are gathered by all: one launch instead of two.
 _SMALL = 64 << 10
+
+#: (from, to, how many) of the rows that virtual ranks send each other.
+Rows = Sequence[tuple[int, int, int]]
 
 _ADD = {
     "sum": "aten.add.Tensor",
@@ -113,6 +117,64 @@ def all_to_all(
         part = line.meet(build).all_to_all(block, split, concat, even)
         whole = _narrow(build, part, concat, 0, size)
     return _cut(build, line, whole, split, length)
+
+
+def send_recv(
+    build: Builder, line: VirtualGroup, values: Sequence[Ref], dim: int, rows: Rows
+) -> list[Ref]:
+    """The rows that each of the worker's virtual ranks gets of others; those between two of them do
+    not leave it."""
+    ranks = range(line.index * line.per_worker, (line.index + 1) * line.per_worker)
+    sent = {(source, target): count for source, target, count in rows}
+    pieces: dict[tuple[int, int], Ref] = {}
+    for source, value in zip(ranks, values, strict=True):
+        start = 0
+        for (of, target), count in sent.items():
+            if of == source:
+                pieces[of, target] = _rows(build, value, dim, start, count)
+                start += count
+    pieces |= _from_others(build, line, values[0], dim, sent, pieces)
+    return [
+        _copied(build, _side_by_side(build, [pieces[one] for one in sent if one[1] == rank] or
+                [_rows(build, values[0], dim, 0, 0)], dim))
+        for rank in ranks
+    ]  # fmt: skip
+
+
+def _from_others(
+    build: Builder,
+    line: VirtualGroup,
+    like: Ref,
+    dim: int,
+    sent: Mapping[tuple[int, int], int],
+    pieces: Mapping[tuple[int, int], Ref],
+) -> dict[tuple[int, int], Ref]:
+    """What the virtual ranks of other workers send, by who sends it to whom."""
+    workers: Counter[tuple[int, int]] = Counter()
+    for (source, target), count in sent.items():
+        workers[source // line.per_worker, target // line.per_worker] += count
+    among = tuple([(*pair, workers[pair]) for pair in sorted(workers) if pair[0] != pair[1]])
+    if not among:
+        return {}
+
+    def between(*pair: int) -> list[tuple[int, int]]:
+        return [one for one in sent if tuple([rank // line.per_worker for rank in one]) == pair]
+
+    others = [worker for worker in range(line.workers) if worker != line.index]
+    out = [pieces[one] for worker in others for one in between(line.index, worker)]
+    given = _side_by_side(build, out or [_rows(build, like, dim, 0, 0)], dim)
+    got = line.meet(build).send_recv(given, dim, among)
+    received, start = {}, 0
+    for worker in others:
+        for pair in between(worker, line.index):
+            received[pair] = _rows(build, got, dim, start, sent[pair])
+            start += sent[pair]
+    return received
+
+
+def _rows(build: Builder, value: Ref, dim: int, start: int, count: int) -> Ref:
+    rows: Ref = build.op("aten.slice.Tensor", value, dim, start, start + count)
+    return rows
 
 
 def shard(build: Builder, value: Ref, dim: int, start: int, stop: int) -> Ref:

@@ -52,9 +52,9 @@ def _what(node: Node) -> str:
     kind, values, moves, op, _ = node.args
     result = node.results[0]
     assert result is not None
-    # blocks differ in size, what they are padded to does not; of an all-to-all all arguments are
-    # in its moves
-    length = "" if kind == "all_to_all" else f" [{result.numel}]"
+    # blocks differ in size, what they are padded to does not; of an all-to-all, and of rows, all
+    # arguments are in its moves
+    length = "" if kind in ("all_to_all", "send_recv") else f" [{result.numel}]"
     return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
 
 

@@ -8,6 +8,7 @@ their way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -232,11 +233,41 @@ def _all_to_all(
     return buffer, AsyncCollective(work, sent, unpack)
 
 
+def _send_recv(
+    values: Sequence[torch.Tensor], moves: Sequence[Any], op: str | None, line: group.AxisGroup
+) -> Started:
+    (value,), ((dim, rows),) = values, moves
+    sizes = list(value.shape)
+    sizes[dim] = 1
+    row = math.prod(sizes)
+    out, into, most = ([0] * line.size for _ in range(3))
+    for source, target, count in rows:
+        most[source] += count * row * value.itemsize
+        if source == line.index:
+            out[target] += count
+        if target == line.index:
+            into[source] += count
+    pieces = value.split(out, dim)
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    buffer = value.new_empty(sum(into) * row)
+
+    def unpack(come: torch.Tensor) -> list[torch.Tensor]:
+        received = come.split([count * row for count in into])
+        shapes = [(*sizes[:dim], count, *sizes[dim + 1 :]) for count in into]
+        return [torch.cat([one.view(s) for one, s in zip(received, shapes, strict=True)], dim)]
+
+    work = line.backend(buffer, "send_recv", max(most)).all_to_all(
+        buffer, sent, [count * row for count in into], [count * row for count in out]
+    )
+    return buffer, AsyncCollective(work, sent, unpack)
+
+
 _STARTS: dict[str, Callable[..., Started]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
 }
 
 
@@ -303,6 +334,11 @@ def all_to_all(
 ) -> torch.Tensor:
     """Sharded along ``split_dim`` instead of along ``concat_dim``, whose whole size is ``size``."""
     return at_once("all_to_all", value, (split_dim, concat_dim, size), None, axis)
+
+
+def send_recv(value: torch.Tensor, dim: int, rows: Any, axis: str) -> torch.Tensor:
+    """The rows that other ranks send, for those that this rank sends; see ``graph.placement``."""
+    return at_once("send_recv", value, (dim, rows), None, axis)
 
 
 def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:

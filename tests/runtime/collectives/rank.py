@@ -60,8 +60,29 @@ def check_moves(axis: str, whole: torch.Tensor, line: group.AxisGroup) -> None:
                 made = ops.all_to_all(block, split, dim, whole.shape[dim], axis)
                 expected = cut(whole, split, line.size, line.index).contiguous()
                 same(made, expected, f"all_to_all {dim} to {split}")
+        check_rows(axis, whole, line, dim)
     only = whole if line.index == 0 else torch.zeros_like(whole)
     same(ops.first(whole, axis), only, "first")
+
+
+def check_rows(axis: str, whole: torch.Tensor, line: group.AxisGroup, dim: int) -> None:
+    """Each rank sends as many rows as it has places behind it to each of these, some nothing."""
+    ranks = range(line.size)
+    sent = [(a, b, a % 3) for a in ranks for b in ranks if a < b and a % 3]
+    rows = whole.repeat_interleave(line.size, dim).narrow(dim, 0, whole.shape[dim])
+    size = rows.shape[dim]
+    if size < 2:
+        return
+    mine = sum(count for a, _, count in sent if a == line.index)
+    value = torch.cat([rows] * (mine // size + 1), dim).narrow(dim, 0, mine)
+    got = [torch.cat([rows] * 2, dim).narrow(dim, 0, 0)]
+    for a, b, count in sent:
+        if b == line.index:
+            start = sum(c for x, y, c in sent if x == a and y < b)
+            total = sum(c for x, _, c in sent if x == a)
+            theirs = torch.cat([rows] * (total // size + 1), dim)
+            got.append(theirs.narrow(dim, start, count))
+    same(ops.send_recv(value, dim, tuple(sent), axis), torch.cat(got, dim), f"send_recv {dim}")
 
 
 def check_dtypes(axis: str) -> None:

@@ -23,6 +23,7 @@ from lazygt.passes.sharding.builder import bound, numbers
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
+    from lazygt.passes.sharding.rows import RowExchange
 
 
 R = Replicate()
@@ -179,6 +180,17 @@ def lower_strategy(
     if strategy.lower is not None:
         return strategy.lower(build, node, operands)
     return build.rerun(node, operands)
+
+
+def row_comm(move: RowExchange, meta: TensorMeta, back: bool = False) -> list[Collective]:
+    """What an exchange of a value's rows costs; nothing where none leave their rank.
+
+    Args:
+        back: they are given back besides.
+    """
+    row = meta.nbytes // max(meta.shape[move.dim], 1)
+    counts = (move.most, move.most_back) if back else (move.most,)
+    return [Collective("send_recv", count * row) for count in counts] if move.sent else []
 
 
 def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:

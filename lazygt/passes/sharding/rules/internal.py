@@ -17,6 +17,7 @@ from lazygt.graph.placement import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
+    SEND_RECV,
     SHARD,
     Partial,
     Placement,
@@ -111,7 +112,15 @@ def _marked(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHARD, REPLICATE_TO_PARTIAL),
+        (
+            ALL_REDUCE,
+            ALL_GATHER,
+            REDUCE_SCATTER,
+            ALL_TO_ALL,
+            SEND_RECV,
+            SHARD,
+            REPLICATE_TO_PARTIAL,
+        ),
         _collective,
     ),
     ENTER: _enter,

@@ -1,8 +1,8 @@
 """Tensors side by side along a dim that is in blocks: joined, and taken apart again.
 
 Of equal tensors in blocks each rank has a block of every one of them: their cat is interleaved, and
-nobody sends anything. A whole whose own dim is in blocks, such as the product with a weight of
-queries, keys and values, is exchanged for blocks of each of its pieces.
+nobody sends anything. The blocks of a whole, such as the product with a weight of queries, keys and
+values, are exchanged for those of each of its pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import StridedShard
-from lazygt.passes.sharding.rules.base import Call, Collective, Metas, S, Strategy, Values
+from lazygt.passes.sharding.rows import RowExchange, blocks, blocks_of_each
+from lazygt.passes.sharding.rules.base import Call, Metas, S, Strategy, Values, row_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
@@ -35,33 +36,24 @@ def side_by_side(call: Call, dim: int) -> list[Strategy]:
     return [call.strategy(StridedShard(dim, len(sizes)), tensors=S(dim))]
 
 
-def exchanged(call: Call, dim: int) -> list[Strategy]:
-    """Blocks of the whole to blocks of each of its equal pieces, by way of those of another dim."""
-    meta, count = call.meta("self"), len(call.node.results)
-    piece = meta.shape[dim] // count
-    # in equal blocks, so that all ranks send as much
-    even = [d for d, size in enumerate(meta.shape) if size and size % call.parts == 0 and d != dim]
-    if not even or piece % call.parts or not _pieces_are_equal(call, dim):
+def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
+    """Blocks of the whole to blocks of each of its pieces."""
+    meta = call.meta("self")
+    sizes = tuple([each.shape[dim] for each in call.node.results if each is not None])
+    have = blocks(meta.shape[dim], call.parts)
+    move = RowExchange(dim, have, blocks_of_each(sizes, call.parts))
+    if min(sizes, default=0) < 2 or not move.is_worth_it:
         return []
-    other = max(even, key=lambda d: meta.shape[d])
-    block = meta.nbytes // call.parts
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
-        value = build.all_to_all(value, other, dim, meta.shape[dim])
-        shape = build.shape(value)
-        value = build.reshape(value, (*shape[:dim], count, piece, *shape[dim + 1 :]))
-        after = other + (other > dim)
-        value = build.all_to_all(value, dim + 1, after, meta.shape[other])
-        return [build.op("aten.select.int", value, dim, number) for number in range(count)]
+        rows, at, pieces = build.rows(operands[0], move), 0, []
+        for size in sizes:
+            block = build.block(size)
+            pieces.append(build.op("aten.slice.Tensor", rows, dim, at, at + block))
+            at += block
+        return pieces
 
-    comm = [Collective("all_to_all", block)] * 2
-    return [call.strategy(S(dim), self=S(dim)).by(lower, comm)]
-
-
-def _pieces_are_equal(call: Call, dim: int) -> bool:
-    sizes = {meta.shape[dim] for meta in call.node.results if meta is not None}
-    return len(sizes) == 1
+    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, meta))]
 
 
 def cut_dim(node: Node, metas: Metas, parts: int) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from lazygt.graph.node import DEVICE, Node, Param, Ref
 from lazygt.graph.placement import Placement, shard_bounds
+from lazygt.passes.sharding.rows import Ranges, RowExchange, blocks, blocks_of_each
 from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.base import (
     Call,
@@ -26,15 +27,19 @@ from lazygt.passes.sharding.rules.base import (
     Values,
     local_range,
     partial_by_padding,
+    row_comm,
     shardable_dims,
     table,
 )
-from lazygt.passes.sharding.rules.halo import Halo, halo_of, rows_of, widened
 from lazygt.passes.sharding.rules.pointwise import added_once
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
+
+
+#: Bytes of a slice that are as well added up by all: to cut it is not worth a second launch later.
+_SMALL = 1 << 10
 
 
 def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -46,11 +51,28 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     split = [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
     strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
-        strategies += partial_by_padding(call, {"tensors": dim}, kept=dim)
+        strategies += _joined_in_blocks(call, dim)
         strategies += packed.side_by_side(call, dim)
     return strategies + [
         call.strategy(placement, tensors=placement) for placement in partials(call)
     ]
+
+
+def _joined_in_blocks(call: Call, dim: int) -> list[Strategy]:
+    """Tensors in blocks to blocks of them all."""
+    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    sizes = tuple([meta.shape[dim] for meta in metas])
+    have = blocks_of_each(sizes, call.parts)
+    move = RowExchange(dim, have, blocks(sum(sizes), call.parts))
+    if sum(sizes) < 2 or not move.is_worth_it:
+        return []
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (rows,) = build.rerun(node, operands)
+        assert rows is not None
+        return (build.rows(rows, move),)
+
+    return [call.strategy(S(dim), tensors=S(dim)).by(lower, row_comm(move, call.result()))]
 
 
 def _stack(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -73,14 +95,14 @@ def partials(call: Call, bools: bool = False) -> list[Placement]:
 
 
 def _split(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Into pieces along ``dim``. Several pieces together are as large as the whole, which is
-    exchanged for blocks of each of them."""
+    """Into pieces along ``dim``. Several pieces together are as large as the whole, whose blocks
+    are exchanged for those of each of them."""
     call = Call(node, metas, parts)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _uncut(call, dim, gone=False)
     if len(node.results) == 1:
         return [*strategies, *partial_by_padding(call, {"self": dim})]
-    return [*strategies, *packed.exchanged(call, dim)]
+    return [*strategies, *packed.taken_apart_in_blocks(call, dim)]
 
 
 def _unbind(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -112,26 +134,36 @@ def _slice(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if last <= first:
         return strategies
     (strategy,) = partial_by_padding(call, {"self": dim})
+    strategies += _sliced_in_blocks(call, dim, (first, last, step))
     if step != 1:
         return [*strategies, strategy]
-    strategies += _moved_a_little(call, dim, first, last)
     return [*strategies, strategy.by(_own_part(dim, shape[dim], first, last))]
 
 
-def _moved_a_little(call: Call, dim: int, first: int, last: int) -> list[Strategy]:
-    """A slice in blocks, where those lie in the blocks of the whole and rows next to them."""
-    meta, parts, length = call.meta("self"), call.parts, last - first
-    bounds = [shard_bounds(length, parts, rank) for rank in range(parts)]
-    halo = halo_of(meta.shape[dim], dim, [(first + a, first + b) for a, b in bounds])
-    if halo is None or 2 * max(halo.before, halo.after) > length // parts:
+def _sliced_in_blocks(call: Call, dim: int, where: tuple[int, int, int]) -> list[Strategy]:
+    """A slice in blocks: of what each rank's block has of it."""
+    first, last, step = where
+    size, count, parts = call.shape("self")[dim], len(range(first, last, step)), call.parts
+    if count < 2:
+        return []
+    have = tuple([
+        tuple([(-(-(max(row, first) - first) // step)) for row in shard_bounds(size, parts, rank)])
+        for rank in range(parts)
+    ])  # fmt: skip
+    held = tuple([((min(a, count), min(b, count)),) for a, b in have])
+    move = RowExchange(dim, held, blocks(count, parts))
+    if move.sent and call.result().nbytes <= _SMALL:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        start, stop = build.bounds(length)
-        wanted = first + start, first + stop
-        return (rows_of(build, operands[0], halo, meta.shape[dim], wanted),)
+        (value,), offset = operands, build.rank_offset(size)
+        ((start, stop),) = held[build.index]
+        begin = first + start * step - offset
+        end = begin + (stop - start - 1) * step + 1 if stop > start else begin
+        rows = build.op("aten.slice.Tensor", value, dim, begin, end, step)
+        return (build.rows(rows, move),)
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, halo.comm(meta, parts))]
+    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, call.result()))]
 
 
 def _own_part(dim: int, size: int, first: int, last: int) -> Lowering:
@@ -253,13 +285,27 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
         ]
         if not linear:
             return strategies
-        split = [d for d in shardable_dims(call.shape("self")) if d in mixed]
-        strategies += [
-            strategy for d in split for strategy in partial_by_padding(call, {"self": d}, kept=d)
-        ]
         return [*strategies, call.strategy(P, self=P)]
 
     return strategies
+
+
+def _moved(call: Call, dim: int, want: Sequence[Ranges], locally: Lowering) -> list[Strategy]:
+    """Of an op along a dim in blocks, with each rank's rows in the place of its block.
+
+    Args:
+        want: the rows of the operand that each rank makes its block of the result of.
+        locally: how it does.
+    """
+    meta = call.meta("self")
+    move = RowExchange(dim, blocks(meta.shape[dim], call.parts), tuple(want))
+    if not move.is_worth_it:
+        return []
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return locally(build, node, [build.rows(operands[0], move)])
+
+    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, meta))]
 
 
 def _dims(call: Call) -> set[int]:
@@ -268,27 +314,56 @@ def _dims(call: Call) -> set[int]:
     return {d % rank for d in dims} if dims else set(range(rank))
 
 
-def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """By a few rows along one dim: each rank gets those of the rank before it."""
+def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Along the cut dim ranks get each other's rows, and turn them round."""
     call = Call(node, metas, parts)
     strategies = list(_untouched(_dims)(node, metas, parts))
-    meta, (shift, *more) = call.meta("self"), call["shifts"]
-    if more or not call["dims"] or type(shift) is Param:
+    for dim in _dims(call).intersection(shardable_dims(call.shape("self"))):
+        size = call.shape("self")[dim]
+        bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
+        strategies += _moved(call, dim, [((size - b, size - a),) for a, b in bounds], _again)
+    return strategies
+
+
+def _again(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    return build.rerun(node, operands)
+
+
+def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Along the cut dim: each rank gets the rows that come where its own were."""
+    call = Call(node, metas, parts)
+    strategies = list(_untouched(_dims)(node, metas, parts))
+    shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
+    if any(type(shift) is Param for shift in shifts):
         return strategies
-    (dim,) = _dims(call)
-    size = meta.shape[dim]
-    shift = (shift + size // 2) % size - size // 2 if size else 0
-    if not shift or size < 2 or size % parts or abs(shift) > size // parts:
-        return strategies
-    halo = Halo(dim, max(shift, 0), max(-shift, 0))
+    rank = len(shape)
+    for dim in _dims(call).intersection(shardable_dims(shape)) if dims else ():
+        along = [d % rank == dim for d in dims]
+        shift = sum(shift for shift, is_along in zip(shifts, along, strict=True) if is_along)
+        rest = [(d, s) for d, s, is_along in zip(dims, shifts, along, strict=True) if not is_along]
+        want = [_rolled(shape[dim], shift, *shard_bounds(shape[dim], parts, r))
+                for r in range(parts)]  # fmt: skip
+        strategies += _moved(call, dim, want, _rolled_along(rest))
+    return strategies
+
+
+def _rolled(size: int, shift: int, start: int, stop: int) -> Ranges:
+    """The rows that come to those from ``start`` to before ``stop``."""
+    first, count = (start - shift) % size, stop - start
+    ranges = (first, min(first + count, size)), (0, first + count - size)
+    return tuple([(a, b) for a, b in ranges if a < b])
+
+
+def _rolled_along(rest: Sequence[tuple[int, int]]) -> Lowering:
+    """The same along the other dims."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        wide, _ = widened(build, operands[0], halo, around=True)
-        start = halo.after
-        return (build.op("aten.slice.Tensor", wide, dim, start, start + size // parts),)
+        if not rest:
+            return operands
+        dims, shifts = zip(*rest, strict=True)
+        return build.rerun(node, operands, dims=dims, shifts=shifts)
 
-    # the first of those with the same placements counts
-    return [call.strategy(S(dim), self=S(dim)).by(lower, halo.comm(meta, parts)), *strategies]
+    return lower
 
 
 def _padded(call: Call) -> set[int]:
@@ -299,10 +374,37 @@ def _padded(call: Call) -> set[int]:
 def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     value = call["value"]
+    kept = [strategy for dim in sorted(_padded(call)) for strategy in _padded_in_blocks(call, dim)]
     if value is None or (type(value) in (int, float) and value == 0):
-        return _untouched(_padded)(node, metas, parts)
+        return [*_untouched(_padded)(node, metas, parts), *kept]
     strategies = _untouched(_padded, linear=False)(node, metas, parts)
-    return [*strategies, call.strategy(P, self=P).by(added_once("value"))]
+    return [*strategies, *kept, call.strategy(P, self=P).by(added_once("value"))]
+
+
+def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
+    """Of blocks those of what is padded; each rank pads what reaches over the ends."""
+    shape, pad = call.shape("self"), call["pad"]
+    at = 2 * (len(shape) - 1 - dim)
+    size, wide, before = shape[dim], call.result().shape[dim], pad[at]
+    if min(size, wide) < 2:
+        return []
+    bounds = [shard_bounds(wide, call.parts, rank) for rank in range(call.parts)]
+    want = [_within(start - before, stop - before, size) for start, stop in bounds]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        start, stop = (row - before for row in bounds[build.index])
+        first, last = want[build.index]
+        pads = list(pad)
+        pads[at : at + 2] = first - start, stop - last
+        return build.rerun(node, operands, pad=pads)
+
+    return _moved(call, dim, [(rows,) for rows in want], lower)
+
+
+def _within(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The rows from ``start`` to before ``stop`` that a dim of ``size`` has, or none at all."""
+    first, last = max(start, 0), min(stop, size)
+    return (first, last) if first < last else (stop, stop)
 
 
 def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -375,7 +477,8 @@ RULES: dict[str, Rule] = {
     **table("repeat.default", _repeat),
     **table("diagonal.default diagonal_copy.default", _diagonal),
     **table("diag_embed.default", _onto_diagonal),
-    **table("flip.default rot90.default", _untouched(_dims)),
+    **table("flip.default", _flip),
+    **table("rot90.default", _untouched(_dims)),
     **table("roll.default", _roll),
     **table("constant_pad_nd.default", _pad),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),

@@ -6,10 +6,13 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
-from lazygt.graph.node import Node, Ref
+from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.placement import shard_bounds
+from lazygt.passes.sharding.builder import bound
+from lazygt.passes.sharding.rows import RowExchange, Rows, blocks
 from lazygt.passes.sharding.rules import table as pictures
 from lazygt.passes.sharding.rules.base import (
     Call,
@@ -21,9 +24,9 @@ from lazygt.passes.sharding.rules.base import (
     S,
     Strategy,
     Values,
+    row_comm,
     table,
 )
-from lazygt.passes.sharding.rules.halo import Halo, Rows, added_back, halo_of, widened
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
@@ -56,28 +59,17 @@ class _Window(NamedTuple):
         reach = (self.kernel - 1) * self.dilation + 1
         return first, (rows[1] - 1) * self.stride - self.padding + reach
 
-    def halo(self, parts: int) -> Halo | None:
-        """None where a rank has nothing to make, or needs more than its neighbours have."""
+    def move(self, parts: int) -> RowExchange | None:
+        """To each rank the rows that it reads; None where a rank has nothing to make, or reads
+        nothing but padding."""
         bounds = [shard_bounds(self.made, parts, rank) for rank in range(parts)]
         if any(start >= stop for start, stop in bounds):
             return None
         wanted = [self.inside(self.read(rows)) for rows in bounds]
         if any(first >= last for first, last in wanted):
             return None
-        return halo_of(self.size, self.dim, wanted)
-
-    def is_apart(self, parts: int) -> bool:
-        """Whether ranks make of their own rows, and of nothing else, what they are to make."""
-        return all(
-            a < b and self.rows_made(stop - start) == b - a and a * self.stride == start
-            for rank in range(parts)
-            for start, stop in (shard_bounds(self.size, parts, rank),)
-            for a, b in (shard_bounds(self.made, parts, rank),)
-        )
-
-    def rows_made(self, rows: int) -> int:
-        """How many rows of the result so many of the picture give, unpadded."""
-        return max((rows - (self.kernel - 1) * self.dilation - 1) // self.stride + 1, 0)
+        have = blocks(self.size, parts)
+        return RowExchange(self.dim, have, tuple([(rows,) for rows in wanted]))
 
     def inside(self, rows: Rows) -> Rows:
         """Those of them that the picture has."""
@@ -101,44 +93,39 @@ def by_rows(call: Call) -> list[Strategy]:
     """The strategies of a convolution."""
     strategies = []
     for window in _windows(call, call.result().shape):
-        halo = window.halo(call.parts)
-        if halo is not None:
-            comm = halo.comm(call.meta("input"), call.parts)
+        move = window.move(call.parts)
+        if move is not None:
+            comm = row_comm(move, call.meta("input"))
             strategy = call.strategy(S(window.dim), input=S(window.dim))
-            strategies.append(strategy.by(_forward(window, halo), comm))
+            strategies.append(strategy.by(_forward(window, move), comm))
     return strategies
 
 
-def _forward(window: _Window, halo: Halo) -> Lowering:
+def _forward(window: _Window, move: RowExchange) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        seen, _ = _seen(build, operands[0], window, halo)
-        padding = build.bind(node, operands)["padding"]
-        return build.rerun(node, [seen.rows, *operands[1:]], padding=_unpadded(padding, window))
+        seen = _seen(build, operands[0], window, move)
+        padding = bound(node)["padding"] or (0, 0)
+        return build.rerun(node, [seen, *operands[1:]], padding=_unpadded(padding, window))
 
     return lower
 
 
-class _Seen(NamedTuple):
-    """The rows that a rank reads, with padding; where they lie among those that it was given."""
+def _seen(build: Builder, value: Ref, window: _Window, move: RowExchange, filled: Arg = 0) -> Ref:
+    """The rows that a rank reads, with those of the padding."""
+    rows = build.rows(value, move)
+    before, after = _padded(build, window)
+    if not (before or after):
+        return rows
+    rest = [0, 0] * (len(build.shape(value)) - 1 - window.dim)
+    seen: Ref = build.op("aten.constant_pad_nd.default", rows, (*rest, before, after), filled)
+    return seen
 
-    rows: Ref
-    start: int
-    stop: int
-    padded: Rows
 
-
-def _seen(build: Builder, value: Ref, window: _Window, halo: Halo) -> tuple[_Seen, int]:
-    """What a rank reads of the picture; and how many rows it was given before its own."""
-    wide, before = widened(build, value, halo)
+def _padded(build: Builder, window: _Window) -> Rows:
+    """How many rows of padding a rank reads before those of the picture, and behind them."""
     read = window.read(build.bounds(window.made))
     first, last = window.inside(read)
-    offset = build.rank_offset(window.size) - before
-    rows = build.op("aten.slice.Tensor", wide, window.dim, first - offset, last - offset)
-    padded = first - read[0], read[1] - last
-    if any(padded):
-        rest = [0, 0] * (len(build.shape(value)) - 1 - window.dim)
-        rows = build.op("aten.constant_pad_nd.default", rows, (*rest, *padded), 0)
-    return _Seen(rows, first - offset, last - offset, padded), before
+    return first - read[0], read[1] - last
 
 
 def _unpadded(padding: Sequence[int], window: _Window) -> list[int]:
@@ -151,46 +138,77 @@ def backward_by_rows(call: Call) -> list[Strategy]:
     strategies = []
     wanted = tuple(call["output_mask"])
     for window in _windows(call, call.shape("grad_output")):
-        halo = window.halo(call.parts)
-        if halo is None:
+        move = window.move(call.parts)
+        if move is None:
             continue
         dim = window.dim
-        comm = halo.comm(call.meta("input"), call.parts) * (1 + wanted[0])
+        comm = row_comm(move, call.meta("input"), back=wanted[0])
         outputs = S(dim) if wanted[0] else R, P, P
         strategy = call.strategy(outputs, grad_output=S(dim), input=S(dim))
-        strategies.append(strategy.by(_backward(window, halo, wanted[0]), comm))
+        strategies.append(strategy.by(_backward(window, move, wanted[0]), comm))
     return strategies
 
 
-def _backward(window: _Window, halo: Halo, of_input: bool) -> Lowering:
+def _backward(window: _Window, move: RowExchange, of_input: bool) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, value, weight = operands
-        seen, before = _seen(build, value, window, halo)
+        seen = _seen(build, value, window, move)
         padding = build.bind(node, operands)["padding"]
         results = list(
-            build.rerun(node, [gradient, seen.rows, weight], padding=_unpadded(padding, window))
+            build.rerun(node, [gradient, seen, weight], padding=_unpadded(padding, window))
         )
         of_seen = results[0]
         if of_input and of_seen is not None:
-            results[0] = _back(build, of_seen, value, seen, before, window, halo)
+            results[0] = _back(build, of_seen, window, move)
         return results
 
     return lower
 
 
-def _back(
-    build: Builder, gradient: Ref, value: Ref, seen: _Seen, before: int, window: _Window, halo: Halo
-) -> Ref:
+def _back(build: Builder, gradient: Ref, window: _Window, move: RowExchange) -> Ref:
     """The gradient of a rank's own rows, of what every rank has for the rows that it read."""
-    dim, size = window.dim, build.shape(value)[window.dim]
-    start = seen.padded[0]
-    rows = build.op("aten.slice.Tensor", gradient, dim, start, start + seen.stop - seen.start)
-    after = halo.after if build.index < build.parts - 1 else 0
-    wide = before + size + after
-    rest = [0, 0] * (len(build.shape(value)) - 1 - dim)
-    pads = (*rest, seen.start, wide - seen.stop)
-    spread = build.op("aten.constant_pad_nd.default", rows, pads, 0)
-    return added_back(build, spread, halo, before, size)
+    (before, after), dim = _padded(build, window), window.dim
+    if before or after:
+        stop = build.shape(gradient)[dim] - after
+        gradient = build.op("aten.slice.Tensor", gradient, dim, before, stop)
+    return _given_back(build, gradient, move)
+
+
+def _given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
+    """An exchange of rows the other way: what each rank has for the rows that it read is added up
+    where those came from."""
+    dim, rank = move.dim, build.index
+    size = sum(last - first for first, last in move.have[rank])
+    parts, away, at = [], [], 0
+    for piece in move.pieces[rank]:
+        rows = build.slice(value, dim, at, piece.rows)
+        if piece.source == rank:
+            parts.append((rows, piece.start))
+        else:
+            away.append((piece.source, at, rows))
+        at += piece.rows
+    if move.sent:
+        back = tuple(sorted([(target, source, count) for source, target, count in move.sent]))
+        given = [rows for _, _, rows in sorted(away, key=lambda one: one[:2])]
+        nothing = build.slice(value, dim, 0, 0)
+        come = build.send_recv(build.joined(given or [nothing], dim), dim, back)
+        at = 0
+        for start, count in move.given(rank):
+            parts.append((build.slice(come, dim, at, count), start))
+            at += count
+    spread = [_among(build, rows, dim, start, size) for rows, start in parts]
+    return reduce(lambda a, b: build.op("aten.add.Tensor", a, b), spread)
+
+
+def _among(build: Builder, value: Ref, dim: int, start: int, size: int) -> Ref:
+    """Rows among zeros."""
+    shape = build.shape(value)
+    if shape[dim] == size:
+        return value
+    rest = [0, 0] * (len(shape) - 1 - dim)
+    pads = (*rest, start, size - start - shape[dim])
+    padded: Ref = build.op("aten.constant_pad_nd.default", value, pads, 0)
+    return padded
 
 
 # -- pools -----------------------------------------------------------------------------------------
@@ -213,62 +231,111 @@ def _averages(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     for window in _pool_windows(call, call.result().shape):
-        halo = window.halo(parts)
-        counts = not window.padding or (call["count_include_pad"] and not call["divisor_override"])
-        if halo is not None and counts:
-            comm = halo.comm(call.meta("self"), parts)
+        move = window.move(parts)
+        if move is not None and _counts_all(call, window):
+            comm = row_comm(move, call.meta("self"))
             strategy = call.strategy(S(window.dim), self=S(window.dim))
-            strategies.append(strategy.by(_forward(window, halo), comm))
+            strategies.append(strategy.by(_forward(window, move), comm))
     return strategies
+
+
+def _counts_all(call: Call, window: _Window) -> bool:
+    """Whether a mean divides by as many everywhere, however the picture is padded."""
+    return not window.padding or bool(call["count_include_pad"] or call["divisor_override"])
 
 
 def _maxima(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """By rows: places are counted row by row."""
+    """With the places of the whole picture."""
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
-    for window in _pool_windows(call, call.result().shape)[:1]:
-        halo = window.halo(parts)
-        if halo is not None and not window.padding:
-            comm = halo.comm(call.meta("self"), parts)
-            strategy = call.strategy(S(2), self=S(2))
-            strategies.append(strategy.by(_placed(window, halo, call.shape("self")[3]), comm))
+    value = call.meta("self")
+    for window in _pool_windows(call, call.result().shape):
+        move = window.move(parts)
+        if move is not None and (value.dtype.is_floating_point or not window.padding):
+            comm = row_comm(move, value)
+            strategy = call.strategy(S(window.dim), self=S(window.dim))
+            strategies.append(strategy.by(_placed(window, move, value.shape[3]), comm))
     return strategies
 
 
-def _placed(window: _Window, halo: Halo, columns: int) -> Lowering:
+def _placed(window: _Window, move: RowExchange, columns: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        seen, _ = _seen(build, operands[0], window, halo)
-        best, places = build.rerun(node, [seen.rows])
-        first = window.read(build.bounds(window.made))[0]
-        return best, build.op("aten.add.Scalar", places, first * columns)
+        seen = _seen(build, operands[0], window, move, float("-inf"))
+        best, places = build.rerun(node, [seen], padding=_pool_padding(node, window))
+        assert places is not None
+        at = _numbered(build, places, window, build.shape(seen)[3], 1)
+        if window.read(build.bounds(window.made))[0] < 0:
+            # of nothing but -inf the first place within the picture counts, not one before it
+            along = at[window.space]
+            within = build.op("aten.remainder.Scalar", along, window.dilation)
+            is_before = build.op("aten.lt.Scalar", along, 0)
+            at[window.space] = build.op("aten.where.self", is_before, within, along)
+        return best, _number(build, at, columns)
 
     return lower
+
+
+def _pool_padding(node: Node, window: _Window) -> list[int]:
+    padding: Sequence[int] = bound(node)["padding"] or (0, 0)
+    return _unpadded(_each(padding, 2), window)
+
+
+def _numbered(
+    build: Builder, places: Ref, window: _Window, columns: int, towards: int
+) -> list[Ref]:
+    """Row and column of places in rows of so many columns; along the cut dim as they are counted
+    in the whole picture (1), or in the rows that this rank reads (-1)."""
+    row = build.op("aten.div.Scalar_mode", places, columns, rounding_mode="floor")
+    at = [row, build.op("aten.remainder.Scalar", places, columns)]
+    first = window.read(build.bounds(window.made))[0]
+    at[window.space] = build.op("aten.add.Scalar", at[window.space], towards * first)
+    return at
+
+
+def _number(build: Builder, at: Sequence[Ref], columns: int) -> Ref:
+    number: Ref = build.op("aten.add.Tensor", build.op("aten.mul.Scalar", at[0], columns), at[1])
+    return number
 
 
 def _backward_of_pool(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """By rows where no rank needs a neighbour's."""
+    """By rows; what a rank makes of the rows that it read goes back to those who have them."""
     call = Call(node, metas, parts)
     strategies = [*_TEXTS[node.op](node, metas, parts)]
     with_places = call.has("indices")
-    windows = _pool_windows(call, call.shape("grad_output"))
-    for window in windows[:1] if with_places else windows:
-        if window.padding or not window.is_apart(parts):
+    for window in _pool_windows(call, call.shape("grad_output")):
+        move = window.move(parts)
+        if move is None or not (with_places or _counts_all(call, window)):
             continue
         dim = window.dim
         placements = {name: S(dim) for name in ("grad_output", "self", "indices") if call.has(name)}
-        lower = _of_own_places(window, call.shape("self")[3]) if with_places else None
-        strategies.append(call.strategy(S(dim), **placements).by(lower))
+        lower = _back_to_windows(window, move, call.shape("self")[3])
+        strategy = call.strategy(S(dim), **placements)
+        comm = row_comm(move, call.meta("self"), back=True)[1:]
+        strategies.append(strategy.by(lower, comm))
     return strategies
 
 
-def _of_own_places(window: _Window, columns: int) -> Lowering:
+def _back_to_windows(window: _Window, move: RowExchange, columns: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        gradient, value, places = operands
-        start = build.rank_offset(window.size)
-        places = build.op("aten.sub.Scalar", places, start * columns)
-        return build.rerun(node, [gradient, value, places])
+        gradient, value, *places = operands
+        like = _read(build, value, window)
+        if places:
+            at = _numbered(build, places[0], window, columns, -1)
+            places = [_number(build, at, build.shape(like)[3])]
+        padding = _pool_padding(node, window)
+        (of_read,) = build.rerun(node, [gradient, like, *places], padding=padding)
+        assert of_read is not None
+        return (_back(build, of_read, window, move),)
 
     return lower
+
+
+def _read(build: Builder, value: Ref, window: _Window) -> Ref:
+    """A value with as many rows as a rank reads: a pool's backward asks for their shape alone."""
+    first, last = window.read(build.bounds(window.made))
+    shape = list(build.shape(value))
+    shape[window.dim] = last - first
+    return build.full(shape, 0, like=value)
 
 
 _TEXTS = pictures.RULES

@@ -121,8 +121,8 @@ class Case:
         assert len(strategy.outputs) == len(self.node.results)
         self._written_labels(strategy)
         graphs, blocks = self.local(parts, strategy)
-        for graph in graphs:
-            assert met(graph) == sorted(map(str, strategy.comm)), f"{self.node.op}: {strategy.comm}"
+        for of_rank in met(graphs):
+            assert of_rank == sorted(map(str, strategy.comm)), f"{self.node.op}: {strategy.comm}"
         got = lockstep(graphs, blocks, self.params)
         expected = self.expected
         for number, (want, placement) in enumerate(zip(expected, strategy.outputs, strict=True)):
@@ -176,17 +176,28 @@ class Case:
 _REDUCE_OPS = {ALL_REDUCE: itemgetter(1), REDUCE_SCATTER: itemgetter(2)}
 
 
-def met(graph: Graph) -> list[str]:
-    """The collectives in a rank's graph, as a strategy says them, sorted."""
-    metas, found = graph.values, []
-    for node in graph.nodes:
-        if node.op in COLLECTIVES:
-            kind = node.op.removeprefix("lazygt.")
-            payload = node.results[0] if node.op == ALL_GATHER else metas[node.args[0].index]
-            assert payload is not None
-            reduce_op = _REDUCE_OPS.get(node.op, lambda args: "sum")(node.args)
-            found.append(str(Collective(kind, payload.nbytes, reduce_op)))
-    return sorted(found)
+def met(graphs: Sequence[Graph]) -> list[list[str]]:
+    """The collectives in each rank's graph, as a strategy says them, sorted; of rows that go from
+    rank to rank those of the rank that sends most."""
+    ranks = [
+        [_collective(graph, node) for node in graph.nodes if node.op in COLLECTIVES]
+        for graph in graphs
+    ]
+    most = [max(each, key=lambda one: one.nbytes) for each in zip(*ranks, strict=True)]
+    return [
+        sorted([
+            str(largest if one.kind == "send_recv" else one)
+            for one, largest in zip(mine, most, strict=True)
+        ])
+        for mine in ranks
+    ]  # fmt: skip
+
+
+def _collective(graph: Graph, node: Node) -> Collective:
+    payload = node.results[0] if node.op == ALL_GATHER else graph.values[node.args[0].index]
+    assert payload is not None
+    reduce_op = _REDUCE_OPS.get(node.op, lambda args: "sum")(node.args)
+    return Collective(node.op.removeprefix("lazygt."), payload.nbytes, reduce_op)
 
 
 def _told(what: str, message: str) -> str:

@@ -21,6 +21,7 @@ from lazygt.graph.placement import (
     COLLECTIVES,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
+    SEND_RECV,
     SHARD,
     Shard,
     shard_bounds,
@@ -147,9 +148,22 @@ def exchange(op: str, args: tuple[Any, ...], values: list[Tensor]) -> list[Tenso
         return [_gathered(values, args[0], args[1])] * parts
     if op == REDUCE_SCATTER:
         return blocks(reduced(values, args[1]), Shard(args[0]), parts)
+    if op == SEND_RECV:
+        return _sent(values, *args[:-1])
     assert op == ALL_TO_ALL, op
     split, concat, size, _ = args
     return blocks(_gathered(values, concat, size), Shard(split), parts)
+
+
+def _sent(values: list[Tensor], dim: int, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """What each rank gets of the rows that others send."""
+    got: list[list[Tensor]] = [[value.narrow(dim, 0, 0)] for value in values]
+    for source, value in enumerate(values):
+        sent = [(target, count) for of, target, count in rows if of == source]
+        for (target, _), piece in zip(sent, value.split([c for _, c in sent], dim), strict=True):
+            assert target != source
+            got[target].append(piece)
+    return [torch.cat(pieces, dim).contiguous() for pieces in got]
 
 
 def _gathered(values: list[Tensor], dim: int, size: int) -> Tensor:

@@ -16,6 +16,7 @@ from lazygt.graph.placement import (
     COLLECTIVES,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
+    SEND_RECV,
     SHARD,
     Shard,
 )
@@ -34,6 +35,7 @@ CALLS = {
     "all_gather": (ALL_GATHER, (1, 4, AXIS), 1),
     "reduce_scatter": (REDUCE_SCATTER, (0, "sum", AXIS), None),
     "all_to_all": (ALL_TO_ALL, (0, 2, 3, AXIS), 2),
+    "send_recv": (SEND_RECV, (1, ((0, 1, 3), (0, 2, 1), (1, 0, 4), (2, 1, 4)), AXIS), None),
     "shard": (SHARD, (1, AXIS), None),
     "first": (REPLICATE_TO_PARTIAL, (AXIS,), None),
 }

@@ -263,11 +263,11 @@ def test_rows(name: str) -> None:
 
 #: What is moved along a split dim, and not gathered: placement of the results.
 ALONG: dict[str, tuple[Make, str]] = {
-    "cat": (joined("cat.default", 0), "(S(0), S(0)) -> (S(0)) +reduce_scatter"),
+    "cat": (joined("cat.default", 0), "(S(0), S(0)) -> (S(0)) +send_recv"),
     "slice": (cut("slice.Tensor", lambda n: 1, lambda n: 3, dim=0), "(S(0)) -> (P(sum))"),
     "select": (cut("select.int", lambda n: 1, dim=0), "(S(0)) -> (P(sum))"),
-    "flip": (on("flip.default", 3, [0]), "(S(0)) -> (S(0)) +reduce_scatter"),
-    "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +all_gather"),
+    "flip": (on("flip.default", 3, [0]), "(S(0)) -> (S(0)) +send_recv"),
+    "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +send_recv"),
     "select_scatter": (
         lambda d: Case("select_scatter.default", d.of(6, 3), d.of(3), 0, 2),
         "(S(0), R) -> (S(0))",
