@@ -25,10 +25,14 @@ from lazygt.graph.placement import (
 )
 
 #: Bytes that a rank sends in a ring of N, per byte of payload and (N - 1) / N.
-_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_RING = {
+    "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "take_rows": 1,
+    "put_rows": 1,
+}  # fmt: skip
 
 _EXCHANGES = COLLECTIVES | POINT_TO_POINT
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
+_OF_ROWS = frozenset({"take_rows", "put_rows"})
 #: What each does for the op that asked for it.
 _PURPOSE = {
     "all_reduce": "adds up what each rank made with",
@@ -36,6 +40,8 @@ _PURPOSE = {
     "reduce_scatter": "adds up, and cuts into blocks, what each rank made with",
     "all_to_all": "cuts along another dim the blocks made by",
     "send_recv": "gives other ranks the rows that they lack of the blocks made by",
+    "take_rows": "takes from each rank the rows that an index names of the blocks made by",
+    "put_rows": "sends rows to the ranks that an index names, into the blocks made by",
 }
 
 
@@ -49,7 +55,8 @@ class Communication:
         reduce_op: ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing.
         nbytes: payload of the rank: the operand of an all-reduce, the gathered result of an
             all-gather, the unreduced operand of a reduce-scatter, the local operand of an
-            all-to-all, what this rank sends of rows.
+            all-to-all, what this rank sends of rows. Rows that are sent by an index are an
+            all-to-all, too: all of a rank's rows count, with their places, as if none were its own.
         mesh_dim: the axis of the mesh along which ranks meet.
         source: the user's ``file:line``.
         why: which op's result it moves, and for which.
@@ -139,6 +146,10 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
 def _kind(node: Node) -> str:
     if node.op in POINT_TO_POINT:
         return "send_recv"
+    return "all_to_all" if _purpose(node) in _OF_ROWS else _purpose(node)
+
+
+def _purpose(node: Node) -> str:
     return str(node.args[0]) if node.op in _LAUNCHES else node.op.removeprefix("lazygt.")
 
 
@@ -151,11 +162,23 @@ def _reduce_op(node: Node) -> str | None:
 
 
 def _payload(node: Node, values: Sequence[TensorMeta | None]) -> int:
+    if _purpose(node) in _OF_ROWS:
+        return rows_payload([values[value] for value in node.refs()])
     if node.op in _LAUNCHES:
         return sum(_bytes(node, position, values) for position in range(len(node.args[1])))
     makes = node.op in (ALL_GATHER, RECV)
     meta = node.fresh[0] if makes else values[node.args[0].index]
     return 0 if meta is None else meta.nbytes
+
+
+def rows_payload(operands: Sequence[TensorMeta | None]) -> int:
+    """Bytes that a rank exchanges, of the operands of an exchange of rows: a row and its place for
+    each that the index names."""
+    value, index, *_ = operands
+    if value is None or index is None:
+        return 0
+    row = math.prod(value.shape[1:]) * value.dtype.itemsize
+    return index.numel * (row + index.dtype.itemsize)
 
 
 def _bytes(node: Node, position: int, values: Sequence[TensorMeta | None]) -> int:
@@ -201,7 +224,8 @@ def _why(node: Node, makers: Sequence[str], user: str | None) -> str:
     if node.op == SEND:
         return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
     others = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
-    return f"{_PURPOSE[_kind(node)]} {maker}{others}, for {user or 'the result'}"
+    others = "" if _purpose(node) in _OF_ROWS else others
+    return f"{_PURPOSE[_purpose(node)]} {maker}{others}, for {user or 'the result'}"
 
 
 # -- how values that travel in one collective lie in its flat buffer -------------------------------

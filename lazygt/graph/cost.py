@@ -329,10 +329,14 @@ def _homes(graph: Graph) -> list[int]:
     return homes
 
 
+#: Launches whose results are put together of what comes.
+_MADE_ANEW = ("all_to_all", "send_recv", "take_rows", "put_rows")
+
+
 def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
     """Which of the values of a launch are used where they lie in its buffer, once it has come."""
     kind, values, moves, _, _ = launch.args
-    copied = kind in ("all_to_all", "send_recv") or (kind == "all_gather" and len(values) > 1)
+    copied = kind in _MADE_ANEW or (kind == "all_gather" and len(values) > 1)
     return [
         place
         for place in range(len(values))

@@ -11,6 +11,8 @@ arguments:
     lazygt.reduce_scatter(value, dim, op, axis)          P(op) -> S(dim)
     lazygt.all_to_all(value, split, concat, size, axis)  S(concat) -> S(split)
     lazygt.send_recv(value, dim, rows, axis)             rows for other ranks -> rows from them
+    lazygt.take_rows(value, index, rows, size, axis)     S(0) and S(0) -> S(0)
+    lazygt.put_rows(value, index, given, rows, size, added, axis)    S(0), S(0) and S(0) -> S(0)
     lazygt.shard(value, dim, axis)                       R -> S(dim), nothing is sent
     lazygt.first(value, axis)                            R -> P(sum), nothing is sent
     lazygt.launch(kind, values, moves, op, axis)         begins a collective of several values
@@ -22,6 +24,10 @@ arguments:
 ``size`` is the global size of the dim that is put together; blocks are ``shard_bounds`` of it.
 ``rows`` says how many each rank sends to each: ``((from, to, count), ...)`` in order. What a rank
 sends lies along ``dim`` in the order of those who get it, what it gets in that of the senders.
+
+Rows are taken from, or put into, a value that has ``rows`` of its ``size`` on each rank but the
+last ones. An index is flat and counts in the whole value; how many of its rows lie elsewhere it
+alone tells. What all ranks put, or add where it is ``added``, is put in the order of the ranks.
 
 A launch does not wait for other ranks. ``kind`` is the collective's name without ``lazygt.``, and
 ``moves`` has the arguments between value and op of each of the values: ``(dim, size)`` for a
@@ -44,6 +50,8 @@ ALL_GATHER = "lazygt.all_gather"
 REDUCE_SCATTER = "lazygt.reduce_scatter"
 ALL_TO_ALL = "lazygt.all_to_all"
 SEND_RECV = "lazygt.send_recv"
+TAKE_ROWS = "lazygt.take_rows"
+PUT_ROWS = "lazygt.put_rows"
 LAUNCH = "lazygt.launch"
 LAUNCH_ = "lazygt.launch_"
 WAIT = "lazygt.wait"
@@ -52,10 +60,12 @@ REPLICATE_TO_PARTIAL = "lazygt.first"
 SEND = "lazygt.send"
 RECV = "lazygt.recv"
 
+#: Exchanges of which only the values of an index tell how much goes where.
+EXCHANGES_OF_ROWS = frozenset({TAKE_ROWS, PUT_ROWS})
 #: Ops for which all ranks of the axis must meet, in the same order.
-COLLECTIVES = frozenset(
-    {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND_RECV, LAUNCH, LAUNCH_}
-)
+COLLECTIVES = EXCHANGES_OF_ROWS | {
+    ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND_RECV, LAUNCH, LAUNCH_
+}  # fmt: skip
 #: Ops for which two ranks of the axis must meet. A send does not wait for its receiver.
 POINT_TO_POINT = frozenset({SEND, RECV})
 #: Ops whose result depends on which rank runs them.

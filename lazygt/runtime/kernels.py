@@ -17,12 +17,14 @@ from lazygt.graph.placement import (
     ALL_TO_ALL,
     LAUNCH,
     LAUNCH_,
+    PUT_ROWS,
     RECV,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND,
     SEND_RECV,
     SHARD,
+    TAKE_ROWS,
     WAIT,
 )
 from lazygt.runtime.collectives import group
@@ -102,6 +104,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     REDUCE_SCATTER: collective_ops.reduce_scatter,
     ALL_TO_ALL: collective_ops.all_to_all,
     SEND_RECV: collective_ops.send_recv,
+    TAKE_ROWS: collective_ops.take_rows,
+    PUT_ROWS: collective_ops.put_rows,
     LAUNCH: collective_ops.launch,
     LAUNCH_: collective_ops.launch_,
     WAIT: collective_ops.wait,

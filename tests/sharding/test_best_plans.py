@@ -468,6 +468,23 @@ def attention_of_a_cut_sequence_trained(place: Place, q: Tensor, k: Tensor, v: T
     return y, *[place(gradient, S(2)) for gradient in made]
 
 
+#: Of 16 heads four share a key: to gather the keys and scatter their gradients is less than to
+#: exchange heads.
+SHARED = (
+    draw(1, 16, 512, 16).requires_grad_(),
+    *(draw(1, 4, 512, 16, seed=seed).requires_grad_() for seed in (1, 2)),
+)
+_KEYS = 2 * SHARED[1].nbytes
+
+
+@known(SHARED, (S(2), S(2), S(2)), lambda n: 2 * sent(_KEYS, n))
+def attention_of_shared_keys(place: Place, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    y = place(mixed, S(2))
+    made = torch.autograd.grad(y.square().sum(), [q, k, v])
+    return y, *[place(gradient, S(2)) for gradient in made]
+
+
 # -- the tests ----------------------------------------------------------------------------------
 
 

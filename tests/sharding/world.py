@@ -19,6 +19,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.placement import (
     COLLECTIVE_OPS,
     COLLECTIVES,
+    EXCHANGES_OF_ROWS,
     LAUNCH,
     LAUNCH_,
     RECV,
@@ -85,6 +86,9 @@ def _rank(
             made = values[node.args[0].index]
             assert [tuple(one.shape) for one in made] == [meta.shape for meta in node.results]  # type: ignore[union-attr]
             values.extend(made)
+        elif node.op in EXCHANGES_OF_ROWS:
+            given = [values[value] for value in node.refs()]
+            values.append((yield node.op, node.args[len(given) :], given))
         elif node.op in COLLECTIVES:
             values.append((yield node.op, node.args[1:], values[node.args[0].index]))
         elif node.op == SEND:
@@ -160,6 +164,9 @@ def _exchange_all(
 ) -> list[list[Tensor]]:
     """What each rank gets from a bucket, value by value."""
     kind, moves, reduce_op, axis = args
+    if f"lazygt.{kind}" in EXCHANGES_OF_ROWS:
+        found = exchange(f"lazygt.{kind}", (*moves[0], axis), list(given))
+        return [[one] for one in found]
     last = () if reduce_op is None else (reduce_op,)
     made = [
         exchange(f"lazygt.{kind}", (*move, *last, axis), list(values))

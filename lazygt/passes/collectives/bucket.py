@@ -27,6 +27,7 @@ from lazygt.graph.placement import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    EXCHANGES_OF_ROWS,
     REDUCE_SCATTER,
     SEND_RECV,
 )
@@ -119,9 +120,9 @@ def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
                 None if place is None else node.args[place],
                 node.args[-1],
                 meta.dtype,
-                tuple(node.args[1 : place or -1]),
+                tuple([arg for arg in node.args[1 : place or -1] if type(arg) is not Ref]),
                 result.nbytes if node.op == ALL_GATHER else meta.nbytes,
-                makers[operand],
+                max([makers[value] for value in node.refs()]),
                 uses[number] if stored is None else computed[number],
                 stored,
                 above[number],
@@ -154,7 +155,7 @@ def unhooked(graph: Graph) -> Graph:
 
 def moves_alone(collective: CollectiveInfo) -> bool:
     """Whether a collective never shares its buffer with others."""
-    return collective.kind in (ALL_TO_ALL, SEND_RECV)
+    return collective.kind in EXCHANGES_OF_ROWS | {ALL_TO_ALL, SEND_RECV}
 
 
 def _above(graph: Graph, before: Sequence[set[int]]) -> list[int]:

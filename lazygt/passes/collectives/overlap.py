@@ -268,7 +268,8 @@ def _halves(
 ) -> tuple[Placed, Placed]:
     """The launch and the wait of a bucket; ``flying`` is the number of what is under way."""
     collectives = [analysis.collectives[place] for place in bucket.members]
-    first, values = collectives[0], [row.node.args[0] for row in members]
+    first = collectives[0]
+    values = [arg for row in members for arg in row.node.args if type(arg) is Ref]
     kind = first.kind.removeprefix("lazygt.")
     moves = () if first.kind == ALL_REDUCE else tuple(collective.move for collective in collectives)
     args = (kind, tuple(values), moves, first.op, first.axis)
@@ -307,7 +308,7 @@ def _length(
     metas: Sequence[TensorMeta | None],
 ) -> int:
     """Elements of the buffer that a launch receives into."""
-    if kind in ("all_to_all", "send_recv"):
+    if kind in ("all_to_all", "send_recv", "take_rows", "put_rows"):
         assert metas[0] is not None
         return metas[0].numel
     shapes = [meta.shape for meta in operands]

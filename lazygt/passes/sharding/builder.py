@@ -19,10 +19,12 @@ from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    PUT_ROWS,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND_RECV,
     SHARD,
+    TAKE_ROWS,
     Cut,
     Partial,
     Placement,
@@ -347,6 +349,20 @@ class Builder:
             return pieces[0]
         whole: Ref = self.op("aten.cat.default", tuple(pieces), dim)
         return whole
+
+    def take_rows(self, value: Ref, index: Ref, rows: int, size: int) -> Ref:
+        """Rows of all blocks of a value, by a flat index; see ``graph.placement``."""
+        meta = self.meta(value)
+        shape = (self.meta(index).numel, *meta.shape[1:])
+        made = intern(shape, contiguous_stride(shape), meta.dtype)
+        return self._collective(TAKE_ROWS, (value, index, rows, size), made)
+
+    def put_rows(
+        self, value: Ref, index: Ref, given: Ref, rows: int, size: int, added: bool
+    ) -> Ref:
+        """A value in blocks with all ranks' rows put, or added, where a flat index says."""
+        args = value, index, given, rows, size, added
+        return self._collective(PUT_ROWS, args, self._resized(value, {}))
 
     def shard(self, value: Ref, dim: int) -> Ref:
         """This rank's block along ``dim`` of what every rank has."""

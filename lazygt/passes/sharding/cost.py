@@ -43,6 +43,10 @@ from lazygt.passes.sharding.rules.base import Metas, Strategy
 #: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
 _FREE_PARTIAL = ("sum", "max", "min")
 _TICKS = 1e12
+#: Of rows ranks exchange how many there are, their places, and the rows; and some ranks have more
+#: of them than others.
+_OF_ROWS = ("take_rows", "put_rows")
+_ROUNDS, _SKEW = 3, 2
 
 
 class Link(NamedTuple):
@@ -106,6 +110,8 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> 
     link, sent = machine.link, ring_bytes(kind, nbytes, parts)
     if machine.sockets is not None and goes_by_sockets(kind, nbytes, parts):
         link, sent = machine.sockets, socket_bytes(kind, nbytes, parts)
+    if kind in _OF_ROWS:
+        return _ROUNDS * (link.latency + (parts - 2) * link.each) + _SKEW * sent / link.bandwidth
     return link.latency + (parts - 2) * link.each + sent / link.bandwidth
 
 

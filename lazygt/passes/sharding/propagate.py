@@ -283,7 +283,8 @@ class _Propagation:
         cut = self._bits.cut
         wanted = [cut(placement) for placement in strategy.inputs]
         if any(wanted):
-            return any(map(and_, wanted, masks))
+            come = all(wanted[place] & masks[place] for place in strategy.given)
+            return come and any(map(and_, wanted, masks))
         blocks = [cut(placement) for placement in strategy.outputs]
         return not any(blocks) or any(map(and_, blocks, results))
 

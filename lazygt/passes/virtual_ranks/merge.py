@@ -26,6 +26,7 @@ from lazygt.graph.placement import (
     ALL_TO_ALL,
     COLLECTIVE_OPS,
     COLLECTIVES,
+    EXCHANGES_OF_ROWS,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND_RECV,
@@ -274,9 +275,14 @@ class _Merge:
         first, node = line[0], line[0].node
         assert node is not None
         self.met[line] += 1
-        args, axis = node.args[1:-1], node.args[-1]
-        numbers = [self._number(rank, rank.node.args[0].index) for rank in line]  # type: ignore[union-attr]
-        work = node.op, node.args[1:], tuple(numbers), () if self.share else first.rank
+        args, axis = node.args[len(node.refs()) : -1], node.args[-1]
+        numbers = [
+            self._number(rank, value)
+            for rank in line
+            if rank.node is not None
+            for value in rank.node.refs()
+        ]
+        work = node.op, (*args, axis), tuple(numbers), () if self.share else first.rank
         first.seen[work] += 1
         key = work, first.seen[work]
         if key not in self.made:
@@ -329,5 +335,7 @@ def _exchange(
         return reduction_tree.reduce_scatter(build, line, values, *args)
     if op == SEND_RECV:
         return reduction_tree.send_recv(build, line, values, *args)
+    if op in EXCHANGES_OF_ROWS:
+        return reduction_tree.exchange_rows(build, line, op, values, *args)
     assert op == ALL_TO_ALL, op
     return reduction_tree.all_to_all(build, line, values, *args)

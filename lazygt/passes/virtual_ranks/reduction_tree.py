@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lazygt.graph.node import Ref
-from lazygt.graph.placement import block_size
+from lazygt.graph.placement import TAKE_ROWS, block_size
 from lazygt.passes.sharding.builder import Builder
 
 #: Payloads up to which unreduced values are gathered by all: one launch instead of two.
@@ -175,6 +175,54 @@ def _from_others(
 def _rows(build: Builder, value: Ref, dim: int, start: int, count: int) -> Ref:
     rows: Ref = build.op("aten.slice.Tensor", value, dim, start, start + count)
     return rows
+
+
+def exchange_rows(
+    build: Builder, line: VirtualGroup, op: str, values: Sequence[Ref], rows: int, *args: int
+) -> list[Ref]:
+    """Rows that the worker's virtual ranks take from all blocks, or put into them.
+
+    Args:
+        values: each rank's operands, rank by rank. Its blocks are neighbours, and what it names or
+            puts comes in the order of the ranks, so the worker does all of it as one rank.
+    """
+    each = len(values) // line.per_worker
+    operands = [values[place::each] for place in range(each)]
+    together = [_side_by_side(build, of_all, 0) for of_all in operands]
+    made = _rows_of_worker(build, line, op, together, rows * line.per_worker, *args)
+    like = operands[1] if op == TAKE_ROWS else operands[0]
+    return _in_turn(build, made, [build.shape(value)[0] for value in like])
+
+
+def _rows_of_worker(
+    build: Builder,
+    line: VirtualGroup,
+    op: str,
+    operands: Sequence[Ref],
+    rows: int,
+    size: int,
+    added: int = False,
+) -> Ref:
+    value, index = operands[:2]
+    if op == TAKE_ROWS:
+        if line.workers > 1:
+            return line.meet(build).take_rows(value, index, rows, size)
+        taken: Ref = build.op("aten.index_select.default", value, 0, index)
+        return taken
+    given, is_added = operands[2], bool(added)
+    if line.workers > 1:
+        return line.meet(build).put_rows(value, index, given, rows, size, is_added)
+    put: Ref = build.op("aten.index_put.default", value, (index,), given, is_added)
+    return put
+
+
+def _in_turn(build: Builder, value: Ref, lengths: Sequence[int]) -> list[Ref]:
+    """Pieces of these lengths, one after another."""
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(shard(build, value, 0, start, start + length))
+        start += length
+    return pieces
 
 
 def shard(build: Builder, value: Ref, dim: int, start: int, stop: int) -> Ref:

@@ -46,15 +46,18 @@ def signature(graph: Graph) -> list[Met]:
     return collectives
 
 
+_EXCHANGES = ("all_to_all", "send_recv", "take_rows", "put_rows")
+
+
 def _what(node: Node) -> str:
     if node.op not in (LAUNCH, LAUNCH_):
         return f"{node.op.removeprefix('lazygt.')}{node.args[1:-1]}"
     kind, values, moves, op, _ = node.args
     result = node.results[0]
     assert result is not None
-    # blocks differ in size, what they are padded to does not; of an all-to-all, and of rows, all
-    # arguments are in its moves
-    length = "" if kind in ("all_to_all", "send_recv") else f" [{result.numel}]"
+    # blocks differ in size, what they are padded to does not; of exchanges all arguments are in
+    # their moves
+    length = "" if kind in _EXCHANGES else f" [{result.numel}]"
     return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
 
 

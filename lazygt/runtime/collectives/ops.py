@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lazygt.errors import LazyGTError
 from lazygt.graph.collectives import Slots, slots
 from lazygt.graph.placement import block_size, shard_bounds
-from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives import group, rows
 from lazygt.runtime.collectives.backends import Work, as_bytes
 
 Moves = Sequence[Sequence[int]]
@@ -50,7 +50,12 @@ def launch(
     staged = not line.carries(device)
     if staged:
         values = [value.cpu() for value in values]
-    buffer, collective = _STARTS[kind](values, moves, op, line)
+    begin = _OF_ROWS.get(kind)
+    if begin is not None:
+        begun = begin(line, *values, *moves[0])
+        buffer, collective = begun.buffer, AsyncCollective(begun.work, begun.sent, begun.unpack)
+    else:
+        buffer, collective = _STARTS[kind](values, moves, op, line)
     if staged:
         collective = _returning(collective, device)
     buffer.collective = collective  # type: ignore[attr-defined]
@@ -271,6 +276,12 @@ _STARTS: dict[str, Callable[..., Started]] = {
 }
 
 
+_OF_ROWS: dict[str, Callable[..., rows.Begun]] = {
+    "take_rows": rows.take,
+    "put_rows": rows.put,
+}
+
+
 # -- slots -------------------------------------------------------------------------------------
 
 
@@ -339,6 +350,30 @@ def all_to_all(
 def send_recv(value: torch.Tensor, dim: int, rows: Any, axis: str) -> torch.Tensor:
     """The rows that other ranks send, for those that this rank sends; see ``graph.placement``."""
     return at_once("send_recv", value, (dim, rows), None, axis)
+
+
+def take_rows(
+    value: torch.Tensor, index: torch.Tensor, count: int, size: int, axis: str
+) -> torch.Tensor:
+    """Rows of a value of ``size`` rows, ``count`` of which each rank but the last ones has."""
+    flying = launch("take_rows", [value, index], [(count, size)], None, axis)
+    result: torch.Tensor = wait(flying, (), (), axis)
+    return result
+
+
+def put_rows(
+    value: torch.Tensor,
+    index: torch.Tensor,
+    given: torch.Tensor,
+    count: int,
+    size: int,
+    added: bool,
+    axis: str,
+) -> torch.Tensor:
+    """This rank's rows of such a value, with those of all ranks put or added where they belong."""
+    flying = launch("put_rows", [value, index, given], [(count, size, added)], None, axis)
+    result: torch.Tensor = wait(flying, (), (), axis)
+    return result
 
 
 def shard(value: torch.Tensor, dim: int, axis: str) -> torch.Tensor:

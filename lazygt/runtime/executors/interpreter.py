@@ -289,7 +289,7 @@ def _broken_promise(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphE
 
 
 def _failure(number: int, node: Node, error: Exception) -> Failure:
-    if node.op in COLLECTIVE_OPS:
+    if node.op in COLLECTIVE_OPS and not isinstance(error, IndexError):
         return Failure(number, COLLECTIVE_ERROR, f"{node.op} on axis {node.args[-1]!r}: {error}")
     return Failure(number, kind_of(error), str(error))
 

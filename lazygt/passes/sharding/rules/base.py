@@ -71,12 +71,14 @@ class Strategy:
         outputs: a placement for each of ``node.results``.
         lower: adds the local program; None: the same op runs on the blocks.
         comm: the collectives that ``lower`` adds.
+        given: operands for which this is no reason to cut them: it is offered where they come so.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     lower: Lowering | LocalLowering | None = None
     comm: tuple[Collective, ...] = ()
+    given: tuple[int, ...] = ()
 
     def by(
         self, lower: Lowering | LocalLowering | None, comm: Sequence[Collective] = ()

@@ -1,18 +1,22 @@
 """Ops that read and write where indices say, embedding tables among them.
 
-A rank reads and writes in its own block only. Tables are split by tokens, by features, or by rows,
-each rank looking up its own; bags of embeddings by features only.
+A rank reads and writes in its own block, or, where indices are in blocks as well, sends rows to
+those who have their places (``rows``). Tables are split by tokens, by features, or by rows, each
+rank looking up its own; bags of embeddings by features only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules import rows
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -46,6 +50,7 @@ def _index_select(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(dim), index=S(0)))
     if shape[dim] > 1 and _summable(call):
         strategies.append(call.strategy(P, self=S(dim)).by(_selected(dim, shape[dim])))
+    strategies += [] if dim else rows.taking(call, "self", "index")
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -81,6 +86,8 @@ def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(dim), index=S(dim)))
     if shape[dim] > 1 and _summable(call):
         strategies.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
+    if dim == 0 and rows.of_each_element(call, "index"):
+        strategies += rows.taking(call, "self", "index", each=True)
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -95,6 +102,10 @@ def _gathered(dim: int, size: int) -> Lowering:
         return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
 
     return lower
+
+
+#: Scatters that put what is given as it is.
+_PUTS = ("aten.scatter.src", "aten.scatter_.src")
 
 
 def _scatter(added: bool) -> Rule:
@@ -116,6 +127,9 @@ def _scatter(added: bool) -> Rule:
             strategies.append(call.strategy(P, self=P, src=P))
             if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
+        puts = added or node.op in _PUTS
+        if dim == 0 and puts and rows.of_each_element(call, "index") and call.shape("src") == index:
+            strategies += rows.putting(call, "index", "src", added, each=True)
         return strategies
 
     return strategies
@@ -132,6 +146,7 @@ def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     ]
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
+    strategies += [] if dim else rows.putting(call, "index", "source", added=True)
     return [*strategies, call.strategy(P, self=P, source=P)]
 
 
@@ -155,6 +170,7 @@ def _index(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
             strategies.append(
                 call.strategy(P, self=S(taken[0])).by(_indexed(taken[0], shape[taken[0]]))
             )
+    strategies += [] if taken[0] else rows.taking(call, "self", "indices")
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -185,17 +201,33 @@ def _index_put(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in known)
     if masked and taken == [0] and call.meta("values").numel == 1:
         return strategies + _masked_put(call, len(known[0].shape))
-    if masked or taken != list(range(len(taken))):
+    if masked or not taken or taken != list(range(taken[0], taken[-1] + 1)):
         return strategies  # the values' dims are then in other places
-    rank = max((len(meta.shape) for meta in known), default=0)
+    rank = max(len(meta.shape) for meta in known)
+    picked = torch.broadcast_shapes(*(meta.shape for meta in known))
+    full = (*shape[: taken[0]], *picked, *shape[taken[-1] + 1 :])
     for dim in shardable_dims(shape):
         if dim not in taken:
-            dim_of_values = dim - len(taken) + rank - (rank + len(shape) - len(taken) - len(values))
-            split = dim_of_values >= 0 and values[dim_of_values] == shape[dim]
+            at = dim if dim < taken[0] else dim - len(taken) + rank
             strategies.append(
-                call.strategy(S(dim), self=S(dim), values=S(dim_of_values) if split else R)
+                call.strategy(S(dim), self=S(dim), values=rows.spread(values, full, at))
             )
-    return strategies
+    return [*strategies, *([] if taken[0] else _put_by_blocks(call, known))]
+
+
+def _put_by_blocks(call: Call, indices: Sequence[TensorMeta]) -> list[Strategy]:
+    """Of indices in blocks: into partial sums, or into the blocks of others."""
+    added = bool(call["accumulate"])
+    strategies = rows.putting(call, "indices", "values", added)
+    if not added or not _summable(call) or len({meta.shape for meta in indices}) != 1:
+        return strategies
+    picked = indices[0].shape
+    shape = (*picked, *call.shape("self")[len(indices) :])
+    values = call.shape("values")
+    return strategies + [
+        call.strategy(P, self=P, indices=S(dim), values=rows.spread(values, shape, dim))
+        for dim in shardable_dims(picked)
+    ]
 
 
 def _masked_put(call: Call, rank: int) -> list[Strategy]:
@@ -216,6 +248,7 @@ def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
         strategies.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
+    strategies += rows.taking(call, "weight", "indices")
     return [*strategies, call.strategy(P, weight=P)]
 
 
@@ -268,6 +301,8 @@ def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strate
         strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
     if count > 1 and not call["scale_grad_by_freq"]:
         strategies.append(call.strategy(S(0)).by(_own_rows(count)))
+        few = 8 * prod(call.shape("indices")) <= count  # else many rows have a gradient
+        strategies += [_sent_rows(call, dim) for dim in tokens] if few else []
     return [*strategies, call.strategy(P, grad_output=P)]
 
 
@@ -286,6 +321,24 @@ def _own_rows(count: int) -> Lowering:
         return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
 
     return lower
+
+
+def _sent_rows(call: Call, dim: int) -> Strategy:
+    """The gradient of each token to the rank that has its row."""
+    table = call.result()
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        gradient, indices = args["grad_output"], args["indices"]
+        padded = build.op("aten.eq.Scalar", indices, args["padding_idx"])
+        padded = build.op("aten.unsqueeze.default", padded, -1)
+        gradient = build.op("aten.masked_fill.Scalar", gradient, padded, 0)
+        zeros = build.full((build.block(table.shape[0]), table.shape[1]), 0, like=gradient)
+        return (rows.put(build, zeros, table, [indices], gradient, added=True),)
+
+    strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
+    picked = call.shape("indices")
+    return rows.exchanging(strategy, rows.Rows(call, "put_rows", "indices", table, picked, dim))
 
 
 _MAX = 2  #: the mode of a bag whose result is its largest row
@@ -323,7 +376,7 @@ RULES: dict[str, Rule] = {
         _scatter(added=False),
     ),
     **table("index_add.default index_add_.default", _index_add),
-    **table("index_put.default index_put_.default", _index_put),
+    **table("index_put.default index_put_.default _index_put_impl_.default", _index_put),
     **table("index.Tensor _unsafe_index.Tensor", _index),
     **table("_embedding_bag.default _embedding_bag_forward_only.default", _bag),
     **table("_embedding_bag_backward.default _embedding_bag_dense_backward.default", _bag_backward),

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    PUT_ROWS,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND_RECV,
     SHARD,
+    TAKE_ROWS,
     Partial,
     Placement,
 )
@@ -26,6 +30,7 @@ from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.passes.sharding.rules.base import (
     Lowering,
     Metas,
+    P,
     R,
     Rule,
     S,
@@ -83,6 +88,38 @@ def _again(placement: Placement) -> Lowering:
     return lower
 
 
+def _rows(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Each rank's part of every row, or some of the rows: taken, or added to partial sums."""
+    value, index = (metas[value] for value in node.refs()[:2])
+    if value is None or index is None:
+        return ()
+    taken = node.op == TAKE_ROWS
+    added = taken or node.args[-2]
+    summable = added and value.dtype != torch.bool
+    lie: list[Placement] = [S(dim) for dim in shardable_dims(value.shape) if dim > 0]
+    lie += [P] if summable else []
+    strategies = [
+        Strategy((each, R) if taken else (each, R, each), (each,), _rows_again(each))
+        for each in lie
+    ]
+    if index.numel > 1 and taken:
+        strategies.append(Strategy((R, S(0)), (S(0),), _rows_again(S(0))))
+    elif index.numel > 1 and summable:
+        strategies.append(Strategy((P, S(0), S(0)), (P,), _rows_again(P)))
+    return strategies
+
+
+def _rows_again(placement: Placement) -> Lowering:
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (whole,) = node.results
+        assert whole is not None
+        shape = build.local(whole.shape, placement)
+        meta = intern(shape, contiguous_stride(shape), whole.dtype)
+        return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
+
+    return lower
+
+
 def _mark_placements(node: Node, metas: Metas) -> Sequence[Placement]:
     meta = metas[node.args[0].index]
     return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
@@ -123,6 +160,8 @@ RULES: dict[str, Rule] = {
         ),
         _collective,
     ),
+    TAKE_ROWS: _rows,
+    PUT_ROWS: _rows,
     ENTER: _enter,
     LEAVE: _leave,
 }

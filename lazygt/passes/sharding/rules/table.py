@@ -7,6 +7,7 @@ from functools import partial
 from string import ascii_lowercase
 
 from lazygt.graph.node import Node
+from lazygt.passes.sharding.rules.attention import causal
 from lazygt.passes.sharding.rules.base import Call, Metas, Rule, Strategy, table
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
 
@@ -157,14 +158,19 @@ _ATTENTION: dict[str, Rule] = {
         "_scaled_dot_product_fused_attention_overrideable_backward.default",
         f"{_OUT}, {_Q}, {_K}, {_V}, {_BIAS}, {_OUT}, {_SUMS} -> {_GRADIENTS}, {_BIAS}",
     ),
-    **_attention(
-        "_scaled_dot_product_flash_attention_for_cpu.default",
-        "b h i !e, b h !j !e, b h !j !f, b h i !j -> b h i !f, b h i",
+    **causal(
+        _attention(
+            "_scaled_dot_product_flash_attention_for_cpu.default",
+            "b h i !e, b h !j !e, b h !j !f, b h i !j -> b h i !f, b h i",
+        )
     ),
-    **_attention(
-        "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-        "b h i !f, b h i !e, b h !j !e, b h !j !f, b h i !f, b h i, b h i !j "
-        "-> b h i !e, b h !j !e, b h !j !f",
+    **causal(
+        _attention(
+            "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+            "b h i !f, b h i !e, b h !j !e, b h !j !f, b h i !f, b h i, b h i !j "
+            "-> b h i !e, b h !j !e, b h !j !f",
+        ),
+        backward=True,
     ),
 }
 #: Pooling, padding, resizing, sampling, patches: samples and channels pass, space stays whole.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.collectives import rows_payload
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.ops import OPAQUE_RESULTS
@@ -19,6 +20,7 @@ from lazygt.graph.placement import (
     ALL_GATHER,
     ALL_REDUCE,
     COLLECTIVES,
+    EXCHANGES_OF_ROWS,
     REDUCE_SCATTER,
     Shard,
     StridedShard,
@@ -173,6 +175,8 @@ class Case:
         return graphs, mine
 
 
+#: What goes from rank to rank is more for some than for others.
+_OF_ROWS = ("send_recv", "take_rows", "put_rows")
 _REDUCE_OPS = {ALL_REDUCE: itemgetter(1), REDUCE_SCATTER: itemgetter(2)}
 
 
@@ -186,7 +190,7 @@ def met(graphs: Sequence[Graph]) -> list[list[str]]:
     most = [max(each, key=lambda one: one.nbytes) for each in zip(*ranks, strict=True)]
     return [
         sorted([
-            str(largest if one.kind == "send_recv" else one)
+            str(largest if one.kind in _OF_ROWS else one)
             for one, largest in zip(mine, most, strict=True)
         ])
         for mine in ranks
@@ -196,8 +200,11 @@ def met(graphs: Sequence[Graph]) -> list[list[str]]:
 def _collective(graph: Graph, node: Node) -> Collective:
     payload = node.results[0] if node.op == ALL_GATHER else graph.values[node.args[0].index]
     assert payload is not None
+    nbytes = payload.nbytes
+    if node.op in EXCHANGES_OF_ROWS:
+        nbytes = rows_payload([graph.values[value] for value in node.refs()])
     reduce_op = _REDUCE_OPS.get(node.op, lambda args: "sum")(node.args)
-    return Collective(node.op.removeprefix("lazygt."), payload.nbytes, reduce_op)
+    return Collective(node.op.removeprefix("lazygt."), nbytes, reduce_op)
 
 
 def _told(what: str, message: str) -> str:

@@ -19,10 +19,12 @@ from lazygt.graph.placement import (
     ALL_REDUCE,
     ALL_TO_ALL,
     COLLECTIVES,
+    EXCHANGES_OF_ROWS,
     REDUCE_SCATTER,
     REPLICATE_TO_PARTIAL,
     SEND_RECV,
     SHARD,
+    TAKE_ROWS,
     Shard,
     shard_bounds,
 )
@@ -69,7 +71,8 @@ def _flat(returned: Any) -> list[Any]:
     return [returned]
 
 
-CollectiveInfo = tuple[str, tuple[Any, ...], Tensor]
+#: op, arguments that are equal on all ranks, the value (of rows: all operands)
+CollectiveInfo = tuple[str, tuple[Any, ...], Any]
 
 
 def rank_run(
@@ -79,7 +82,9 @@ def rank_run(
     values: list[Any] = list(inputs)
     for node in graph.nodes:
         if node.op in COLLECTIVES:
-            made = yield node.op, node.args[1:], values[node.args[0].index]
+            given = [values[value] for value in node.refs()]
+            rest = node.args[len(given) :]
+            made = yield node.op, rest, given if node.op in EXCHANGES_OF_ROWS else given[0]
             _fits(made, node)
             values.append(made)
         elif node.op in (SHARD, REPLICATE_TO_PARTIAL):
@@ -136,10 +141,12 @@ def lockstep(
         sent = list(exchange(collectives[0][0], collectives[0][1], [m[2] for m in collectives]))
 
 
-def exchange(op: str, args: tuple[Any, ...], values: list[Tensor]) -> list[Tensor]:
+def exchange(op: str, args: tuple[Any, ...], values: list[Any]) -> list[Tensor]:
     """What each rank gets from a collective."""
     parts = len(values)
     assert args[-1] == AXIS
+    if op in EXCHANGES_OF_ROWS:
+        return _rows(op, values, *args[:-1])
     if op == ALL_REDUCE:
         assert len({value.shape for value in values}) == 1
         made = reduced(values, args[0])
@@ -164,6 +171,22 @@ def _sent(values: list[Tensor], dim: int, rows: Sequence[tuple[int, int, int]]) 
             assert target != source
             got[target].append(piece)
     return [torch.cat(pieces, dim).contiguous() for pieces in got]
+
+
+def _rows(
+    op: str, operands: list[list[Tensor]], rows: int, size: int, added: bool = False
+) -> list[Tensor]:
+    """Taken from, or put into, the whole of all blocks."""
+    own = [block for block, *_ in operands]
+    whole = torch.cat(own)
+    assert whole.shape[0] == size
+    assert all(len(block) == rows for block in own[: size // rows])
+    for _, index, *given in operands:
+        if given:
+            whole.index_put_((index,), *given, accumulate=added)
+    if op == TAKE_ROWS:
+        return [whole.index_select(0, index) for _, index in operands]
+    return [block.contiguous() for block in whole.split([len(block) for block in own])]
 
 
 def _gathered(values: list[Tensor], dim: int, size: int) -> Tensor:

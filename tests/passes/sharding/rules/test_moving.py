@@ -106,6 +106,17 @@ def placed_back(op: str) -> Make:
     return make
 
 
+def most_placed_back(start: int) -> Make:
+    """All rows but two."""
+
+    def make(d: Draw) -> Case:
+        rows = d.size() + 9
+        return Case("slice_backward.default", d.of(rows, 2), [rows + 2, 2], 0, start,
+                    start + rows, 1)  # fmt: skip
+
+    return make
+
+
 def put_into(op: str) -> Make:
     def make(d: Draw) -> Case:
         value, dim = d.tensor(3), d.dim(3)
@@ -135,6 +146,9 @@ def write_back(*steps: Any) -> Make:
 
 MOVING: Cases = {
     "cat": joined("cat.default", 0, 2), "cat of last": joined("cat.default", -1, 1),
+    "cat of one row more": lambda d: Case("cat.default", [d.of(d.size() + 9, 3), d.of(1, 3)]),
+    "cat of rows around": lambda d: Case(
+        "cat.default", [d.of(1, 3), d.of(16, 3), d.of(2, 3)], 0),
     "stack": joined("stack.default", 1), "stack last": joined("stack.default", -1),
     "split": on("split.Tensor", 3, 2, 1), "unsafe_split": on("unsafe_split.Tensor", 3, 2, 0),
     "split_with_sizes": split_sizes, "unbind": on("unbind.int", 3),
@@ -146,6 +160,7 @@ MOVING: Cases = {
     "select": cut("select.int", lambda n: n // 2), "select last": cut("select.int", lambda n: -1),
     "select_backward": placed_back("select_backward.default"),
     "slice_backward": placed_back("slice_backward.default"),
+    **{f"slice_backward of most from {start}": most_placed_back(start) for start in (0, 1, 2)},
     "flip": on("flip.default", 3, [0, -1]), "roll": on("roll.default", 3, [1], [1]),
     "roll back": on("roll.default", 3, [-1], [-1]),
     "pad": on("constant_pad_nd.default", 3, [1, 0, 0, 0, 2, 1], 0.0),
@@ -189,6 +204,21 @@ def gather(d: Draw) -> Case:
     return Case("gather.default", value, dim, d.indices(value.shape[dim], *shape))
 
 
+def of_rows(op: str) -> Make:
+    """With an index of rows, the same for each element of one."""
+
+    def make(d: Draw) -> Case:
+        value, count = d.tensor(2), d.size()
+        places = d.indices(value.shape[0], count)
+        if op == "scatter.src":
+            places = torch.randperm(value.shape[0])[:count]  # no place twice
+        index = places.unsqueeze(1).expand(-1, value.shape[1])
+        given = [] if op == "gather.default" else [d.of(*index.shape)]
+        return Case(op, value, 0, index, *given)
+
+    return make
+
+
 def scatter(op: str) -> Make:
     def make(d: Draw) -> Case:
         value, dim = d.tensor(2), d.dim(2)
@@ -226,12 +256,14 @@ def index(places: str) -> Make:
 def index_put(places: str, added: bool) -> Make:
     def make(d: Draw) -> Case:
         value, count = d.tensor(3), d.size()
-        sizes = value.shape[: len(places)]
-        count = count if added else min(count, *sizes)  # no place twice: the last would win
-        drawn = [d.indices(size, count) if added else torch.randperm(size)[:count]
-                 for size in sizes]  # fmt: skip
-        free = list(value.shape[len(places) :])
-        values = d.of(count, *free) if d.flag() else d.of(*free[-1:])
+        taken = [size for size, place in zip(value.shape, places, strict=False) if place == "i"]
+        count = count if added else min(count, *taken)  # no place twice: the last would win
+        drawn = [None if place == "." else d.indices(size, count) if added
+                 else torch.randperm(size)[:count]
+                 for size, place in zip(value.shape, places, strict=False)]  # fmt: skip
+        before, free = places.index("i"), list(value.shape[len(places) :])
+        full = [*value.shape[:before], count, *free]
+        values = d.of(*full) if d.flag() else d.of(*full[-1:])
         return Case("index_put.default", value, drawn, values, added)
 
     return make
@@ -242,9 +274,11 @@ INDEXING: Cases = {
     **{op: scatter(op) for op in (
         "scatter_add.default", "scatter_add_.default", "scatter.src", "scatter_.value")},
     "index_add": index_add("index_add.default"), "index_add_": index_add("index_add_.default"),
+    **{f"{op} of rows": of_rows(op)
+       for op in ("gather.default", "scatter_add.default", "scatter.src")},
     **{f"index {places}": index(places) for places in ("i", ".i", "ii", ".ii")},
     **{f"index_put {places} {added}": index_put(places, added)
-       for places in ("i", "ii") for added in (False, True)},
+       for places in ("i", "ii", ".i", ".ii", "..i") for added in (False, True)},
     "sort": on("sort.default", 2), "sort stable": on("sort.stable", 2, stable=True, dim=0),
     "topk": on("topk.default", 2, 1, 0), "smallest": on("topk.default", 2, 1, 1, False),
     "cumsum": on("cumsum.default", 3, 1), "cummax": on("cummax.default", 2, 0),

@@ -1,0 +1,233 @@
+"""Rows of other ranks: what indices in blocks take from, and put into, a value whose rows are in
+blocks.
+
+Each rank sends the rows that belong elsewhere, and no more: how many those are only the indices
+tell. Costs take them to be spread evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Arg, Node, Ref, ref
+from lazygt.graph.placement import Placement, block_size
+from lazygt.passes.sharding.builder import numbers
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Collective,
+    R,
+    S,
+    Strategy,
+    Values,
+    shardable_dims,
+)
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+_PLACE = 8  #: bytes of a row's place
+#: Ops whose indices may count from the end.
+_FROM_END = ("aten.index.", "aten._unsafe_index.", "aten.index_put", "aten._index_put_impl")
+
+
+def taking(call: Call, value: str, index: str, each: bool = False) -> list[Strategy]:
+    """The strategies of an op that gives rows of ``value`` where indices in blocks say.
+
+    Args:
+        index: the argument with the index of the first dim, or of the first dims.
+        each: it has one for each element of a row; all of a row are equal.
+    """
+    found, metas = call.meta(value), _indices(call, index)
+    if not metas or found.shape[0] < 2:
+        return []
+    picked = metas[0].shape[: 1 if each else None]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        indices = _local_indices(build, node, args[index], found, each)
+        return (take(build, args[value], found, indices),)
+
+    return [
+        exchanging(
+            call.strategy(S(dim), **{value: S(0), index: S(dim)}).by(lower),
+            Rows(call, "take_rows", index, found, picked, dim),
+        )
+        for dim in shardable_dims(picked)
+    ]
+
+
+def putting(call: Call, index: str, given: str, added: bool, each: bool = False) -> list[Strategy]:
+    """The strategies of an op that puts, or adds, rows of ``given`` into ``self`` where indices in
+    blocks say; see ``taking``."""
+    found, metas = call.meta("self"), _indices(call, index)
+    if not metas or found.shape[0] < 2 or (added and found.dtype == torch.bool):
+        return []
+    picked = metas[0].shape[: 1 if each else None]
+    shape = (*picked, *found.shape[len(metas) :])
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        indices = _local_indices(build, node, args[index], found, each)
+        rows = args[given]
+        if args.get("alpha", 1) != 1:
+            rows = build.op("aten.mul.Scalar", rows, args["alpha"])
+        return (put(build, args["self"], found, indices, rows, added),)
+
+    return [
+        exchanging(
+            call.strategy(
+                S(0), self=S(0), **{index: S(dim), given: spread(call.shape(given), shape, dim)}
+            ).by(lower),
+            Rows(call, "put_rows", index, found, picked, dim),
+        )
+        for dim in shardable_dims(picked)
+    ]
+
+
+def spread(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
+    """How a value of ``shape`` lies that is broadcast to a shape which is cut along a dim."""
+    at = dim - (len(into) - len(shape))
+    return S(at) if at >= 0 and shape[at] == into[dim] else R
+
+
+def of_each_element(call: Call, index: str) -> bool:
+    """Whether the index of each element is that of its whole row, as ``expand`` gives it."""
+    meta = call.meta(index)
+    shape = call.shape("self")
+    return (
+        meta.shape[1:] == shape[1:]
+        and bool(meta.shape[1:])
+        and all(stride == 0 or size == 1
+                for size, stride in zip(meta.shape[1:], meta.stride[1:], strict=True))
+    )  # fmt: skip
+
+
+def _indices(call: Call, name: str) -> list[TensorMeta]:
+    """The metas of the indices; none where they are not all of one shape, and whole numbers."""
+    metas = [meta for n in numbers(call[name]) if (meta := call.metas[n]) is not None]
+    alike = len({meta.shape for meta in metas}) == 1
+    known = all(meta.dtype in (torch.int64, torch.int32) for meta in metas)
+    return metas if alike and known else []
+
+
+def _local_indices(
+    build: Builder, node: Node, arg: Arg, value: TensorMeta, each: bool
+) -> list[Ref]:
+    """The local indices of the first dims, counted from the front."""
+    indices = [ref(number) for number in numbers(arg)]
+    if each:
+        (index,) = indices
+        for _ in value.shape[1:]:
+            index = build.op("aten.select.int", index, 1, 0)
+        return [index]
+    if not node.op.startswith(_FROM_END):
+        return indices
+    return [
+        _counted_from_front(build, index, size)
+        for index, size in zip(indices, value.shape, strict=False)
+    ]
+
+
+class Rows(NamedTuple):
+    """What is exchanged: rows of ``value``.
+
+    Attributes:
+        names: the argument with their indices.
+        picked: the shape of the indices, which are cut along ``dim``.
+    """
+
+    call: Call
+    kind: str
+    names: str
+    value: TensorMeta
+    picked: tuple[int, ...]
+    dim: int
+
+
+def exchanging(strategy: Strategy, rows: Rows) -> Strategy:
+    """The strategy with what it exchanges. To cut indices only for it would be no use."""
+    names = [(name, number) for name, arg in rows.call.args.items() for number in numbers(arg)]
+    places = tuple([place for place, (name, _) in enumerate(names) if name == rows.names])
+    count = prod(rows.picked) // rows.picked[rows.dim]
+    count *= block_size(rows.picked[rows.dim], rows.call.parts, 0)
+    row = prod(rows.value.shape[len(places) :]) * rows.value.dtype.itemsize
+    inside = Collective(rows.kind, count * (row + _PLACE))
+    return replace(strategy, comm=(inside,), given=places)
+
+
+def take(build: Builder, block: Ref, value: TensorMeta, indices: Sequence[Ref]) -> Ref:
+    """Rows of a value, by an index for each of its first dims; it has their dims in the place of
+    these.
+
+    Args:
+        block: this rank's, along dim 0.
+        value: the global meta.
+    """
+    taken, shape, picked = len(indices), build.shape(block), build.shape(indices[0])
+    if taken > 1:
+        block = build.reshape(block, (prod(shape[:taken]), *shape[taken:]))
+    rows = build.take_rows(block, _linear(build, indices, value), *_rows(build, value, taken))
+    return build.reshape(rows, (*picked, *value.shape[taken:]))
+
+
+def put(
+    build: Builder,
+    block: Ref,
+    value: TensorMeta,
+    indices: Sequence[Ref],
+    given: Ref,
+    added: bool,
+) -> Ref:
+    """This rank's block with all ranks' rows put, or added, where their indices say.
+
+    Args:
+        given: the rows; may be broadcast to the indices' dims and the value's others.
+    """
+    taken, shape = len(indices), build.shape(block)
+    picked, rest = build.shape(indices[0]), value.shape[taken:]
+    if build.shape(given) != (*picked, *rest):
+        given = build.op("aten.expand.default", given, (*picked, *rest))
+    given = build.reshape(given, (prod(picked), *rest))
+    if taken > 1:
+        block = build.reshape(block, (prod(shape[:taken]), *rest))
+    index = _linear(build, indices, value)
+    made = build.put_rows(block, index, given, *_rows(build, value, taken), added)
+    return build.reshape(made, shape)
+
+
+def _counted_from_front(build: Builder, index: Ref, size: int) -> Ref:
+    """An index in which torch counts what is below 0 from the end."""
+    below = build.op("aten.lt.Scalar", index, 0)
+    shifted = build.op("aten.add.Scalar", index, size)
+    counted: Ref = build.op("aten.where.self", below, shifted, index)
+    return counted
+
+
+def _rows(build: Builder, value: TensorMeta, taken: int) -> tuple[int, int]:
+    """Rows of the first block, and of the whole, where the first ``taken`` dims are one."""
+    inner = prod(value.shape[1:taken])
+    return block_size(value.shape[0], build.parts, 0) * inner, value.shape[0] * inner
+
+
+def _linear(build: Builder, indices: Sequence[Ref], value: TensorMeta) -> Ref:
+    """One flat index of the first dims as one; what lies outside of any of them lies outside."""
+    linear, *others = indices
+    for index, size in zip(others, value.shape[1:], strict=False):
+        outside = build.op(
+            "aten.logical_or.default",
+            build.op("aten.lt.Scalar", index, 0),
+            build.op("aten.ge.Scalar", index, size),
+        )
+        scaled = build.op("aten.mul.Scalar", linear, size)
+        linear = build.op("aten.add.Tensor", scaled, index)
+        linear = build.op("aten.masked_fill.Scalar", linear, outside, -(1 << 62))
+    flat = build.reshape(linear, (build.meta(linear).numel,))
+    if build.meta(flat).dtype != torch.int64:
+        flat = build.op("aten._to_copy.default", flat, dtype=torch.int64)
+    return flat
