@@ -354,8 +354,8 @@ class Builder:
         """Rows of all blocks of a value, by a flat index; see ``graph.placement``."""
         meta = self.meta(value)
         shape = (self.meta(index).numel, *meta.shape[1:])
-        made = intern(shape, contiguous_stride(shape), meta.dtype)
-        return self._collective(TAKE_ROWS, (value, index, rows, size), made)
+        picked = intern(shape, contiguous_stride(shape), meta.dtype)
+        return self._collective(TAKE_ROWS, (value, index, rows, size), picked)
 
     def put_rows(
         self, value: Ref, index: Ref, given: Ref, rows: int, size: int, added: bool

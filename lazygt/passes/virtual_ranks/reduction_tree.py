@@ -186,12 +186,12 @@ def exchange_rows(
         values: each rank's operands, rank by rank. Its blocks are neighbours, and what it names or
             puts comes in the order of the ranks, so the worker does all of it as one rank.
     """
-    each = len(values) // line.per_worker
-    operands = [values[place::each] for place in range(each)]
+    count = len(values) // line.per_worker
+    operands = [values[place::count] for place in range(count)]
     together = [_side_by_side(build, of_all, 0) for of_all in operands]
-    made = _rows_of_worker(build, line, op, together, rows * line.per_worker, *args)
+    rows_of_all = _rows_of_worker(build, line, op, together, rows * line.per_worker, *args)
     like = operands[1] if op == TAKE_ROWS else operands[0]
-    return _in_turn(build, made, [build.shape(value)[0] for value in like])
+    return _in_turn(build, rows_of_all, [build.shape(value)[0] for value in like])
 
 
 def _rows_of_worker(

@@ -46,15 +46,15 @@ class Routes:
 
     def there(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """What this rank has for the rows that it names, in ``order``, to those who have them."""
-        mine, theirs = self._mine()
-        return self._exchanged(sent, mine, theirs)
+        named, wanted = self._counts()
+        return self._exchanged(sent, named, wanted)
 
     def back(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """What this rank has for those who named its rows, to them."""
-        mine, theirs = self._mine()
-        return self._exchanged(sent, theirs, mine)
+        named, wanted = self._counts()
+        return self._exchanged(sent, wanted, named)
 
-    def _mine(self) -> tuple[Sequence[int], Sequence[int]]:
+    def _counts(self) -> tuple[Sequence[int], Sequence[int]]:
         """How many rows of each rank this one names, and of this one's each rank."""
         me = self.line.index
         return self.counts[me], [row[me] for row in self.counts]
@@ -83,9 +83,9 @@ def routed(line: AxisGroup, index: torch.Tensor, count: int, size: int) -> Route
         raise IndexError(f"index {first if first < 0 else last} is out of range for {size} rows")
     ranks = index.div(count, rounding_mode="floor")
     order = ranks.argsort(stable=True)
-    mine = torch.bincount(ranks, minlength=line.size)
-    every = mine.new_empty(line.size * line.size)
-    line.backend(mine, "all_gather", every.nbytes).all_gather(every, mine).wait()
+    counts = torch.bincount(ranks, minlength=line.size)
+    every = counts.new_empty(line.size * line.size)
+    line.backend(counts, "all_gather", every.nbytes).all_gather(every, counts).wait()
     places = (index - ranks * count)[order]
     return Routes(line, order, places, every.view(line.size, line.size).tolist())
 
@@ -98,8 +98,8 @@ def take(line: AxisGroup, value: torch.Tensor, index: torch.Tensor, count: int, 
     sent = value.index_select(0, asked)
     buffer, work = routes.back(sent)
 
-    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
-        rows = made.view(len(index), *value.shape[1:])
+    def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
+        rows = buffer.view(len(index), *value.shape[1:])
         return [torch.empty_like(rows).index_copy_(0, routes.order, rows)]
 
     return Begun(buffer, work, sent, unpack)
@@ -122,8 +122,8 @@ def put(
     received, work = routes.there(sent)
     buffer = value.clone(memory_format=torch.contiguous_format).view(-1)
 
-    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
-        block = made.view(value.shape)
+    def unpack(buffer: torch.Tensor) -> list[torch.Tensor]:
+        block = buffer.view(value.shape)
         rows = received.view(len(places), *value.shape[1:])
         return [block.index_put_((places,), rows, accumulate=added)]
 

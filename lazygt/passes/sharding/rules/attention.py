@@ -73,7 +73,7 @@ def _is_worth_it(call: Call) -> bool:
     if any(meta.shape[_HEADS] % call.parts for meta in (query, key)):
         return True
     keys = key.nbytes + value.nbytes
-    return call.parts * keys <= 2 * query.nbytes + keys
+    return call.parts * keys < 2 * query.nbytes + keys
 
 
 def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
@@ -108,12 +108,12 @@ def _attended(build: Builder, node: Node, operands: Sequence[Ref], some: _Keys) 
     return tuple([result for result in results if result is not None])
 
 
-def _merged(build: Builder, one: tuple[Ref, ...], other: tuple[Ref, ...]) -> tuple[Ref, ...]:
+def _merged(build: Builder, first: tuple[Ref, ...], second: tuple[Ref, ...]) -> tuple[Ref, ...]:
     """Two results over different keys, each with the logarithm of its sum, as one over all."""
-    dtype = build.meta(one[0]).dtype
-    sums = build.op("aten.logaddexp.default", one[1], other[1])
+    dtype = build.meta(first[0]).dtype
+    sums = build.op("aten.logaddexp.default", first[1], second[1])
     weighted = []
-    for result, its_sums in (one, other):
+    for result, its_sums in (first, second):
         weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", its_sums, sums))
         weight = build.op("aten.unsqueeze.default", weight, -1)
         weighted.append(build.op("aten.mul.Tensor", result, weight))
@@ -134,12 +134,12 @@ def _backward(queries: int, keys: int) -> Lowering:
             chosen = _some(build, operands, 2, some)
             query, *others = _attended(build, node, chosen, some)
             of_query.append(query)
-            for made, gradient in zip(of_keys, others, strict=True):
-                made.append(gradient)
+            for gradients, gradient in zip(of_keys, others, strict=True):
+                gradients.append(gradient)
         last = _seen(build, queries, keys)[-1].last
         return (
             reduce(lambda a, b: build.op("aten.add.Tensor", a, b), of_query),
-            *[_among_zeros(build, made, keys - last) for made in of_keys],
+            *[_among_zeros(build, gradients, keys - last) for gradients in of_keys],
         )
 
     return lower

@@ -87,7 +87,7 @@ def _gather(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     if shape[dim] > 1 and _summable(call):
         strategies.append(call.strategy(P, self=S(dim)).by(_gathered(dim, shape[dim])))
     if dim == 0 and rows.of_each_element(call, "index"):
-        strategies += rows.taking(call, "self", "index", each=True)
+        strategies += rows.taking(call, "self", "index", by_element=True)
     return [*strategies, call.strategy(P, self=P)]
 
 
@@ -129,7 +129,7 @@ def _scatter(added: bool) -> Rule:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
         puts = added or node.op in _PUTS
         if dim == 0 and puts and rows.of_each_element(call, "index") and call.shape("src") == index:
-            strategies += rows.putting(call, "index", "src", added, each=True)
+            strategies += rows.putting(call, "index", "src", added, by_element=True)
         return strategies
 
     return strategies

@@ -36,55 +36,57 @@ _PLACE = 8  #: bytes of a row's place
 _FROM_END = ("aten.index.", "aten._unsafe_index.", "aten.index_put", "aten._index_put_impl")
 
 
-def taking(call: Call, value: str, index: str, each: bool = False) -> list[Strategy]:
+def taking(call: Call, value: str, index: str, by_element: bool = False) -> list[Strategy]:
     """The strategies of an op that gives rows of ``value`` where indices in blocks say.
 
     Args:
         index: the argument with the index of the first dim, or of the first dims.
-        each: it has one for each element of a row; all of a row are equal.
+        by_element: it has one for each element of a row; all of a row are equal.
     """
-    found, metas = call.meta(value), _indices(call, index)
-    if not metas or found.shape[0] < 2:
+    whole, metas = call.meta(value), _indices(call, index)
+    if not metas or whole.shape[0] < 2:
         return []
-    picked = metas[0].shape[: 1 if each else None]
+    picked = metas[0].shape[: 1 if by_element else None]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        indices = _local_indices(build, node, args[index], found, each)
-        return (take(build, args[value], found, indices),)
+        indices = _local_indices(build, node, args[index], whole, by_element)
+        return (take(build, args[value], whole, indices),)
 
     return [
         exchanging(
             call.strategy(S(dim), **{value: S(0), index: S(dim)}).by(lower),
-            Rows(call, "take_rows", index, found, picked, dim),
+            Rows(call, "take_rows", index, whole, picked, dim),
         )
         for dim in shardable_dims(picked)
     ]
 
 
-def putting(call: Call, index: str, given: str, added: bool, each: bool = False) -> list[Strategy]:
+def putting(
+    call: Call, index: str, given: str, added: bool, by_element: bool = False
+) -> list[Strategy]:
     """The strategies of an op that puts, or adds, rows of ``given`` into ``self`` where indices in
     blocks say; see ``taking``."""
-    found, metas = call.meta("self"), _indices(call, index)
-    if not metas or found.shape[0] < 2 or (added and found.dtype == torch.bool):
+    whole, metas = call.meta("self"), _indices(call, index)
+    if not metas or whole.shape[0] < 2 or (added and whole.dtype == torch.bool):
         return []
-    picked = metas[0].shape[: 1 if each else None]
-    shape = (*picked, *found.shape[len(metas) :])
+    picked = metas[0].shape[: 1 if by_element else None]
+    shape = (*picked, *whole.shape[len(metas) :])
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        indices = _local_indices(build, node, args[index], found, each)
+        indices = _local_indices(build, node, args[index], whole, by_element)
         rows = args[given]
         if args.get("alpha", 1) != 1:
             rows = build.op("aten.mul.Scalar", rows, args["alpha"])
-        return (put(build, args["self"], found, indices, rows, added),)
+        return (put(build, args["self"], whole, indices, rows, added),)
 
     return [
         exchanging(
             call.strategy(
                 S(0), self=S(0), **{index: S(dim), given: spread(call.shape(given), shape, dim)}
             ).by(lower),
-            Rows(call, "put_rows", index, found, picked, dim),
+            Rows(call, "put_rows", index, whole, picked, dim),
         )
         for dim in shardable_dims(picked)
     ]
@@ -117,11 +119,11 @@ def _indices(call: Call, name: str) -> list[TensorMeta]:
 
 
 def _local_indices(
-    build: Builder, node: Node, arg: Arg, value: TensorMeta, each: bool
+    build: Builder, node: Node, arg: Arg, value: TensorMeta, by_element: bool
 ) -> list[Ref]:
     """The local indices of the first dims, counted from the front."""
     indices = [ref(number) for number in numbers(arg)]
-    if each:
+    if by_element:
         (index,) = indices
         for _ in value.shape[1:]:
             index = build.op("aten.select.int", index, 1, 0)
@@ -197,8 +199,8 @@ def put(
     if taken > 1:
         block = build.reshape(block, (prod(shape[:taken]), *rest))
     index = _linear(build, indices, value)
-    made = build.put_rows(block, index, given, *_rows(build, value, taken), added)
-    return build.reshape(made, shape)
+    block = build.put_rows(block, index, given, *_rows(build, value, taken), added)
+    return build.reshape(block, shape)
 
 
 def _counted_from_front(build: Builder, index: Ref, size: int) -> Ref:
