@@ -258,6 +258,8 @@ def _placed(gone: bool) -> Rule:
         ]
         if shape[dim] > 1:
             strategies.append(call.strategy(S(dim)).by(_placed_and_cut(dim)))
+        if not gone and call["step"] == 1 and type(call["start"]) is int:
+            strategies += _placed_in_blocks(call, dim, shape[dim])
         return [*strategies, call.strategy(P, grad_output=P)]
 
     return strategies
@@ -270,6 +272,24 @@ def _placed_and_cut(dim: int) -> Lowering:
         return (build.shard(whole, dim),)
 
     return lower
+
+
+def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
+    """The rows of a gradient in blocks to those who have their places, among zeros."""
+    shape = call.shape("grad_output")
+    if min(size, shape[dim]) < 2:
+        return []
+    first_place, _, _ = slice(call["start"], None).indices(size)
+    bounds = [shard_bounds(size, call.parts, rank) for rank in range(call.parts)]
+    bounds = [(start - first_place, stop - first_place) for start, stop in bounds]
+    want = [_within(start, stop, shape[dim]) for start, stop in bounds]
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (start, stop), (first, last) = bounds[build.index], want[build.index]
+        padding = (*[0, 0] * (len(shape) - 1 - dim), first - start, stop - last)
+        return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
+
+    return _moved(call, dim, [(rows,) for rows in want], lower, "grad_output")
 
 
 def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
@@ -290,14 +310,16 @@ def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule
     return strategies
 
 
-def _moved(call: Call, dim: int, want: Sequence[Ranges], locally: Lowering) -> list[Strategy]:
+def _moved(
+    call: Call, dim: int, want: Sequence[Ranges], locally: Lowering, name: str = "self"
+) -> list[Strategy]:
     """Of an op along a dim in blocks, with each rank's rows in the place of its block.
 
     Args:
         want: the rows of the operand that each rank makes its block of the result of.
         locally: how it does.
     """
-    meta = call.meta("self")
+    meta = call.meta(name)
     move = RowExchange(dim, blocks(meta.shape[dim], call.parts), tuple(want))
     if not move.is_worth_it:
         return []
@@ -305,7 +327,7 @@ def _moved(call: Call, dim: int, want: Sequence[Ranges], locally: Lowering) -> l
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return locally(build, node, [build.rows(operands[0], move)])
 
-    return [call.strategy(S(dim), self=S(dim)).by(lower, row_comm(move, meta))]
+    return [call.strategy(S(dim), **{name: S(dim)}).by(lower, row_comm(move, meta))]
 
 
 def _dims(call: Call) -> set[int]:

@@ -299,6 +299,7 @@ def test_rows(name: str) -> None:
 ALONG: dict[str, tuple[Make, str]] = {
     "cat": (joined("cat.default", 0), "(S(0), S(0)) -> (S(0)) +send_recv"),
     "slice": (cut("slice.Tensor", lambda n: 1, lambda n: 3, dim=0), "(S(0)) -> (P(sum))"),
+    "slice_backward": (most_placed_back(0), "(S(0)) -> (S(0)) +send_recv"),
     "select": (cut("select.int", lambda n: 1, dim=0), "(S(0)) -> (P(sum))"),
     "flip": (on("flip.default", 3, [0]), "(S(0)) -> (S(0)) +send_recv"),
     "roll": (on("roll.default", 3, [1], [0]), "(S(0)) -> (S(0)) +send_recv"),
