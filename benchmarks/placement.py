@@ -31,6 +31,7 @@ from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.propagate import Annotation
 from lazygt.passes.sharding.rules import has_rule, strategies_of
 from lazygt.passes.sharding.solver import Solution, solve
+from lazygt.uncollected import uncollected
 
 #: Layers of the GPT; the last one gives 10,000 nodes and some.
 LAYERS = (4, 16, 64)
@@ -111,8 +112,14 @@ class Chosen(NamedTuple):
 
 
 def choose(graph: Graph, annotations: Annotations, explore: bool, parts: int) -> Chosen:
-    """Placements for one axis, from the graph to the solution; it runs on one thread."""
+    """Placements for one axis, from the graph to the solution; it runs on one thread, with garbage
+    collection put off as the planner has it."""
     gc.collect()
+    with uncollected():
+        return _choose(graph, annotations, explore, parts)
+
+
+def _choose(graph: Graph, annotations: Annotations, explore: bool, parts: int) -> Chosen:
     start = time.process_time()
     metas = graph.values
     question = build_problem(

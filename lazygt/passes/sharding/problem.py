@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,12 +84,13 @@ def build_problem(
     _check(graph, len(metas), annotations, outputs)
     catalogue = StrategyCatalogue(graph, metas, strategies_of, parts, machine)
     annotations = infer_annotations(graph, metas, catalogue.entries, catalogue.numbers, annotations)
-    entries = open_strategies(graph, metas, catalogue, annotations, explore, whole)
+    users = _users(graph, len(metas))
+    entries = open_strategies(graph, metas, users, catalogue, annotations, explore, whole)
     build = _Build(graph, metas, entries, ReshardingCosts(machine, parts))
     allowed = _allowed(graph, outputs)
-    for value, users in enumerate(_users(graph, len(metas))):
-        if users or value in allowed:
-            build.value(value, users, annotations.get(value), allowed.get(value, []))
+    for value, of_value in enumerate(users):
+        if of_value or value in allowed:
+            build.value(value, of_value, annotations.get(value), allowed.get(value, ()))
     constant = Factor((), np.array(build.constant))
     return Question(Problem(build.sizes, [constant, *build.factors]), entries, build.kept)
 
@@ -129,6 +131,20 @@ def _allowed(
     return allowed
 
 
+class _Connected(NamedTuple):
+    """What connects a value's maker with its users: the same for all that are made and used alike.
+
+    Attributes:
+        options: of the value's own variable; None: it has none.
+        constant: what it costs in any case.
+        factors: their scopes are places among the maker, the users and the value's own variable.
+    """
+
+    options: Options | None
+    constant: float
+    factors: Sequence[Factor]
+
+
 class _Build:
     """Variables and factors, node by node and value by value."""
 
@@ -147,6 +163,7 @@ class _Build:
         self._columns: dict[tuple[int, bool, Places], Options] = {}
         self._states: dict[tuple[object, ...], Options] = {}
         self._firsts: dict[int, Options] = {}
+        self._connected: dict[tuple[object, ...], _Connected] = {}
         works = {id(entry) for entry in {id(entry): entry for entry in entries}.values()
                  if entry.costs.any()}  # fmt: skip
         for number, entry in enumerate(entries):
@@ -160,6 +177,41 @@ class _Build:
         allowed: Sequence[Collection[Placement]],
     ) -> None:
         """Connect whoever makes a value with all who use it."""
+        maker, entries = self._makers[value], self._entries
+        key = (
+            self._nbytes[value],
+            maker and (id(entries[maker[0]]), maker[1]),
+            annotation,
+            allowed and tuple(map(tuple, allowed)),
+            *[(id(entries[user]), places) for user, places in users.items()],
+        )
+        roles = (-1 if maker is None else maker[0], *users, len(self.sizes))
+        known = self._connected.get(key)
+        if known is None:
+            count, constant = len(self.factors), self.constant
+            self._connect(value, users, annotation, allowed)
+            _, options = self.kept.get(value, (0, None))
+            factors = [
+                Factor(tuple(map(roles.index, scope)), table)
+                for scope, table in self.factors[count:]
+            ]
+            self._connected[key] = _Connected(options, self.constant - constant, factors)
+            return
+        self.constant += known.constant
+        self.factors += [
+            Factor(tuple([roles[role] for role in scope]), table) for scope, table in known.factors
+        ]
+        if known.options is not None:
+            self.kept[value] = roles[-1], known.options
+            self.sizes.append(len(known.options))
+
+    def _connect(
+        self,
+        value: int,
+        users: Mapping[int, Places],
+        annotation: Annotation | None,
+        allowed: Sequence[Collection[Placement]],
+    ) -> None:
         nbytes, maker = self._nbytes[value], self._makers[value]
         wants = [self._column(user, False, places) for user, places in users.items()]
         wants += [

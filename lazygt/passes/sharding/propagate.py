@@ -17,7 +17,8 @@ What is reached is a bit mask a value, with one bit a placement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from operator import and_, or_
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ Pins = tuple[Placement | None, ...]
 def open_strategies(
     graph: Graph,
     metas: Metas,
+    users: Sequence[Collection[int]],
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
     explore: bool,
@@ -51,28 +53,29 @@ def open_strategies(
     then their sum is reduced, not each of them.
 
     Args:
+        users: for each value the nodes that read it.
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
     """
-    propagation = _Propagation(graph, metas, catalogue, annotations, explore)
+    propagation = _Propagation(graph, metas, users, catalogue, annotations, explore)
     propagation.spread()
     entries, steps = catalogue.entries, propagation.steps()
     wishes, spared = propagation.wishes(steps), propagation.spared(steps)
-    known: dict[tuple[int, _Asked], StrategySet] = {}
+    known: dict[tuple[object, ...], StrategySet] = {}
     opened_entries = []
     for at, step in enumerate(steps):
-        entry, pins = entries[step.kind], propagation.pins(step.node)
-        summed = not wishes.changed.isdisjoint(step.node.refs())
-        asked = _Asked(
-            propagation.masks(step.node) if summed else step.masks,
+        entry, pins = entries[step.kind], propagation.pins(at)
+        asked = (
+            step.masks if wishes.changed.isdisjoint(step.refs) else propagation.masks(at),
             wishes.of_operands(step),
             wishes.of_results(step.results) if entry.only_cuts_results else (),
             pins,
             not spared.grown.isdisjoint(step.results),
             not (entry.works or spared.near.isdisjoint(step.results)),
         )
-        opened = known.get((step.kind, asked))
+        key = step.kind, asked
+        opened = known.get(key)
         if opened is None:
-            opened = known[step.kind, asked] = propagation.opened(entry, asked)
+            opened = known[key] = propagation.opened(entry, _Asked(*asked))
         is_free = at in whole and _keeps(entry.strategies[0], pins)
         opened_entries.append(_with_whole(opened, entry) if is_free else opened)
     return opened_entries
@@ -131,6 +134,7 @@ class _Propagation:
         self,
         graph: Graph,
         metas: Metas,
+        users: Sequence[Collection[int]],
         catalogue: StrategyCatalogue,
         annotations: Mapping[int, Annotation],
         explore: bool,
@@ -138,40 +142,73 @@ class _Propagation:
         self._explore = explore
         self._metas = metas
         self._catalogue, self._bits = catalogue, Bits()
-        self._places = list(graph.numbered())
+        self._places = [(node, node.refs(), results) for node, results in graph.numbered()]
+        self._users = users
         self._numbers = list(catalogue.numbers)
         self._pinned = {v: a.placement for v, a in annotations.items() if a.kind == "pinned"}
         self._stored = {v: a.placement for v, a in annotations.items() if a.kind == "stored"}
+        self._placed = {*self._pinned, *self._stored}
         self._reached = [0] * len(metas)
         for value, annotation in annotations.items():
             self._reached[value] = self._bits.any(annotation.placement)
         self._cut = [value for value in annotations if self._reached[value] & ~SUMS]
         self._spreads: dict[tuple[int, Masks], Masks] = {}
+        #: of each node, as it was last asked what it passes on
+        self._seen: list[Masks | None] = [None] * len(self._places)
+        self._gathered = self._gathering()
+
+    def _gathering(self) -> dict[int, tuple[bool, ...]]:
+        """Of nodes that stored values are gathered for, by number: which operands are."""
+        gathered = {}
+        for at in {at for value in self._stored for at in self._users[value]}:
+            node, refs, _ = self._places[at]
+            whole = tuple([v in self._stored and takes_whole(node, v, self._metas) for v in refs])
+            if any(whole):
+                gathered[at] = whole
+        return gathered
 
     def spread(self) -> None:
-        """Follow the strategies of all nodes until nothing more is reached."""
-        seen: list[Masks | None] = [None] * len(self._places)
-        changed: set[int] | None = None  # in the round before, and in this one
-        while changed is None or changed:
-            before, changed = changed, set()
-            for at, (node, results) in enumerate(self._places):
-                refs = node.refs()
-                if before is not None and before.isdisjoint(refs) and changed.isdisjoint(refs):
-                    continue
-                masks = self.masks(node)
-                if masks != seen[at] and (self._explore or any(masks)):
-                    seen[at] = masks
-                    self._widen(at, masks)
-                    passed = self._passed(self._numbers[at], masks)
-                    if self._catalogue.entries[self._numbers[at]].heavy:
-                        passed = self._laid_back(node, masks, passed)
-                    self._merge((*refs, *results), passed, changed)
+        """Follow the strategies of all nodes until nothing more is reached.
+
+        In rounds, each in the order of the nodes: what a node changes for those behind it is seen
+        in the same round, else in the next one.
+        """
+        later: set[int] = set()
+        for at in range(len(self._places)):
+            later.update([user for user in self._follow(at) if user <= at])
+        while later:
+            waiting, queued, later = sorted(later), later, set()  # a sorted list is a heap
+            while waiting:
+                at = heappop(waiting)
+                for user in self._follow(at):
+                    if user <= at:
+                        later.add(user)
+                    elif user not in queued:
+                        queued.add(user)
+                        heappush(waiting, user)
+
+    def _follow(self, at: int) -> Iterable[int]:
+        """Pass on what reached a node; who reads what it reached anew."""
+        masks = self.masks(at)
+        if not (self._explore or any(masks)) or masks == self._seen[at]:
+            return ()
+        self._seen[at] = masks
+        node, refs, results = self._places[at]
+        self._widen(at, masks)
+        number = self._numbers[at]
+        passed = self._passed(number, masks)
+        if self._catalogue.entries[number].heavy:
+            passed = self._laid_back(node, masks, passed)
+        changed = self._merge((*refs, *results), passed)
+        return [user for value in changed for user in self._users[value]] if changed else ()
 
     def steps(self) -> list[Step]:
         """The nodes, and what reached their operands."""
         return [
-            Step(node, results, number, self.masks(node))
-            for (node, results), number in zip(self._places, self._numbers, strict=True)
+            Step(node, refs, results, number, (0,) * len(refs) if masks is None else masks)
+            for (node, refs, results), number, masks in zip(
+                self._places, self._numbers, self._seen, strict=True
+            )
         ]
 
     def _widen(self, at: int, masks: Masks) -> None:
@@ -181,12 +218,14 @@ class _Propagation:
             placements = tuple(map(bits.found, masks))
             self._numbers[at] = self._catalogue.strided(self._catalogue.numbers[at], placements)
 
-    def _merge(self, values: Sequence[int], masks: Masks, changed: set[int]) -> None:
-        """Note what reaches values that it did not reach before."""
+    def _merge(self, values: Sequence[int], masks: Masks) -> list[int]:
+        """Note what reaches values that it did not reach before; those values."""
+        changed, reached = [], self._reached
         for value, mask in zip(values, masks, strict=True):
-            if mask & ~self._reached[value] and value not in self._pinned:
-                self._reached[value] |= mask
-                changed.add(value)
+            if mask & ~reached[value] and value not in self._pinned:
+                reached[value] |= mask
+                changed.append(value)
+        return changed
 
     def _passed(self, number: int, masks: Masks) -> Masks:
         """What a node passes on of what reached it: to each operand, then to each result."""
@@ -288,23 +327,21 @@ class _Propagation:
         blocks = [cut(placement) for placement in strategy.outputs]
         return not any(blocks) or any(map(and_, blocks, results))
 
-    def masks(self, node: Node) -> Masks:
+    def masks(self, at: int) -> Masks:
         """What reached each operand; what is gathered for the node reaches it with nothing."""
-        refs, reached = node.refs(), self._reached
-        if self._stored.keys().isdisjoint(refs):
-            return tuple([reached[value] for value in refs])
-        return tuple([0 if self._is_gathered(node, value) else reached[value] for value in refs])
+        masks = tuple(map(self._reached.__getitem__, self._places[at][1]))
+        gathered = self._gathered.get(at)
+        if gathered is None:
+            return masks
+        return tuple([0 if all_of else mask for mask, all_of in zip(masks, gathered, strict=True)])
 
-    def pins(self, node: Node) -> Pins:
+    def pins(self, at: int) -> Pins:
         """The placement that each operand must have; nothing where none must."""
-        refs, pinned, sharding = node.refs(), self._pinned, self._stored
-        if pinned.keys().isdisjoint(refs) and sharding.keys().isdisjoint(refs):
+        refs, pinned, stored = self._places[at][1], self._pinned, self._stored
+        if self._placed.isdisjoint(refs):
             return ()
+        gathered = self._gathered.get(at) or (False,) * len(refs)
         return tuple([
-            Replicate() if self._is_gathered(node, value)
-            else pinned.get(value) or sharding.get(value)
-            for value in refs
+            Replicate() if all_of else pinned.get(value) or stored.get(value)
+            for value, all_of in zip(refs, gathered, strict=True)
         ])  # fmt: skip
-
-    def _is_gathered(self, node: Node, value: int) -> bool:
-        return value in self._stored and takes_whole(node, value, self._metas)

@@ -155,25 +155,35 @@ def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
 def _signature(node: Node, metas: Metas) -> tuple[Any, ...]:
     """Equal for nodes with the same op, metas and arguments, whatever values they read."""
     refs = node.refs()
-    repeats = () if len(set(refs)) == len(refs) else tuple(map(refs.index, refs))
+    repeats = () if len(refs) < 2 or len(set(refs)) == len(refs) else tuple(map(refs.index, refs))
     return (
         node.op,
         _structure(node.args),
-        tuple([(name, _structure((arg,))) for name, arg in node.kwargs]),
+        node.kwargs and tuple([(name, _structure((arg,))) for name, arg in node.kwargs]),
         tuple([id(metas[value]) for value in refs]),  # equal metas are one object
-        tuple(map(id, node.results)),
+        tuple(map(id, node.fresh)),
+        node.written and tuple(map(id, node.written)),
         repeats,
-        tuple(map(refs.index, node.writes)),
+        node.writes and tuple(map(refs.index, node.writes)),
         id(node.body),
     )
 
 
+#: What stands in a signature for values and run-time numbers, whichever they are.
+_ANY = {Ref: Ref, Param: Param}
+
+
 def _structure(args: tuple[Arg, ...]) -> tuple[Any, ...]:
+    kinds = tuple(map(type, args))
+    if kinds.count(Ref) == len(kinds):
+        return kinds
+    if tuple in kinds:
+        return tuple([
+            _structure(arg) if type(arg) is tuple else _ANY.get(type(arg), arg) for arg in args
+        ])  # fmt: skip
     return tuple([
-        type(arg) if type(arg) is Ref or type(arg) is Param
-        else _structure(arg) if type(arg) is tuple
-        else arg
-        for arg in args
+        kind if kind is Ref or kind is Param else arg
+        for kind, arg in zip(kinds, args, strict=True)
     ])  # fmt: skip
 
 

@@ -36,12 +36,14 @@ class Step(NamedTuple):
     """A node of a graph.
 
     Attributes:
+        refs: ``node.refs()``.
         results: the numbers of its results.
         kind: which entry of the catalogue is its own.
         masks: what reached its operands.
     """
 
     node: Node
+    refs: tuple[int, ...]
     results: range
     kind: int
     masks: Masks
@@ -84,30 +86,30 @@ class Wishes:
         self._sources: dict[tuple[int, Masks], Masks] = {}
         self._others: dict[tuple[int, Masks], Masks | None] = {}
         self.changed: set[int] = set()
-        ends = ends_of(reach.steps)
+        self._kinds = kinds_of(reach.steps)
         for step in reversed(reach.steps):
-            if step.node.op in _ADDITIONS:
-                for value in step.node.refs():
-                    self._wish(value, _common_sums(step.masks))
-            if not ends[step.kind]:
-                self._look_back(step)
+            kind = self._kinds[step.kind]
+            if kind.adds and (sums := _common_sums(step.masks)):
+                for value in step.refs:
+                    self._wish(value, sums)
+            if not kind.ends:
+                self._look_back(step, kind.through)
         for step in reach.steps:
-            if not ends[step.kind]:
+            if not self._kinds[step.kind].ends:
                 self._look_ahead(step)
             elif any(step.masks) and not any(self._passed(step.kind, step.masks)):
                 self._look_aside(step)
 
     def of_operands(self, step: Step) -> Masks:
         """What each operand of a node is wished to be; nothing where nothing."""
-        node = step.node
-        refs = node.refs()
-        if node.op in _ADDITIONS:
+        kind, refs = self._kinds[step.kind], step.refs
+        if kind.adds:
             sums = _common_sums(step.masks)
             wishes = [self._masks.get(value, 0) & ~SUMS | sums for value in refs]
         elif self._masks.keys().isdisjoint(refs):
             return ()
         else:
-            kept = -1 if _looks_through(node) else ~SUMS
+            kept = -1 if kind.through else ~SUMS
             wishes = [self._masks.get(value, 0) & kept for value in refs]
         return tuple(wishes) if any(wishes) else ()
 
@@ -116,20 +118,23 @@ class Wishes:
         reached, wishes = self._values, self._masks
         return tuple([(reached[value] | wishes.get(value, 0)) & ~SUMS for value in results])
 
-    def _look_back(self, step: Step) -> None:
-        """From results to operands."""
-        node, results, number, _ = step
+    def _look_back(self, step: Step, through: bool) -> None:
+        """From results to operands.
+
+        Args:
+            through: see ``Kind``.
+        """
+        results, number = step.results, step.kind
         wanted = self.of_results(results)
-        if len(results) == 1 and results[0] in self._masks and _looks_through(node):
-            wanted = (wanted[0] | self._masks[results[0]],)
+        if through and len(results) == 1:
+            wanted = (wanted[0] | self._masks.get(results[0], 0),)
         if not any(wanted):
             return
         key = number, wanted
         sources = self._sources.get(key)
         if sources is None:
-            sources = self._sources[key] = self._makers(number, wanted, len(node.refs()))
-        through = _looks_through(node)
-        for value, wish in zip(node.refs(), sources, strict=True):
+            sources = self._sources[key] = self._makers(number, wanted, len(step.refs))
+        for value, wish in zip(step.refs, sources, strict=True):
             reached = self._values[value]
             # what lies in other blocks is best computed there, and its results moved
             if wish & (~reached | SUMS) and (through or not reached or reached & SUMS):
@@ -148,7 +153,7 @@ class Wishes:
     def _look_aside(self, step: Step) -> None:
         """From operands to other blocks of them, at a node that has no use for those there are."""
         blocks = ~SUMS & ~self._bits.interleaved
-        refs = step.node.refs()
+        refs = step.refs
         asked = tuple([self._values[v] | self._masks.get(v, 0) & blocks for v in refs])
         others = self._detours(step, asked)
         if others is None:
@@ -161,7 +166,7 @@ class Wishes:
 
     def _look_ahead(self, step: Step) -> None:
         """From operands to results, and to other blocks of operands."""
-        refs, wishes = step.node.refs(), self._masks
+        refs, wishes = step.refs, self._masks
         asked, wished = step.masks, not wishes.keys().isdisjoint(refs)
         if wished or not self.changed.isdisjoint(refs):
             blocks = ~SUMS & ~self._bits.interleaved
@@ -234,25 +239,36 @@ def _keeps_blocks(strategy: Strategy) -> bool:
     return not strategy.comm and not partial
 
 
-def _looks_through(node: Node) -> bool:
-    """Whether blocks of a node's result are as good as made when its operand is in blocks."""
-    return node.op == PLACE or moves_elements(node)
+class Kind(NamedTuple):
+    """What wishes ask of the nodes of a kind.
+
+    Attributes:
+        ends: whether wishes end there: at what is given nothing, matmuls and random draws.
+        adds: whether it adds one value to another.
+        through: whether blocks of the result are as good as made when the operand is in blocks.
+    """
+
+    ends: bool
+    adds: bool
+    through: bool
 
 
-def ends_of(steps: Sequence[Step]) -> dict[int, bool]:
-    """Whether wishes end at nodes of a kind: at what is given nothing, matmuls and random draws."""
-    ends: dict[int, bool] = {}
+def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
+    """The kinds of nodes that there are, by their entries in the catalogue."""
+    kinds: dict[int, Kind] = {}
     for step in steps:
-        if step.kind not in ends:
+        if step.kind not in kinds:
             node = step.node
-            ends[step.kind] = (
-                not node.refs()
+            ends = (
+                not step.refs
                 or node.dynamic
                 or node.body is not None
                 or family(node) == "matmul"
                 or (not node.op.startswith("lazygt.") and facts(overload(node.op)).random)
             )
-    return ends
+            through = node.op == PLACE or moves_elements(node)
+            kinds[step.kind] = Kind(ends, node.op in _ADDITIONS, through)
+    return kinds
 
 
 class Spared(NamedTuple):
@@ -280,19 +296,22 @@ def spared_values(
     """
     grown: set[int] = set()
     cut, near = set(given), set(given)
-    ends = ends_of(steps)
-    for node, results, kind, _ in steps:
-        refs = node.refs()
+    kinds = kinds_of(steps)
+    grows: dict[int, tuple[bool, ...]] = {}
+    for _, refs, results, kind, _ in steps:
         if cut.isdisjoint(refs):
             continue
         blocks = [value for value in results if reached[value] & ~SUMS]
         cut.update(blocks)
-        if not blocks or ends[kind]:
+        if not blocks or kinds[kind].ends:
             continue
         if len(refs) == 1 and refs[0] in near:
             near.update(blocks)
-        nbytes = max([_nbytes(metas, value) for value in blocks])
-        if all(v not in cut or v in grown or 2 * _nbytes(metas, v) <= nbytes for v in refs):
+        if kind not in grows:  # nodes of a kind have the same metas
+            nbytes = max([_nbytes(metas, value) for value in results])
+            grows[kind] = tuple([2 * _nbytes(metas, value) <= nbytes for value in refs])
+        smaller = grows[kind]
+        if all(v not in cut or v in grown or smaller[at] for at, v in enumerate(refs)):
             grown.update(results)
     return Spared(grown, near)
 
