@@ -250,6 +250,11 @@ def a_sum_made_twice(place: Place, x: Tensor) -> Tensor:
     return torch.tanh(x.sum(0)).sum() + torch.exp(-x.sum(0)).sum()
 
 
+@known((draw(2048, 2048),), (S(0),), lambda n: reduced(2 * 8192, n))
+def a_mean_and_a_deviation(place: Place, x: Tensor) -> Tensor:
+    return ((x - x.mean(0)) / x.std(0)).sum(1)
+
+
 # -- by exchange, not by gathering --------------------------------------------------------------
 
 ROWS = (draw(1024, 512),)
@@ -269,6 +274,11 @@ def median_along(place: Place, x: Tensor) -> Tensor:
 @known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n))
 def kthvalue_along(place: Place, x: Tensor) -> Tensor:
     return x.kthvalue(5, 0).values
+
+
+@known((draw(1 << 16),), (S(0),), lambda n: sent(n * 10 * 12, n))
+def a_few_of_the_smallest(place: Place, x: Tensor) -> Tensor:
+    return x.kthvalue(10).values
 
 
 @known(ROWS, (S(0),), lambda n: moved(OF_ROWS, n) + reduced(4, n))
@@ -441,6 +451,16 @@ def maxima_of_rows_trained(place: Place, x: Tensor) -> Any:
 def maxima_of_columns_that_overlap(place: Place, x: Tensor) -> Any:
     y = F.max_pool2d(x, 3, 2, 1)
     return y, *torch.autograd.grad(y.square().sum(), [x])
+
+
+@known((PICTURES,), (S(2),), lambda n: 0)  # the first rank mirrors rows of its own
+def mirrored_rows(place: Place, x: Tensor) -> Tensor:
+    return F.pad(x, (1, 1, 1, 1), mode="reflect")
+
+
+@known(LONG, (S(0),), lambda n: ROW)
+def windows_of_rows(place: Place, x: Tensor) -> Tensor:
+    return x.unfold(0, 4, 1).mean(-1)
 
 
 @known((PICTURES,), (S(2),), lambda n: (1 if n == 2 else 2) * PICTURE_ROWS)

@@ -22,6 +22,7 @@ from lazygt.passes.sharding.rules import (
     spatial,
     table,
     views,
+    windows,
     write_back,
 )
 from lazygt.passes.sharding.rules.base import Collective, Metas, R, Rule, Strategy
@@ -110,7 +111,8 @@ _FAMILIES = (
     reductions,
     slicing,
     table,
-    spatial,  # has more strategies for some of the table's ops
+    spatial,  # has more strategies for some of the table's ops, as windows has
+    windows,
     views,
     write_back,
 )

@@ -54,17 +54,24 @@ def _named(op: str, args: Sequence[Any]) -> dict[str, Any]:
 def _moments(
     value: Tensor, dim: Sequence[int] | None, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean: the mean first, so that distances from it are small."""
+    """Variance and mean: the mean first, so that distances from it are small. It is made as one
+    that stands beside the variance in a program, so that ranks meet for both once."""
     if value.is_complex():
         raise ValueError("of complex numbers, the kernel alone knows the variance")
     dims = [d % value.dim() for d in dim] if dim else list(range(value.dim()))
     count = prod(value.shape[d] for d in dims)
-    mean = value.mean(dims, keepdim=True)
-    distance = value - mean
+    mean = value.mean(dims, keepdim=keepdim)
+    distance = value - (mean if keepdim else _unsqueezed(mean, dims))
     squares = (distance * distance).sum(dims, keepdim=keepdim)
     rest: Any = count - (1 if correction is None else correction)
     divisor = rest.clamp_min(0) if isinstance(rest, Tensor) else max(rest, 0)
-    return squares / divisor, mean if keepdim else mean.squeeze(dims)
+    return squares / divisor, mean
+
+
+def _unsqueezed(value: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in sorted(dims):
+        value = value.unsqueeze(dim)
+    return value
 
 
 def _var(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:

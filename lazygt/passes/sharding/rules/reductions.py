@@ -168,6 +168,30 @@ def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
+def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """Among the smallest of each block, k a rank, when every block has as many."""
+    call = Call(node, metas, parts)
+    dim, strategies = _other_dims(call)
+    shape, k, value = call.shape("self"), call["k"], call.meta("self")
+    size = shape[dim] if shape else 0
+    few = size > 1 and 1 <= k <= block_size(size, parts, parts - 1)
+    if not few or type(k) is not int or not value.dtype.is_floating_point:
+        return strategies
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        least, places = build.op("aten.topk.default", operands[0], k, dim, False)
+        places = build.op("aten.add.Scalar", places, build.rank_offset(size))
+        least, places = (build.all_gather(part, dim, k * parts) for part in (least, places))
+        kth, which = build.op("aten.kthvalue.default", least, k, dim, True)
+        results = [kth, build.op("aten.gather.default", places, dim, which)]
+        keeps = call["keepdim"]
+        return results if keeps else [build.op("aten.squeeze.dim", r, dim) for r in results]
+
+    rest = call.result().numel * k * parts
+    comm = [Collective("all_gather", rest * nbytes) for nbytes in (value.dtype.itemsize, 8)]
+    return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
+
+
 def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """A block's sums plus the totals of the blocks before it."""
     call = Call(node, metas, parts)
@@ -328,6 +352,7 @@ RULES: dict[str, Rule] = {
     **table("any.default any.dim any.dims", _rule(PMAX)),
     **table("all.default all.dim all.dims", _rule(PMIN)),
     **table("topk.default", _topk),
+    **table("kthvalue.default", _kthvalue),
     **table("cumsum.default", _cumsum),
     **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
     **table("argmax.default", _place("max", both=False)),

@@ -269,7 +269,7 @@ _PICTURES: dict[str, Rule] = {
 #: Along one dim or some all elements are needed; the others pass.
 _ALONG: dict[str, Rule] = {
     **rule(
-        "sort.default sort.stable kthvalue.default median.dim nanmedian.dim mode.default "
+        "sort.default sort.stable median.dim nanmedian.dim mode.default "
         "cummax.default cummin.default",
         "...@dim -> ...@dim, ...@dim",
     ),

@@ -194,6 +194,7 @@ REST: Cases = {
     "view_as_complex": lambda d: Case("view_as_complex.default", d.of(*d.shape(2), 2)),
     "diag_embed": lambda d: Case("diag_embed.default", d.tensor(3), 1, 0, 2),
     "unfold": lambda d: Case("unfold.default", d.of(*d.shape(2), 6), 2, 3, 1),
+    "unfold by steps": lambda d: Case("unfold.default", d.of(d.size() + 9, 3), 0, 4, 2),
     "unfold backward": lambda d: Case("unfold_backward.default", *unfolded(d)),
     "conj": lambda d: Case("_conj.default", torch.complex(*[d.of(5, 6)] * 2)),
     "frames": frames,

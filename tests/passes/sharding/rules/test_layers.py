@@ -256,6 +256,12 @@ LAYERS: Cases = {
                              [2, 2]),
     "upsample_bilinear2d": pool("upsample_bilinear2d.vec", [9, 9], False, None),
     "upsample_nearest2d": pool("upsample_nearest2d.default", [9, 9]),
+    "wide reflection_pad2d": lambda d: Case(
+        "reflection_pad2d.default", d.of(2, 2, d.size() + 6, d.size() + 6), [2, 1, 3, 2]
+    ),
+    "replication_pad1d": lambda d: Case(
+        "replication_pad1d.default", d.of(2, 2, d.size() + 6), [2, 4]
+    ),
     "reflection_pad2d": pool("reflection_pad2d.default", [1, 1, 1, 1]),
 }  # fmt: skip
 

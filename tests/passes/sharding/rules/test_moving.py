@@ -283,7 +283,9 @@ INDEXING: Cases = {
     "topk": on("topk.default", 2, 1, 0), "smallest": on("topk.default", 2, 1, 1, False),
     "cumsum": on("cumsum.default", 3, 1), "cummax": on("cummax.default", 2, 0),
     "cumsum of whole numbers": lambda d: Case("cumsum.default", d.indices(9, *d.shape(2)), 0),
-    "kthvalue": on("kthvalue.default", 2, 1, 0), "median": on("median.dim", 2, 0),
+    "kthvalue": on("kthvalue.default", 2, 1, 0),
+    "second smallest": lambda d: Case("kthvalue.default", d.of(d.size() + 6, d.size()), 2, 0, True),
+    "median": on("median.dim", 2, 0),
 }  # fmt: skip
 
 ALL = VIEWS | MOVING | INDEXING
