@@ -14,8 +14,10 @@ from benchmarks.harness import Measured, Report, interleave, parser, ratio
 from benchmarks.sharded_processes import DATA, FULL, INVARIANT, LAZYGT, PEERS, TENSOR, Crew, crew
 from benchmarks.sharded_workloads import (
     COMPUTE,
+    DEEP_MICROBATCHES,
     DEEP_MLP,
     GPT_EXAMPLE,
+    GPT_MICROBATCHES,
     MIDDLE_MLP,
     SMALL_GPT,
     SMALL_MLP,
@@ -102,7 +104,7 @@ def memory(args: argparse.Namespace) -> Report:
         "Peak resident memory of a rank, in steps, over what it had before the first one",
         ["model", "workers", *(f"{name} MB" for way in (DATA, FULL) for name in ways(way))],
     )
-    for model in (DEEP_MLP, GPT_EXAMPLE):
+    for model in (DEEP_MLP, DEEP_MICROBATCHES, GPT_EXAMPLE, GPT_MICROBATCHES):
         for workers in args.workers:
             peaks = {}
             for way in (DATA, FULL):
@@ -113,8 +115,9 @@ def memory(args: argparse.Namespace) -> Report:
                         peaks[name] = each.ask("peak")
             report.add(model, str(workers), *(f"{peak:.0f}" for peak in peaks.values()))
             whole, sharded = (peaks[ways(way)[0]] for way in (DATA, FULL))
-            name = f"{model}, {workers} workers, fully sharded against data parallel, memory"
-            report.remarks.append(verdict(name, sharded / whole, 1.0, least=False))
+            for other, peak in (("data parallel", whole), (PEERS[FULL], peaks[PEERS[FULL]])):
+                name = f"{model}, {workers} workers, fully sharded against {other}, memory"
+                report.remarks.append(verdict(name, sharded / peak, 1.0, least=False))
     return report
 
 

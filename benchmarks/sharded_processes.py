@@ -168,20 +168,23 @@ def _lazygt(pipe: Connection, main: str, workers: int, invariant: bool, *args: A
 def _train_lazygt(session: lazygt.Session, way: str, name: str, quick: bool) -> Racer:
     workload = (QUICK if quick else WORKLOADS)[name]
     torch.manual_seed(0)
-    model, batch = workload.model(), workload.data()
+    model, batches = workload.model(), workload.batches()
     if way == TENSOR:
         columns = dict.fromkeys(workload.columns, lazygt.ColwiseParallel())
         rows = dict.fromkeys(workload.rows, lazygt.RowwiseParallel())
         lazygt.parallelize_module(model, "model", columns | rows)
     else:
-        batch = tuple(lazygt.distribute(one, {"data": Shard(0)}) for one in batch)
+        batches = [
+            tuple(lazygt.distribute(one.clone(), {"data": Shard(0)}) for one in batch)
+            for batch in batches
+        ]
     if way == FULL:
         lazygt.fully_shard(model)
-    step = train_step(workload, model)
+    step = train_step(workload, model, batches)
 
     def counts() -> str:
         assert session.last_plan is not None
-        step(*batch)
+        step()
         session.flush()  # the last burst's ended with the plan that reads the loss
         found = session.last_plan.collectives
         kinds = Counter(one.kind for one in found)
@@ -189,9 +192,7 @@ def _train_lazygt(session: lazygt.Session, way: str, name: str, quick: bool) -> 
         return f"{sent or 'none'}; {sum(one.nbytes for one in found) / 1e6:.2f} MB"
 
     session.synchronize()
-    return Racer(
-        lambda: step(*batch), workload.steps, session.compiled, counts, session.worker_pids
-    )
+    return Racer(step, workload.steps, session.compiled, counts, session.worker_pids)
 
 
 def _sum_lazygt(session: lazygt.Session, way: str, elements: int) -> Racer:
@@ -223,11 +224,11 @@ def _torch(pipe: Connection, main: str, rank: int, workers: int, port: int, *arg
 def _train_torch(rank: int, workers: int, way: str, name: str, quick: bool) -> Racer:
     workload = (QUICK if quick else WORKLOADS)[name]
     torch.manual_seed(0)
-    model, batch = workload.model(), workload.data()
+    model, batches = workload.model(), workload.batches()
     if way != TENSOR:
-        batch = tuple(one.chunk(workers)[rank] for one in batch)
-    step = train_step(workload, _parallel(workload, model, way, workers))
-    return Racer(lambda: step(*batch), workload.steps)
+        batches = [tuple(one.chunk(workers)[rank].clone() for one in batch) for batch in batches]
+    step = train_step(workload, _parallel(workload, model, way, workers), batches)
+    return Racer(step, workload.steps)
 
 
 def _parallel(workload: Workload, model: nn.Module, way: str, workers: int) -> nn.Module:

@@ -1,7 +1,7 @@
 """What the benchmark of sharded sessions trains, for lazygt and for its peers alike."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ class Workload:
         rows: those that it cuts by their inputs; each follows one of ``columns``.
         units: the modules that are gathered together when the model is fully sharded.
         steps: in a burst.
+        microbatches: of a step, whose gradients are added up.
     """
 
     model: Callable[[], nn.Module]
@@ -30,6 +31,12 @@ class Workload:
     rows: tuple[str, ...]
     units: Callable[[nn.Module], Iterable[nn.Module]]
     steps: int
+    microbatches: int = 1
+
+    def batches(self) -> list[tuple[Tensor, ...]]:
+        """Inputs and targets of each microbatch of a step."""
+        parts = (one.chunk(self.microbatches) for one in self.data())
+        return list(zip(*parts, strict=True))
 
 
 def gpt(
@@ -75,6 +82,8 @@ def mlp(width: int = 2048, layers: int = 4, batch: int = 256, steps: int = 3) ->
 
 GPT_EXAMPLE, SMALL_GPT = "GPT example", "GPT example, small step"
 DEEP_MLP = "MLP 8 x 2048"
+GPT_MICROBATCHES = "GPT example, 4 microbatches"
+DEEP_MICROBATCHES = "MLP 8 x 2048, 4 microbatches"
 WIDE_MLP, COMPUTE = "MLP 4 x 2048", "MLP 4 x 1024, batch 2048"
 MIDDLE_MLP, SMALL_MLP = "MLP 4 x 512, batch 512", "MLP 4 x 64, batch 64"
 
@@ -83,6 +92,8 @@ WORKLOADS = {
     SMALL_GPT: gpt(64, length=32, batch=4, steps=20),
     WIDE_MLP: mlp(),
     DEEP_MLP: mlp(layers=8, steps=1),
+    GPT_MICROBATCHES: replace(gpt(), microbatches=4),
+    DEEP_MICROBATCHES: replace(mlp(layers=8, steps=1), microbatches=4),
     COMPUTE: mlp(1024, batch=2048, steps=1),
     MIDDLE_MLP: mlp(512, batch=512, steps=5),
     SMALL_MLP: mlp(64, batch=64, steps=50),
@@ -93,20 +104,25 @@ QUICK = {
     SMALL_GPT: gpt(8, 1, length=4, batch=2, steps=2),
     WIDE_MLP: mlp(16, batch=8, steps=2),
     DEEP_MLP: mlp(16, batch=8, steps=2),
+    GPT_MICROBATCHES: replace(gpt(16, 1, length=8, batch=8, steps=2), microbatches=4),
+    DEEP_MICROBATCHES: replace(mlp(16, batch=8, steps=2), microbatches=4),
     COMPUTE: mlp(16, batch=8, steps=2),
     MIDDLE_MLP: mlp(16, batch=8, steps=2),
     SMALL_MLP: mlp(8, batch=8, steps=2),
 }
 
 
-def train_step(workload: Workload, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """One step of training on a batch; returns the loss."""
+def train_step(
+    workload: Workload, model: nn.Module, batches: Sequence[tuple[Tensor, ...]]
+) -> Callable[[], Tensor]:
+    """One step of training on these microbatches; returns the loss of the last."""
     optimizer = workload.optimizer(model.parameters())
 
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = workload.loss(model(inputs), targets)
+    def step() -> Tensor:
         optimizer.zero_grad()
-        loss.backward()
+        for inputs, targets in batches:
+            loss = workload.loss(model(inputs), targets)
+            (loss if len(batches) == 1 else loss / len(batches)).backward()
         optimizer.step()
         return loss.detach()
 
