@@ -11,7 +11,17 @@ import math
 from contextlib import ExitStack
 
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
-from benchmarks.sharded_processes import DATA, FULL, INVARIANT, LAZYGT, PEERS, TENSOR, Crew, crew
+from benchmarks.sharded_processes import (
+    DATA,
+    FULL,
+    INVARIANT,
+    LAZYGT,
+    PEERS,
+    TENSOR,
+    UNCOMPILED,
+    Crew,
+    crew,
+)
 from benchmarks.sharded_workloads import (
     COMPUTE,
     DEEP_MICROBATCHES,
@@ -108,7 +118,7 @@ def memory(args: argparse.Namespace) -> Report:
         for workers in args.workers:
             peaks = {}
             for way in (DATA, FULL):
-                for kind, name in zip((LAZYGT, PEERS[way]), ways(way), strict=True):
+                for kind, name in zip((UNCOMPILED, PEERS[way]), ways(way), strict=True):
                     with crew(kind, "train", workers, way, model, args.quick) as each:
                         each.ask("forget")
                         each.ask("settle")

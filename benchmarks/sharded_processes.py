@@ -33,6 +33,11 @@ from benchmarks.transfer_processes import Other, free_port, requests
 LAZYGT = "lazygt"
 #: The same session with ``invariant=True``.
 INVARIANT = "lazygt, invariant"
+#: The same, op by op: what a step keeps is not told by when its groups are compiled.
+UNCOMPILED = "lazygt, op by op"
+_SETTINGS: dict[str, dict[str, Any]] = {
+    LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off"},
+}  # fmt: skip
 DATA, FULL, TENSOR = "data parallel", "fully sharded", "tensor parallel"
 #: What plain torch has for each.
 PEERS = {DATA: "DDP", FULL: "FSDP2", TENSOR: "DTensor"}
@@ -149,9 +154,9 @@ class Crew:
 
 
 def crew(kind: str, main: str, workers: int, *args: Any) -> Crew:
-    """lazygt (``kind`` is LAZYGT or INVARIANT), or torch, with so many workers."""
-    if kind in (LAZYGT, INVARIANT):
-        return Crew(_lazygt, [(main, workers, kind == INVARIANT, *args)])
+    """lazygt (``kind`` is one of its settings), or torch, with so many workers."""
+    if kind in _SETTINGS:
+        return Crew(_lazygt, [(main, workers, kind, *args)])
     port = free_port()
     return Crew(_torch, [(main, rank, workers, port, *args) for rank in range(workers)])
 
@@ -159,9 +164,9 @@ def crew(kind: str, main: str, workers: int, *args: Any) -> Crew:
 # -- lazygt --------------------------------------------------------------------------------
 
 
-def _lazygt(pipe: Connection, main: str, workers: int, invariant: bool, *args: Any) -> None:
+def _lazygt(pipe: Connection, main: str, workers: int, kind: str, *args: Any) -> None:
     axis = "model" if args[0] == TENSOR else "data"
-    with lazygt.session(mesh={axis: workers}, threads=1, invariant=invariant) as session:
+    with lazygt.session(mesh={axis: workers}, threads=1, **_SETTINGS[kind]) as session:
         {"train": _train_lazygt, "sum": _sum_lazygt}[main](session, *args).serve(pipe)
 
 

@@ -22,7 +22,7 @@ from lazygt.transfer import (
     SharedMemoryTransferReceiver,
 )
 
-SECONDS = 300.0
+SECONDS = 120.0
 PROCESSES = multiprocessing.get_context("spawn")
 RECEIVERS = {
     "shared-memory": SharedMemoryTransferReceiver,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import SingleRank, Unspecified
 from lazygt.parallel.distribute import placed
-from lazygt.record.annotate import reduce_as, stored_now
+from lazygt.record.annotate import reduce_as, set_sharding, stored_now
 from lazygt.record.tensor import is_lazy
 
 if TYPE_CHECKING:
@@ -141,7 +141,12 @@ class _Cast(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtype, ctx.reduce_dtype = parameter.dtype, reduce_dtype
         ctx.home = stored_now(parameter) if is_lazy(parameter) else None
-        return parameter.view_as(parameter) if dtype == parameter.dtype else parameter.to(dtype)
+        if dtype == parameter.dtype:
+            return parameter.view_as(parameter)
+        cast = parameter.to(dtype)
+        if is_lazy(cast) and ctx.home.unit is not None:
+            set_sharding(cast, ctx.home)  # so it is stored even where a sync point follows
+        return cast
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

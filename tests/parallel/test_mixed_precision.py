@@ -139,6 +139,33 @@ def test_casts_are_made_when_they_are_gathered_and_not_kept() -> None:
     assert not made
 
 
+def test_casts_are_stored_in_their_unit_across_a_sync_point() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum().item() != 0.5:  # ships what is recorded, the casts among it
+                x = x + 1
+            y: torch.Tensor = self.layer(x)
+            return y
+
+    with lazygt.session(mesh={"data": 2}, launcher="dry", compile="off") as s:
+        model = lazygt.fully_shard(Reading(), mp_policy=MixedPrecisionPolicy(HALF))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        s.flush()
+        x = lazygt.distribute(torch.randn(8, WIDTH, requires_grad=True), {"data": S0})
+        model(x).float().square().mean().backward()
+        opt.step()
+        assert s.last_plan is not None
+        sent = [(one.kind, one.nbytes) for one in s.last_plan.collectives]
+        assert not lazygt.why(s).gathers
+    assert sent == [
+        *[("all_gather", WIDTH * WIDTH * 2)] * 2, ("reduce_scatter", WIDTH * WIDTH * 2),
+    ]  # fmt: skip
+
+
 def test_half_the_bytes_are_half_the_memory_of_what_is_gathered() -> None:
     half, full = (
         peak_bytes(plan.steps.graph, plan.steps.frees)

@@ -19,7 +19,7 @@ from lazygt.passes.sharding.annotations import (
     moves_elements,
     takes_whole,
 )
-from lazygt.passes.sharding.marks import place_node
+from lazygt.passes.sharding.marks import PLACE, place_node
 from lazygt.passes.sharding.turns import turns
 from lazygt.passes.updates import written
 
@@ -70,15 +70,25 @@ class _Regather:
         for value in written(node):
             self._part(value)
         if any(value in self._stored or value in self._views for value in node.refs()):
-            if moves_elements(node):
+            if moves_elements(node) or self._is_placed_cast(row):
                 self._views.update(dict.fromkeys(row.results, row))
-                if node.op in COPIES:
+                if node.op in COPIES or node.op == PLACE:
                     self._casts.setdefault(self._root(row.results[0]), []).append(row.results[0])
             elif is_elementwise(node, self._metas):
                 homes = {self._stored.get(value) for value in node.refs() if self._is_large(value)}
                 home = homes.pop() if len(homes) == 1 else None
                 if home is not None:
                     self._stored[row.results[0]] = home
+
+    def _is_placed_cast(self, row: Placed) -> bool:
+        """Whether a node says of a cast that it is stored, as what it was made of is."""
+        if row.node.op != PLACE or row.results[0] not in self._stored:
+            return False
+        view = self._views.get(row.node.args[0].index)
+        if view is None or view.node.op not in COPIES:
+            return False
+        del self._stored[row.results[0]]
+        return True
 
     def _part(self, value: int) -> None:
         """What was cast of a value is one of its own once that is written."""
