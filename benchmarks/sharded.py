@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
 from benchmarks.sharded_processes import (
+    CONTEXT,
     DATA,
     FULL,
     INVARIANT,
@@ -28,6 +29,7 @@ from benchmarks.sharded_workloads import (
     DEEP_MLP,
     GPT_EXAMPLE,
     GPT_MICROBATCHES,
+    LONG,
     MIDDLE_MLP,
     SMALL_GPT,
     SMALL_MLP,
@@ -44,6 +46,7 @@ RACES: dict[tuple[str, str], float | None] = {
     (GPT_EXAMPLE, TENSOR): None,
     (WIDE_MLP, TENSOR): None,
     (SMALL_GPT, TENSOR): 3.0,
+    (LONG, CONTEXT): None,
 }
 SUM_AIM = 1.3
 PARTS = ("training", "memory", "sum", "scaling", "invariant")

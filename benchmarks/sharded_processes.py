@@ -9,12 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,8 +41,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off"},
 }  # fmt: skip
 DATA, FULL, TENSOR = "data parallel", "fully sharded", "tensor parallel"
-#: What plain torch has for each.
-PEERS = {DATA: "DDP", FULL: "FSDP2", TENSOR: "DTensor"}
+CONTEXT = "context parallel"
+#: What plain torch has for each. Its ``context_parallel`` has no rule for the attention of CPUs, so
+#: there the model itself exchanges heads, in DDP.
+PEERS = {DATA: "DDP", FULL: "FSDP2", TENSOR: "DTensor", CONTEXT: "DDP, heads by hand"}
 
 _WARM = 3
 
@@ -180,7 +184,7 @@ def _train_lazygt(session: lazygt.Session, way: str, name: str, quick: bool) -> 
         lazygt.parallelize_module(model, "model", columns | rows)
     else:
         batches = [
-            tuple(lazygt.distribute(one.clone(), {"data": Shard(0)}) for one in batch)
+            tuple(lazygt.distribute(one.clone(), {"data": Shard(workload.cut)}) for one in batch)
             for batch in batches
         ]
     if way == FULL:
@@ -231,13 +235,20 @@ def _train_torch(rank: int, workers: int, way: str, name: str, quick: bool) -> R
     torch.manual_seed(0)
     model, batches = workload.model(), workload.batches()
     if way != TENSOR:
-        batches = [tuple(one.chunk(workers)[rank].clone() for one in batch) for batch in batches]
+        batches = [
+            tuple(one.chunk(workers, workload.cut)[rank].clone() for one in batch)
+            for batch in batches
+        ]
     step = train_step(workload, _parallel(workload, model, way, workers), batches)
     return Racer(step, workload.steps)
 
 
 def _parallel(workload: Workload, model: nn.Module, way: str, workers: int) -> nn.Module:
-    if way == DATA:
+    if way == CONTEXT:
+        for block in model.children():
+            block.to_heads = partial(_exchanged, split=1, concat=2)
+            block.to_places = partial(_exchanged, split=2, concat=1)
+    if way in (DATA, CONTEXT):
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (workers,))
     if way == FULL:
@@ -247,6 +258,13 @@ def _parallel(workload: Workload, model: nn.Module, way: str, workers: int) -> n
     columns: dict[str, Any] = dict.fromkeys(workload.columns, ColwiseParallel())
     rows: dict[str, Any] = dict.fromkeys(workload.rows, RowwiseParallel())
     return parallelize_module(model, mesh, columns | rows)
+
+
+def _exchanged(value: Tensor, split: int, concat: int) -> Tensor:
+    """Blocks along ``concat`` for blocks along ``split``, with a gradient."""
+    pieces = [piece.contiguous() for piece in value.chunk(dist.get_world_size(), split)]
+    received = dist_nn.all_to_all([torch.empty_like(piece) for piece in pieces], pieces)
+    return torch.cat(received, concat)
 
 
 def _sum_torch(rank: int, workers: int, way: str, elements: int) -> Racer:

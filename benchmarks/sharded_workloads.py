@@ -21,6 +21,7 @@ class Workload:
         units: the modules that are gathered together when the model is fully sharded.
         steps: in a burst.
         microbatches: of a step, whose gradients are added up.
+        cut: the dim of its data that is in blocks.
     """
 
     model: Callable[[], nn.Module]
@@ -32,6 +33,7 @@ class Workload:
     units: Callable[[nn.Module], Iterable[nn.Module]]
     steps: int
     microbatches: int = 1
+    cut: int = 0
 
     def batches(self) -> list[tuple[Tensor, ...]]:
         """Inputs and targets of each microbatch of a step."""
@@ -80,6 +82,49 @@ def mlp(width: int = 2048, layers: int = 4, batch: int = 256, steps: int = 3) ->
     )
 
 
+class LongBlock(nn.Module):
+    """Attention over a long sequence, and a network.
+
+    Attributes:
+        to_heads, to_places: exchange blocks of the sequence for heads, and back, where that is
+            up to the model.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.to_heads: Callable[[Tensor], Tensor] = lambda value: value
+        self.to_places: Callable[[Tensor], Tensor] = lambda value: value
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            self.to_heads(part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2))
+            for part in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(self.to_places(mixed).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def long_context(dim: int = 256, layers: int = 2, heads: int = 8, length: int = 2048) -> Workload:
+    """One sequence, cut along its length."""
+    return Workload(
+        model=lambda: nn.Sequential(*(LongBlock(dim, heads) for _ in range(layers))),
+        data=lambda: (torch.randn(1, length, dim), torch.randn(1, length, dim)),
+        loss=lambda made, targets: (made - targets).square().mean(),
+        optimizer=partial(torch.optim.SGD, lr=1e-2),
+        columns=(),
+        rows=(),
+        units=lambda model: model.children(),
+        steps=1,
+        cut=1,
+    )
+
+
+LONG = "2 layers of 256, 2048 places"
 GPT_EXAMPLE, SMALL_GPT = "GPT example", "GPT example, small step"
 DEEP_MLP = "MLP 8 x 2048"
 GPT_MICROBATCHES = "GPT example, 4 microbatches"
@@ -90,6 +135,7 @@ MIDDLE_MLP, SMALL_MLP = "MLP 4 x 512, batch 512", "MLP 4 x 64, batch 64"
 WORKLOADS = {
     GPT_EXAMPLE: gpt(),
     SMALL_GPT: gpt(64, length=32, batch=4, steps=20),
+    LONG: long_context(),
     WIDE_MLP: mlp(),
     DEEP_MLP: mlp(layers=8, steps=1),
     GPT_MICROBATCHES: replace(gpt(), microbatches=4),
@@ -102,6 +148,7 @@ WORKLOADS = {
 QUICK = {
     GPT_EXAMPLE: gpt(16, 1, length=8, batch=4, steps=2),
     SMALL_GPT: gpt(8, 1, length=4, batch=2, steps=2),
+    LONG: long_context(16, 1, heads=4, length=16),
     WIDE_MLP: mlp(16, batch=8, steps=2),
     DEEP_MLP: mlp(16, batch=8, steps=2),
     GPT_MICROBATCHES: replace(gpt(16, 1, length=8, batch=8, steps=2), microbatches=4),

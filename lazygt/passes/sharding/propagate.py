@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 from operator import and_, or_
 from typing import NamedTuple
 
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, takes_whole
@@ -112,6 +113,14 @@ def _keeps(strategy: Strategy, pins: Pins) -> bool:
     return all(
         pin in (None, placement) or (pin == Replicate() and isinstance(placement, Partial))
         for pin, placement in zip(pins, strategy.inputs, strict=False)
+    )
+
+
+def _is_like(result: TensorMeta | None, operands: Metas, masks: Masks) -> bool:
+    """Whether a result has the shape of an operand that lies in blocks."""
+    return result is not None and any(
+        operand is not None and operand.shape == result.shape and mask & ~SUMS
+        for operand, mask in zip(operands, masks, strict=True)
     )
 
 
@@ -249,12 +258,17 @@ class _Propagation:
 
     def _laid_back(self, node: Node, masks: Masks, passed: Masks) -> Masks:
         """What a node passes on that has no use for the blocks it is given, such as an attention
-        for blocks of its keys: it exchanges them, and its results lie as the operands did."""
+        for blocks of its keys: it exchanges them, and its results lie as the operands did. So do
+        the gradients of keys, where they come as sums."""
         count = len(masks)
-        if any(passed[count:]):
-            return passed
         operands = [self._metas[value] for value in node.refs()]
-        back = [same_blocks(self._bits, operands, masks, result) for result in node.results]
+        none, attends = not any(passed[count:]), "attention" in node.op
+        back = [
+            mask | same_blocks(self._bits, operands, masks, result)
+            if none or (attends and not mask & ~SUMS and _is_like(result, operands, masks))
+            else mask
+            for result, mask in zip(node.results, passed[count:], strict=True)
+        ]
         return (*passed[:count], *back)
 
     def wishes(self, steps: Sequence[Step]) -> Wishes:

@@ -11,6 +11,7 @@ from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
     creation,
     derived,
+    extremes,
     foreach,
     indexing,
     internal,
@@ -102,6 +103,7 @@ DERIVED = derived.rule(strategies_of)
 
 _FAMILIES = (
     creation,
+    extremes,
     foreach,
     indexing,
     internal,

@@ -1,7 +1,7 @@
-"""Reductions, norms, places of extremes, cumulative sums.
+"""Reductions, norms, cumulative sums.
 
 Dims that stay pass through; a dim that is reduced leaves partial results, or, where no partial
-placement can say it (norms, places of extremes, topk, cumsum), ranks meet inside the strategy, with
+placement can say it (norms, cumsum), ranks meet inside the strategy, with
 collectives of the reduced size. Empty blocks give what changes nothing.
 """
 
@@ -131,7 +131,7 @@ def _extreme(op: str) -> Callable[[Call], Lowering]:
     return lowered
 
 
-def _other_dims(call: Call) -> tuple[int, list[Strategy]]:
+def other_dims(call: Call) -> tuple[int, list[Strategy]]:
     """The dim the op works along, and the strategies that split another."""
     shape = call.shape("self")
     dim = call.dim("dim", len(shape))
@@ -144,34 +144,10 @@ def _other_dims(call: Call) -> tuple[int, list[Strategy]]:
     return dim, strategies
 
 
-def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The best of each block's best: k a rank, when every block has as many."""
-    call = Call(node, metas, parts)
-    dim, strategies = _other_dims(call)
-    shape, k = call.shape("self"), call["k"]
-    size = shape[dim] if shape else 0
-    if k < 1 or size < 2 or block_size(size, parts, parts - 1) < k:
-        return strategies
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        best, places = build.rerun(node, operands)
-        assert best is not None
-        assert places is not None
-        places = build.op("aten.add.Scalar", places, build.rank_offset(size))
-        best, places = (build.all_gather(part, dim, k * parts) for part in (best, places))
-        values, which = build.rerun(node, [best])
-        return values, build.op("aten.gather.default", places, dim, which)
-
-    comm = [
-        Collective("all_gather", meta.nbytes * parts) for meta in (call.result(), call.result(1))
-    ]
-    return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
-
-
 def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Among the smallest of each block, k a rank, when every block has as many."""
     call = Call(node, metas, parts)
-    dim, strategies = _other_dims(call)
+    dim, strategies = other_dims(call)
     shape, k, value = call.shape("self"), call["k"], call.meta("self")
     size = shape[dim] if shape else 0
     few = size > 1 and 1 <= k <= block_size(size, parts, parts - 1)
@@ -195,7 +171,7 @@ def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """A block's sums plus the totals of the blocks before it."""
     call = Call(node, metas, parts)
-    dim, strategies = _other_dims(call)
+    dim, strategies = other_dims(call)
     shape = call.shape("self")
     size = shape[dim] if shape else 0
     strategies.append(call.strategy(P, self=P))
@@ -295,51 +271,6 @@ def _met(
     return [call.strategy(R, self=S(dim)).by(lower, comm) for dim in split]
 
 
-def _place(op: str, both: bool) -> Rule:
-    """argmax and max.dim: the block's extremes and where they are, gathered and compared.
-
-    Blocks stand in order, so the first of equal elements stays the first.
-    """
-
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        rank = len(call.shape("self"))
-        if call["dim"] is None or rank == 0:
-            return ()
-        dim, keeps, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
-        passing = passing_strategies(call, frozenset({dim}))
-        if shape[dim] < 2:
-            return passing
-
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            (value,) = operands
-            top, place = _first_extremes(build, value, op, dim, shape[dim])
-            tops = build.all_gather(top, dim, parts)
-            places = build.all_gather(place, dim, parts)
-            best, which = build.op(f"aten.{op}.dim", tops, dim, True)
-            results = [build.op("aten.gather.default", places, dim, which)]
-            results = [best, *results] if both else results
-            return results if keeps else [build.op("aten.squeeze.dim", m, dim) for m in results]
-
-        rest = call.result().numel
-        sizes = [rest * call.meta("self").dtype.itemsize, rest * 8]
-        comm = [Collective("all_gather", size * parts) for size in sizes]
-        return [*passing, call.strategy(R, self=S(dim)).by(lower, comm)]
-
-    return strategies
-
-
-def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
-    """A block's extreme along ``dim`` (kept), and its global place."""
-    meta = build.meta(value)
-    if meta.numel:
-        top, place = build.op(f"aten.{op}.dim", value, dim, True)
-        return top, build.op("aten.add.Scalar", place, build.rank_offset(size))
-    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
-    top = build.full(shape, identity(meta.dtype, op), like=value)
-    return top, build.op("aten.zeros_like.default", top, dtype=torch.int64)
-
-
 RULES: dict[str, Rule] = {
     **table("sum.default sum.dim_IntList", _rule(P)),
     **table(
@@ -351,12 +282,7 @@ RULES: dict[str, Rule] = {
     **table("prod.default prod.dim_int", _rule(PPROD)),
     **table("any.default any.dim any.dims", _rule(PMAX)),
     **table("all.default all.dim all.dims", _rule(PMIN)),
-    **table("topk.default", _topk),
     **table("kthvalue.default", _kthvalue),
     **table("cumsum.default", _cumsum),
     **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
-    **table("argmax.default", _place("max", both=False)),
-    **table("argmin.default", _place("min", both=False)),
-    **table("max.dim", _place("max", both=True)),
-    **table("min.dim", _place("min", both=True)),
 }

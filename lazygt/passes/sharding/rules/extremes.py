@@ -1,0 +1,194 @@
+"""Largest and smallest elements, where they are, and the samples that are drawn by them.
+
+Along a dim in blocks ranks gather their own best, each with its place: pairs travel in one
+collective, and whatever else is in the blocks stays there. Blocks stand in order, so the first of
+equal elements stays the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import DEVICE, Node, Ref
+from lazygt.graph.placement import block_size
+from lazygt.passes.sharding.rules.base import (
+    Call,
+    Collective,
+    Lowering,
+    Metas,
+    R,
+    Rule,
+    S,
+    Strategy,
+    Values,
+    shardable_dims,
+    table,
+)
+from lazygt.passes.sharding.rules.reductions import identity, other_dims, passing_strategies
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+#: Whose numbers double precision has, as it has all places.
+_NARROW = frozenset({
+    torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8,
+})  # fmt: skip
+
+
+def _gathered(build: Builder, best: Ref, places: Ref, dim: int) -> tuple[Ref, Ref]:
+    """The elements of all ranks, as many of each, and their places."""
+    dtype, count = build.meta(best).dtype, build.shape(best)[dim] * build.parts
+    if dtype not in _NARROW:
+        return build.all_gather(best, dim, count), build.all_gather(places, dim, count)
+    wide = [
+        build.op("aten._to_copy.default", value, dtype=torch.float64) for value in (best, places)
+    ]
+    pairs = build.op("aten.stack.default", tuple(wide), len(build.shape(best)))
+    pairs = build.all_gather(pairs, dim, count)
+    best, places = (build.op("aten.select.int", pairs, -1, which) for which in range(2))
+    return (
+        build.op("aten._to_copy.default", best, dtype=dtype),
+        build.op("aten._to_copy.default", places, dtype=torch.int64),
+    )
+
+
+def _comm(count: int, dtype: torch.dtype, parts: int) -> list[Collective]:
+    """What `_gathered` exchanges of so many elements a rank."""
+    sizes = [16] if dtype in _NARROW else [dtype.itemsize, 8]
+    return [Collective("all_gather", count * size * parts) for size in sizes]
+
+
+def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """The best of each block's best: k a rank, when every block has as many."""
+    call = Call(node, metas, parts)
+    dim, strategies = other_dims(call)
+    shape, k = call.shape("self"), call["k"]
+    size = shape[dim] if shape else 0
+    if k < 1 or size < 2 or block_size(size, parts, parts - 1) < k:
+        return strategies
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        best, places = build.rerun(node, operands)
+        assert best is not None
+        assert places is not None
+        places = build.op("aten.add.Scalar", places, build.rank_offset(size))
+        best, places = _gathered(build, best, places, dim)
+        values, which = build.rerun(node, [best])
+        return values, build.op("aten.gather.default", places, dim, which)
+
+    comm = _comm(call.result().numel, call.result().dtype, parts)
+    return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
+
+
+def _place(op: str, both: bool) -> Rule:
+    """argmax and max.dim: the block's extremes and where they are, gathered and compared."""
+
+    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+        call = Call(node, metas, parts)
+        rank = len(call.shape("self"))
+        if call["dim"] is None or rank == 0:
+            return ()
+        dim, keeps, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")
+        passing = passing_strategies(call, frozenset({dim}))
+        if shape[dim] < 2:
+            return passing
+
+        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+            (value,) = operands
+            best, place = _first_of_all(build, value, op, dim, shape[dim])
+            results = [best, place] if both else [place]
+            return results if keeps else [build.op("aten.squeeze.dim", m, dim) for m in results]
+
+        comm = _comm(call.result().numel, call.meta("self").dtype, parts)
+        return [*passing, call.strategy(R, self=S(dim)).by(lower, comm)]
+
+    return strategies
+
+
+def _first_of_all(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
+    """The extreme of all blocks along ``dim`` (kept), and its global place."""
+    top, place = _first_extremes(build, value, op, dim, size)
+    tops, places = _gathered(build, top, place, dim)
+    best, which = build.op(f"aten.{op}.dim", tops, dim, True)
+    return best, build.op("aten.gather.default", places, dim, which)
+
+
+def _first_extremes(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
+    """A block's extreme along ``dim`` (kept), and its global place."""
+    meta = build.meta(value)
+    if meta.numel:
+        top, place = build.op(f"aten.{op}.dim", value, dim, True)
+        return top, build.op("aten.add.Scalar", place, build.rank_offset(size))
+    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
+    top = build.full(shape, identity(meta.dtype, op), like=value)
+    return top, build.op("aten.zeros_like.default", top, dtype=torch.int64)
+
+
+def _multinomial(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """One sample of each row: where the probability is largest beside a number drawn for it, as
+    torch samples. All ranks draw for all elements; the probabilities stay where they are."""
+    call = Call(node, metas, parts)
+    meta = call.meta("self")
+    dim = len(meta.shape) - 1
+    if call["num_samples"] != 1 or call["generator"] is not None:
+        return ()
+
+    strategies = []
+    for cut in shardable_dims(meta.shape):
+        strategy = call.strategy(R if cut == dim else S(cut), self=S(cut))
+        comm = _comm(call.result().numel, meta.dtype, parts) if cut == dim else []
+        strategies.append(strategy.by(_sampled(meta, cut), comm))
+    return strategies
+
+
+def _sampled(meta: TensorMeta, cut: int) -> Lowering:
+    """A sample of each row, where rows, or the elements of each, are in blocks along ``cut``."""
+    dim = len(meta.shape) - 1
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (value,) = operands
+        drawn = build.op("aten.empty_strided.default", meta.shape, meta.stride, dtype=meta.dtype,
+                         device=DEVICE)  # fmt: skip
+        drawn = build.op("aten.exponential_.default", drawn)
+        own_part = build.shard(drawn, cut)
+        _check(build, value)
+        ratios = build.op("aten.div.Tensor", value, own_part)
+        if cut == dim:
+            best, place = _first_of_all(build, ratios, "max", dim, meta.shape[dim])
+        else:
+            best, place = build.op("aten.max.dim", ratios, dim, True)
+        some = build.op("aten.all.default", build.op("aten.gt.Scalar", best, 0))
+        build.op("aten._assert_async.msg", some, _NOTHING)
+        return (place,)
+
+    return lower
+
+
+_WRONG = "probability tensor contains either `inf`, `nan` or element < 0"
+_NOTHING = "invalid multinomial distribution (sum of probabilities <= 0)"
+
+
+def _check(build: Builder, probabilities: Ref) -> None:
+    """Refuse what torch refuses."""
+    if not build.meta(probabilities).numel:
+        return
+    largest = build.op("aten.max.default", probabilities)
+    smallest = build.op("aten.min.default", probabilities)
+    finite = build.op("aten.lt.Scalar", largest, float("inf"))
+    positive = build.op("aten.ge.Scalar", smallest, 0)
+    build.op("aten._assert_async.msg",
+             build.op("aten.logical_and.default", finite, positive), _WRONG)  # fmt: skip
+
+
+RULES: dict[str, Rule] = {
+    **table("topk.default", _topk),
+    **table("argmax.default", _place("max", both=False)),
+    **table("argmin.default", _place("min", both=False)),
+    **table("max.dim", _place("max", both=True)),
+    **table("min.dim", _place("min", both=True)),
+    **table("multinomial.default", _multinomial),
+}
