@@ -62,6 +62,7 @@ test-deep: $(STAMP) $(NATIVE)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes tests/native --timeout 3600
 	LAZYGT_ALL_SAMPLES=1 $(BIN)/python -m pytest tests/conformance/test_op_db.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/recovery --timeout 3600
 
 # Libraries that other people wrote; their programs have to give eager torch's bits.
 test-programs: $(STAMP) $(NATIVE)

@@ -83,7 +83,7 @@ def wheels_setting() -> str | None:
 #: Settings that are integers of at least 1.
 _COUNTS = (
     "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",
-    "max_cuda_graph_bytes",
+    "max_cuda_graph_bytes", "journal_bytes",
 )  # fmt: skip
 
 
@@ -125,6 +125,13 @@ class Config:
     shm_threshold: int = _setting(16 << 10, "bytes from which tensors use shared memory", int)
     frozen_after: float = _setting(5.0, "seconds without a sign of life: WorkerFrozen", float)
     start_timeout: float = _setting(120.0, "seconds a worker may take to start", float)
+    recover: str = _setting("auto", "auto, or off: what a worker's death loses is lost", str)
+    snapshot_cost: float = _setting(
+        0.02, "share of the time that snapshots for recovery may take", float
+    )
+    journal_bytes: int = _setting(
+        256 << 20, "bytes of messages kept for recovery until a snapshot is taken", int
+    )
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     plan_code: str = _setting(
@@ -213,6 +220,13 @@ class Config:
         if self.cuda_graphs not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(cuda_graphs={self.cuda_graphs!r}): expected 'auto', 'off' or 'now'"
+            )
+        if self.recover not in {"auto", "off"}:
+            raise ValueError(f"lazygt.session(recover={self.recover!r}): expected 'auto' or 'off'")
+        if not 0 < self.snapshot_cost <= 1:
+            raise ValueError(
+                f"lazygt.session(snapshot_cost={self.snapshot_cost!r}): expected a share of the "
+                f"time, above 0 and at most 1"
             )
         if self.plan_code not in {"auto", "native", "python"}:
             raise ValueError(

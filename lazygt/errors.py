@@ -177,9 +177,11 @@ class WorkerDied(LazyGTError):
         status: how it ended, for example ``signal SIGKILL``, ``exit code 1`` or ``out of memory
             (signal SIGKILL)``.
         stderr: the end of what it wrote to standard error.
+        during: what it did again and again when it died; "" if nothing points to that.
     """
 
-    def __init__(self, rank: int, pid: int, status: str, stderr: str) -> None:
+    def __init__(self, rank: int, pid: int, status: str, stderr: str, during: str = "") -> None:
+        self.during = during
         self.rank, self.pid, self.status, self.stderr = rank, pid, status, stderr
         tail = f"\n  the end of its stderr:\n{_indent(stderr)}" if stderr.strip() else ""
         advice = ""
@@ -189,8 +191,8 @@ class WorkerDied(LazyGTError):
                 "more workers to share it, or more memory."
             )
         super().__init__(
-            f"worker {rank} (pid {pid}) died: {status}. Its values are lost: leave the session "
-            f"and open a new one.{advice}{tail}"
+            f"worker {rank} (pid {pid}) died: {status}.{during and ' ' + during} Its values are "
+            f"lost: leave the session and open a new one.{advice}{tail}"
         )
 
 

@@ -39,6 +39,7 @@ from lazygt.runtime.launch.opening import device_type, open_link
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import RemoteValue
 from lazygt.submit import Submitter
 from lazygt.transfer import copy_request
@@ -68,7 +69,11 @@ class Session:
         self._link = open_link(config, self.mesh, COPIER)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
-        self._client = Client(self._link, config.max_ahead, config.shm_threshold, self._console)
+        recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
+        self._client = Client(
+            self._link, config.max_ahead, config.shm_threshold, self._console,
+            (config.snapshot_cost, config.journal_bytes) if recovers else None,
+        )  # fmt: skip
         trie = TraceTrie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
@@ -228,6 +233,12 @@ class Session:
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank."""
         return list(self._link.pids)
+
+    @property
+    def recoveries(self) -> list[RecoveryRecord]:
+        """The times that workers were replaced, oldest first."""
+        recovery = self._client.recovery
+        return [] if recovery is None else list(recovery.records)
 
     @property
     def compiler_pid(self) -> int | None:

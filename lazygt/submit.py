@@ -29,6 +29,7 @@ from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.messages import Made, Plain, Run, Several
 from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 from lazygt.runtime.wire import Buffer
 
@@ -80,6 +81,12 @@ class Submitter:
         self.idle: Idle | None = None
         recorder.sink = self
         #: C++'s way to numbers, which it has as long as this is here
+        self._fetcher = self._native_fetcher()
+        client.on_recovery.append(self._know_new_worker)
+
+    def _know_new_worker(self, record: RecoveryRecord) -> None:
+        """C++'s way leads to a worker that has died."""
+        self._fetcher = None  # the recorder has one at a time
         self._fetcher = self._native_fetcher()
 
     def _native_fetcher(self) -> Any:

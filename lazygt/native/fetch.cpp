@@ -81,6 +81,7 @@ std::optional<c10::IValue> Fetcher::number(Handle& t) {
   end_trace(run);
   auto client = get(submitter_, NAME(_client)), counts = get(client, NAME(counts));
   const RunMessage told = message(run, client);
+  keep(run, told, get(client, NAME(recovery)));
   const auto bytes = link_->send(told);
   if (!bytes) {
     py::list frames;
@@ -169,6 +170,15 @@ RunMessage Fetcher::message(Sent& run, py::handle client) {
   set(run.entry, NAME(numbers), bits);
   add(run.entry, NAME(runs), 1);
   return told;
+}
+
+// For a recovery, if there may be one.
+void Fetcher::keep(const Sent& run, const RunMessage& told, py::handle recovery) {
+  if (recovery.is_none()) return;
+  py::list frames, messages;
+  frames.append(py::bytes(told.packed(run_tag_)));
+  messages.append(frames);
+  call_method(recovery, "ran", number_object(run.seq), run.entry ? run.entry : py::none(), messages);
 }
 
 // -- what is remembered of it ----------------------------------------------------------------------

@@ -46,6 +46,7 @@ class Fetcher {
   bool choose(Sent& run, const Cell& cell) const;
   void end_trace(Sent& run);
   RunMessage message(Sent& run, py::handle counts);
+  void keep(const Sent& run, const RunMessage& told, py::handle recovery);
   void note(const Sent& run);
   void show(Sent& run);
   c10::IValue in_python(const Sent& run, const CellP& cell, py::object unsent, py::object told);

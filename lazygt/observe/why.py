@@ -16,6 +16,7 @@ from lazygt.history import Flush, Miss
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.session import Session
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def why(session: Session) -> Why:
     return Why(
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
         session.compiles(), tuple(history.gathers.values()), tuple(history.resized),
-        session.cuda_graphs(),
+        session.cuda_graphs(), session.recoveries,
     )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ class Why:
         gathers: the ops for which blocks were put together that nobody asked for, the first time
             of each; shown among the fallbacks.
         cuda_graphs: what became of hot plans on GPUs, by plan and rank.
+        recoveries: the times that workers were replaced.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
@@ -59,6 +61,7 @@ class Why:
     gathers: Sequence[Gather] = ()
     resized: Sequence[Miss] = ()
     cuda_graphs: Sequence[tuple[PlanRecord, int, Captured]] = ()
+    recoveries: Sequence[RecoveryRecord] = ()
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -72,6 +75,8 @@ class Why:
             parts.insert(2, (f"other sizes ({len(self.resized)})", self._resized_rows()))
         if self.cuda_graphs:
             parts.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
+        if self.recoveries:
+            parts.append((f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries))))
         return "\n".join(
             row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )

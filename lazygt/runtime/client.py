@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
-from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.errors import ExecutionError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph
 from lazygt.runtime.console import Observer
@@ -25,12 +27,16 @@ from lazygt.runtime.messages import (
     Relaid,
     Renew,
     Run,
+    Snapped,
     Swapped,
     Write,
     Wrote,
 )
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords, again_message, swap_message
 from lazygt.runtime.quick_numbers import number_reader
+from lazygt.runtime.recovery.doubts import Told
+from lazygt.runtime.recovery.journal import Renewed, SwappedIn
+from lazygt.runtime.recovery.recover import Recovery, RecoveryRecord
 from lazygt.runtime.values import (
     Answer,
     Fetches,
@@ -42,6 +48,8 @@ from lazygt.runtime.values import (
     wanted,
 )
 from lazygt.runtime.wire import Buffer, Part, bits, decode, size_of
+
+_log = logging.getLogger("lazygt")
 
 
 @dataclass(slots=True)
@@ -84,10 +92,16 @@ class Client:
     Args:
         max_ahead: runs that may be unanswered before ``run`` waits.
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
+        recover: (share of the time, bytes) that recovery may take; None: there is none.
     """
 
     def __init__(
-        self, link: Link, max_ahead: int, shm_threshold: int, observer: Observer | None = None
+        self,
+        link: Link,
+        max_ahead: int,
+        shm_threshold: int,
+        observer: Observer | None = None,
+        recover: tuple[float, int] | None = None,
     ) -> None:
         self.link = link
         #: who is told of messages, waits and timed runs, if anybody looks
@@ -104,7 +118,11 @@ class Client:
         #: why no worker's answers can be relied on any more
         self._nonsense: ProtocolError | None = None
         self._max_ahead = max_ahead
-        self._uploads = Uploads(link.upload, link.world_size, shm_threshold)
+        self.recovery = None if recover is None else Recovery(self, link, *recover)
+        #: called when workers were replaced
+        self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
+        keeps = recover is not None
+        self._uploads = Uploads(link.upload, link.world_size, shm_threshold, keeps)
         self._fetches = Fetches(link)
         self._failures = Failures()
         #: takes a number out of an answer that is nothing else
@@ -113,7 +131,11 @@ class Client:
         self._next_id = 1
         self._freed = Freed()
         self._in_flight: OrderedDict[int, _InFlightRun] = OrderedDict()
+        #: what is answered, and may not have been waited for yet
+        self._early: dict[int, _InFlightRun] = {}
         self._written: list[tuple[Any, ...]] = []
+        #: the epoch in which workers were asked to write
+        self._writing = 0
         #: number of the workers' process group
         self._group = 0
         #: id of the first value for which ranks may not have met, once one has left the group
@@ -157,6 +179,8 @@ class Client:
     @property
     def plain(self) -> bool:
         """Whether nothing is under way or waits to be said, so that C++ may send a run."""
+        if self.recovery is not None and not self.recovery.quiet:
+            return False
         waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
         told = self.relaid or self.capture_errors or self._failures.unraised
         wrong = self._death or self._nonsense or not self.link.healthy
@@ -233,9 +257,18 @@ class Client:
         self.counts.last_run = size_of(messages[0][:1])
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         self.expect(self._seq, entry, describe, base, len(fetches), ranks)
-        for rank, frames in enumerate(messages):
-            self._send("run", rank, frames, why)
+        if self.recovery is not None:
+            self.recovery.ran(self._seq, entry, messages)
+        self.tell_all("run", messages, why)
+        if self.recovery is not None and self.recovery.is_due(self._uploads.kept_bytes):
+            self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
+
+    def _snap(self, recovery: Recovery) -> None:
+        """Have the workers take a snapshot. What is told after it needs nothing of before."""
+        for entry in self.entries:
+            entry.begin_anew()
+        recovery.snap(self._seq)
 
     def _renew(self, since: int) -> None:
         """Have the workers form a new process group, once all have answered what they were sent.
@@ -246,9 +279,10 @@ class Client:
             return
         self._broken_since, self._group = None, self._group + 1
         self._failures.mended()
-        for rank in range(self.link.world_size):
-            frames = self.link.encode(Renew(self._group, since))
-            self._send("renew", rank, frames, "a rank has left the process group")
+        if self.recovery is not None:
+            self.recovery.journal.note(Renewed(since))
+        frames = self.link.encode(Renew(self._group, since))
+        self.tell_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
 
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
@@ -286,7 +320,7 @@ class Client:
         Raises:
             WorkerDied, WorkerFrozen: instead of an answer.
         """
-        run = self._in_flight[seq]
+        run = self._early.pop(seq, None) or self._in_flight[seq]
         try:
             if as_number and self.numbers is not None and self.observer is None:
                 number = self._awaited_number(seq, run)
@@ -300,6 +334,7 @@ class Client:
             for rank, (done, _) in run.answers.items():
                 self._fetches.drop(rank, done)
             raise
+        self._early.pop(seq, None)
         return run.answers
 
     def _awaited_number(self, seq: int, run: _InFlightRun) -> Any:
@@ -344,7 +379,8 @@ class Client:
 
     def pump(self) -> None:
         """Take the answers that are there already."""
-        while self._in_flight or self.entries.swapping:  # a look costs a system call
+        cutting = self.recovery is not None and self.recovery.journal.cutting
+        while self._in_flight or self.entries.swapping or cutting:  # a look costs a system call
             message = self._receive(0)
             if message is None:
                 return
@@ -371,9 +407,27 @@ class Client:
         if self._nonsense is not None:
             raise self._nonsense
         try:
+            if self.recovery is not None:
+                self.recovery.go_on()
             return self.link.receive(timeout, beside)
-        except WorkerDied as error:
-            self._death = error
+        except (WorkerDied, WorkerFrozen) as error:
+            self._lost(error)
+            return None
+
+    def _lost(self, error: WorkerDied | WorkerFrozen) -> None:
+        """A worker is gone: go on as if it had not, if that is possible.
+
+        Raises:
+            WorkerDied, WorkerFrozen: it is not.
+        """
+        if self.recovery is not None and self.recovery.active:
+            raise error  # to the recovery, which begins anew
+        try:
+            if self.recovery is None or self._death is not None:
+                raise error
+            self.recovery.recover(error)
+        except WorkerDied as death:
+            self._death = death
             raise
 
     # -- plans ---------------------------------------------------------------------------
@@ -387,13 +441,13 @@ class Client:
         if not entry.sent:
             self._send_plan(entry, "swap")
         entry.swap = tuple(groups)
-        for rank, frames in enumerate(self.entries.swap_messages(entry)):
-            self._send("swap", rank, frames, "compiled")
+        if self.recovery is not None:
+            self.recovery.journal.note(SwappedIn(entry))
+        self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
 
     def _send_plan(self, entry: PlanRecord, why: str) -> None:
         messages = self.entries.plan_messages(entry)
-        for rank, frames in enumerate(messages):
-            self._send("plan", rank, frames, why)
+        self.tell_all("plan", messages, why)
         self._shipped(entry, messages[0], len(messages))
         entry.sent = True
 
@@ -401,12 +455,15 @@ class Client:
         """A rank has forgotten the plan of a run."""
         run = self._in_flight.get(need.seq)
         entry = None if run is None else run.entry
+        if entry is None and self.recovery is not None:
+            entry = self.recovery.journal.entry_of(need.seq)
         if entry is None or entry.name(rank) != need.digest:
             raise ProtocolError("it asks for a plan that was never sent")
         frames = again_message(entry, rank)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
-        if entry.swap:
+        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
+        if entry.swap and not later:
             self._send("swap", rank, swap_message(entry, rank), "compiled")
 
     def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
@@ -414,21 +471,43 @@ class Client:
         entry.ships += times
         entry.size = size_of(frames)
 
+    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+        """Send each rank its message, unless a recovery meanwhile has told all of them."""
+        epoch = self._epoch
+        for rank, frames in enumerate(messages):
+            self._send(kind, rank, frames, why)
+            if self._epoch != epoch:
+                return
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.recovery is None else self.recovery.epoch
+
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
-        size = size_of(frames)
+        size, epoch = size_of(frames), self._epoch
         try:
+            if self.recovery is not None:
+                self.recovery.go_on()
+                if self._epoch != epoch:
+                    return  # it is told by now
             self.link.send(rank, frames)
         except WorkerDied as error:
-            self._death = error
-            raise
+            self._lost(error)
+            return
         self.counts.messages_sent += 1
         self.counts.bytes_sent += size
         if self.observer is not None:
             self.observer.message("send", kind, rank, self._seq, size, why)
 
     def write(self, rank: int, number: int, request: tuple[Any, ...]) -> None:
-        """Have a worker copy blocks for a transfer; ``written`` takes its answer."""
+        """Have a worker copy blocks for a transfer; ``written`` takes its answer.
+
+        Raises:
+            WorkerDied, WorkerFrozen: a worker had to be replaced.
+        """
+        self._writing = self._epoch
         self._send("write", rank, self.link.encode(Write(number, request)), "transfer_weights()")
+        self._check_writing()
 
     def written(self, seconds: float) -> list[tuple[Any, ...]]:
         """(rank, number, checksums, error, handles) of what was asked for and is done.
@@ -436,23 +515,33 @@ class Client:
         Waits at most ``seconds`` for something to come.
 
         Raises:
-            WorkerDied, WorkerFrozen: while waiting.
+            WorkerDied, WorkerFrozen: a worker is gone, even if it was replaced meanwhile.
         """
         message = None if self._written else self._receive(seconds)
         while message is not None:
             self._take(message)
             message = self._receive(0)
+        self._check_writing()
         written, self._written = self._written, []
         return written
+
+    def _check_writing(self) -> None:
+        """Raise what a worker was replaced for while it was asked to write."""
+        if self.recovery is not None and self._writing != self._epoch:
+            self._writing = self._epoch
+            self._written.clear()
+            raise self.recovery.last
 
     # -- answers -------------------------------------------------------------------------
 
     def _take_next(self) -> None:
-        """Wait for one answer and take it."""
-        observer, message = self.observer, None
+        """Wait for one answer and take it, or for a recovery, which may have taken some."""
+        observer, message, epoch = self.observer, None, self._epoch
         try:
             while message is None:
                 message = self._receive(None if observer is None else observer.patience)
+                if self._epoch != epoch:
+                    break
                 if message is None and observer is not None:
                     observer.waiting(
                         f"{len(self._in_flight)} runs of {self.link.world_size} worker(s)"
@@ -460,7 +549,8 @@ class Client:
         finally:
             if observer is not None:
                 observer.came()
-        self._take(message)
+        if message is not None:
+            self._take(message)
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
         """Act on what a worker says.
@@ -478,13 +568,20 @@ class Client:
             if self.observer is not None:
                 kind = type(told).__name__.lower()
                 self.observer.message("receive", kind, rank, _number(told), size, "")
-            self._act(rank, told, frames[1:])
+            for believed in self._relied_on(Told(rank, told, frames[1:])):
+                self._act(*believed)
         except ProtocolError as error:
             self._nonsense = ProtocolError(
                 f"worker {rank} sent what makes no sense: {error}. Leave the session and open a "
                 f"new one; please report this, if nobody tampered with the worker"
             )
             raise self._nonsense from error
+
+    def _relied_on(self, told: Told) -> Iterable[Told]:
+        """What to act on by now: perhaps not this, since a rank may be dying."""
+        if self.recovery is None or self.link.world_size == 1:
+            return (told,)
+        return self.recovery.doubts.sort_out(told)
 
     def _act(self, rank: int, told: Part, buffers: list[memoryview]) -> None:
         match told:
@@ -503,6 +600,8 @@ class Client:
                 self._captured(rank, told)
             case Swapped():
                 self._swapped(rank, told.digest, told.error)
+            case Snapped():
+                self._snapped(rank, told)
 
     def _left(self, told: Left) -> None:
         """A rank has left the group in a run; those before it may be under way on other ranks."""
@@ -537,8 +636,35 @@ class Client:
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
+    def _snapped(self, rank: int, told: Snapped) -> None:
+        if self.recovery is None:
+            return
+        if told.error:
+            self._recover_no_more(f"worker {rank} could not take a snapshot: {told.error}")
+            return
+        covered = self.recovery.took(rank, told)
+        if covered is not None:
+            self._uploads.covered(covered)
+
+    def _recover_no_more(self, why: str) -> None:
+        """From here on a worker's death loses values; say so, once."""
+        self.recovery = None
+        self._uploads.keep_no_more()
+        warnings.warn(
+            f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
+            f"lazygt.session(recover='off') takes no snapshots.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         run = self._in_flight.get(done.seq)
+        if self.recovery is not None:
+            self.recovery.answered(rank, done.seq)
+            if (run is None or rank not in run.waiting) and self.recovery.is_again(rank, done.seq):
+                for offset in done.releases:
+                    self._uploads.read_again(offset, rank, done.seq)
+                return
         if run is None or rank not in run.waiting:
             raise ProtocolError(f"it answers run {done.seq}, which it was not asked")
         wanted = run.fetches if rank in run.asked else 0
@@ -547,7 +673,7 @@ class Client:
         if done.timings is not None and self.observer is not None:
             self.observer.ran(rank, done.seq, run.entry, run.describe, done.timings)
         for offset in done.releases:
-            self._uploads.was_read(offset)
+            self._uploads.was_read(offset, rank, done.seq)
         if rank in run.asked:
             run.answers[rank] = done, buffers
             if run.abandoned:
@@ -556,6 +682,69 @@ class Client:
             self._failures.note(done.seq, rank, failure, run.describe, run.errors)
         if not run.waiting:
             del self._in_flight[done.seq]
+            if run.fetches or run.describe is not None:
+                self._keep_early(done.seq, run)
+
+    # -- what a recovery asks for --------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Number of the workers' process group."""
+        return self._group
+
+    def new_group(self) -> int:
+        """The number of the process group that the workers form next."""
+        self._broken_since, self._group = None, self._group + 1
+        return self._group
+
+    def under_way(self, rank: int) -> int | None:
+        """The oldest run that a rank has not answered."""
+        return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
+
+    def step_of(self, seq: int, rank: int, step: int) -> str:
+        """What a step of a run is, what it asks for, and the user's line."""
+        run = self._in_flight[seq]
+        if run.entry is None or run.describe is None:
+            return "the upload of its values"
+        op, inputs, where = run.describe(step, rank)
+        nodes = run.entry.plans[run.entry.of(rank)].steps.graph.nodes
+        fresh = nodes[step].fresh if step < len(nodes) else ()
+        asked = sum(meta.nbytes for meta in fresh if meta is not None)
+        return f"{op}({', '.join(inputs)}), which makes {asked:,} bytes, recorded at {where}"
+
+    def waiting_for(self, seq: int) -> Set[int]:
+        """The ranks that have not answered a run."""
+        run = self._in_flight.get(seq)
+        return set() if run is None else run.waiting
+
+    def forget_fetches(self, rank: int) -> None:
+        """The arena in which a rank had left values is gone."""
+        self._fetches.renew(rank)
+
+    def drop_answer(self, rank: int, done: Done) -> None:
+        """An answer comes that will be given again."""
+        self._fetches.drop(rank, done)
+
+    def take(self, message: tuple[int, list[memoryview]]) -> None:
+        """Act on what a worker says."""
+        self._take(message)
+
+    def recovered(self, record: RecoveryRecord) -> None:
+        """Workers were replaced, and all is as it was."""
+        self.entries.swapping.clear()
+        _log.warning("%s", record)
+        if self.observer is not None:
+            self.observer.message("recover", "runs", record.ranks[0], self._seq, 0, str(record))
+        for told in self.on_recovery:
+            told(record)
+
+    def _keep_early(self, seq: int, run: _InFlightRun) -> None:
+        """In a recovery answers come before anybody waits for them."""
+        if self.recovery is not None and self.recovery.under_way and not run.abandoned:
+            old = [key for key in self._early if key < seq - 2 * self._max_ahead]
+            for key in old:  # nobody has waited for it, nor will
+                del self._early[key]
+            self._early[seq] = run
 
     # -- errors --------------------------------------------------------------------------
 

@@ -167,6 +167,51 @@ class Renew(Part, tag=10):
     since: Count
 
 
+class Copied(Part):
+    """A value in a snapshot.
+
+    Attributes:
+        offset, nbytes: the memory from its storage's beginning on.
+        borrowed: it lies in the client's arena, not in the snapshots' memory.
+    """
+
+    id: Count
+    meta: TensorMeta
+    offset: Count
+    nbytes: Count
+    borrowed: bool = False
+
+
+class Snap(Part, tag=13):
+    """Take a snapshot of this number. The lists of ids of all plans begin anew.
+
+    Attributes:
+        committed: the last snapshot that all ranks have; the others are not needed.
+    """
+
+    number: Count
+    committed: Count = 0
+
+
+class Restore(Part, tag=14):
+    """Forget all, plans too, and go on from a snapshot; answered by ``Restored``.
+
+    Attributes:
+        epoch: how many recoveries there were, this one among them.
+        group: number of the process group to join.
+        number: of the snapshot; 0: of the beginning.
+        values, failed, next_dynamic, generator: see ``Snapped``.
+    """
+
+    epoch: Count
+    group: Count
+    number: Count = 0
+    values: tuple[Copied, ...] = ()
+    failed: tuple[tuple[Count, Failure], ...] = ()
+    next_dynamic: Count = 0
+    generator: bytes = b""
+
+
 # -- to the client -------------------------------------------------------------------------
 
 
@@ -252,5 +297,35 @@ class Captured(Part, tag=12):
     failed: bool = False
 
 
-TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew)
-TO_CLIENT: tuple[type[Part], ...] = (Done, Need, Swapped, Wrote, Left, Relaid, Captured)
+class Snapped(Part, tag=15):
+    """A snapshot was taken.
+
+    Attributes:
+        values: where they lie.
+        failed: those that could not be computed.
+        next_dynamic: the id that the next result of a data-dependent op will have.
+        generator: the generator's state.
+        nbytes, nanoseconds: what was copied, and how long all of it took.
+        error: why there is none.
+    """
+
+    number: Count
+    values: tuple[Copied, ...] = ()
+    failed: tuple[tuple[Count, Failure], ...] = ()
+    next_dynamic: Count = 0
+    generator: bytes = b""
+    nbytes: Count = 0
+    nanoseconds: Count = 0
+    error: str = ""
+
+
+class Restored(Part, tag=16):
+    """A worker has the values of a snapshot again."""
+
+    epoch: Count
+
+
+TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew, Snap, Restore)
+TO_CLIENT: tuple[type[Part], ...] = (
+    Done, Need, Swapped, Wrote, Left, Relaid, Captured, Snapped, Restored,
+)  # fmt: skip

@@ -64,6 +64,10 @@ class PlanRecord:
         #: whether it has been decided what of it is compiled
         self.considered = False
 
+    def begin_anew(self) -> None:
+        """Workers forget what they know of its last run."""
+        self.inputs, self.frees, self.numbers = new_codec(), new_codec(), None
+
     @property
     def nbytes(self) -> int:
         """What keeping it takes of the client's memory, about."""

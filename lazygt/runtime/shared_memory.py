@@ -38,6 +38,8 @@ ALIGNMENT = 256
 
 _PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8sQ")
+_NOTE = struct.Struct("<Q")
+_NOTE_AT = 64  # in the header's page
 _MAGIC = b"lazygt\x00\x01"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14); not named by Python's mmap module
 _POPULATE_STEP = 16 << 20
@@ -111,6 +113,30 @@ class Arena:
             self._slots[offset] = size
             self._in_use += size
         return Slot(offset, nbytes)
+
+    def note(self, number: int) -> None:
+        """Write a number that `read_note` reads, whatever becomes of this process."""
+        os.pwrite(self.fd, _NOTE.pack(number), _NOTE_AT)
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        """Allocate a given range, in which a process that was here before has left something.
+
+        Raises:
+            ProtocolError: it does not lie inside one segment.
+            ValueError: it is not free.
+        """
+        self._check_owner()
+        size = max(_round_up(nbytes, ALIGNMENT), ALIGNMENT)
+        with self._lock:
+            index = self._index_of(offset, size)
+            segment = self._segments.get(index)
+            if segment is None:
+                segment = self._map(index)
+                segment.free.append((0, segment.nbytes))
+            _take_out(segment.free, offset - segment.start, size)
+            segment.populated = max(segment.populated, offset - segment.start + size)
+            self._slots[offset] = size
+            self._in_use += size
 
     def put(self, source: torch.Tensor) -> Slot:
         """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads."""
@@ -275,6 +301,11 @@ def create_memory(initial_bytes: int = 64 << 20) -> int:
     return fd
 
 
+def read_note(fd: int) -> int:
+    """The number that the owner of an arena noted last."""
+    return int(_NOTE.unpack(os.pread(fd, _NOTE.size, _NOTE_AT))[0])
+
+
 def tensor_over(
     arena: Arena, offset: int, nbytes: int, on_release: Callable[[int], object]
 ) -> torch.Tensor:
@@ -317,6 +348,17 @@ def _give_back(free: list[tuple[int, int]], begin: int, size: int) -> None:
         place -= 1
         begin = free.pop(place)[0]
     free.insert(place, (begin, end))
+
+
+def _take_out(free: list[tuple[int, int]], begin: int, size: int) -> None:
+    """Take a range out of a sorted free list."""
+    end = begin + size
+    place = bisect_left(free, (begin + 1,)) - 1
+    if place < 0 or free[place][1] < end:
+        raise ValueError(f"{size} bytes at {begin} of the segment are not free")
+    first, last = free.pop(place)
+    rest = [(first, begin), (end, last)]
+    free[place:place] = [(a, b) for a, b in rest if a < b]
 
 
 def _unmap(memory: mmap.mmap) -> None:

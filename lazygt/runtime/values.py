@@ -90,14 +90,23 @@ class Uploads:
         arena: the shared memory, if there is any.
         readers: the workers that read what lies there.
         threshold: bytes from which a tensor goes there.
+        keeps: whether what was read stays until a snapshot covers that.
     """
 
-    def __init__(self, arena: Arena | None, readers: int, threshold: int) -> None:
+    def __init__(
+        self, arena: Arena | None, readers: int, threshold: int, keeps: bool = False
+    ) -> None:
         self._arena, self._readers, self._threshold = arena, readers, threshold
         #: each with its bytes, unless they lie in the arena
         self._waiting: list[tuple[Put, Buffer | None]] = []
+        self._keeps = keeps
         #: offset in the arena -> workers that have not read it yet
-        self._unread: dict[int, int] = {}
+        self._unread: dict[int, set[int]] = {}
+        self._sizes: dict[int, int] = {}
+        #: offset of what is kept -> the run with which the last worker had read it
+        self._kept: dict[int, int] = {}
+        #: what is kept, in bytes
+        self.kept_bytes = 0
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
@@ -109,7 +118,8 @@ class Uploads:
             slot = self._arena.allocate(meta.nbytes)
             room = self._arena.view(slot.offset, meta.nbytes).view(meta.dtype)
             room.as_strided(meta.shape, meta.stride).copy_(source)
-            self._unread[slot.offset] = self._readers
+            self._unread[slot.offset] = set(range(self._readers))
+            self._sizes[slot.offset] = slot.nbytes
             self._waiting.append((Put(key, meta, slot.offset), None))
         else:
             host = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
@@ -122,19 +132,46 @@ class Uploads:
         taken, self._waiting = self._waiting, []
         return [put for put, _ in taken], [data for _, data in taken if data is not None]
 
-    def was_read(self, offset: int) -> None:
-        """A worker has read what lies in the arena at ``offset``.
+    def was_read(self, offset: int, rank: int, seq: int) -> None:
+        """A worker has read, with this run, what lies in the arena at ``offset``.
 
         Raises:
-            ProtocolError: nothing does, or all have read it.
+            ProtocolError: nothing does, or it has read it before.
         """
-        if offset not in self._unread:
+        unread = self._unread.get(offset)
+        if unread is None or rank not in unread:
             raise ProtocolError(f"nothing lies in shared memory at {offset}")
-        self._unread[offset] -= 1
-        if not self._unread[offset]:
-            del self._unread[offset]
-            assert self._arena is not None
-            self._arena.free(offset)
+        unread.discard(rank)
+        if unread:
+            return
+        del self._unread[offset]
+        if self._keeps:
+            self._kept[offset] = seq
+            self.kept_bytes += self._sizes[offset]
+        else:
+            self._free(offset)
+
+    def read_again(self, offset: int, rank: int, seq: int) -> None:
+        """A worker that does a run again has read what lies there; it may have before."""
+        if rank in self._unread.get(offset, ()):
+            self.was_read(offset, rank, seq)
+
+    def covered(self, seq: int) -> None:
+        """There is a snapshot of after this run: what was read until then is not needed again."""
+        for offset in [offset for offset, read in self._kept.items() if read <= seq]:
+            del self._kept[offset]
+            self.kept_bytes -= self._sizes[offset]
+            self._free(offset)
+
+    def keep_no_more(self) -> None:
+        """There will be no snapshots: what was read is not needed again."""
+        self._keeps = False
+        self.covered(max(self._kept.values(), default=0))
+
+    def _free(self, offset: int) -> None:
+        assert self._arena is not None
+        del self._sizes[offset]
+        self._arena.free(offset)
 
 
 #: A rank's answer to a run, with the buffers that came with it.
@@ -226,6 +263,10 @@ class Fetches:
     def waiting(self) -> bool:
         """Whether a rank is to be told of room that nobody reads any more."""
         return any(self._read)
+
+    def renew(self, rank: int) -> None:
+        """A rank has an arena of its own anew: of what was in the one before nothing is said."""
+        self._read[rank] = deque()
 
     def releases(self, rank: int) -> tuple[int, ...]:
         """The room in a rank's arena that nobody reads any more; each is told once."""

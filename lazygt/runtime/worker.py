@@ -40,9 +40,13 @@ from lazygt.runtime.messages import (
     Relaid,
     Renew,
     Reply,
+    Restore,
+    Restored,
     Run,
     Several,
     Ship,
+    Snap,
+    Snapped,
     Swap,
     Swapped,
     Timings,
@@ -50,6 +54,7 @@ from lazygt.runtime.messages import (
     Wrote,
 )
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
+from lazygt.runtime.recovery.snapshot import Snapshots
 from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer, DeltaCodec, Part, decode, encode
 
@@ -103,6 +108,7 @@ class Worker:
         inline: the generator is the client's own, so it is lent to a run and put back.
         copier: makes what copies values for transfers, when one is asked for first.
         encode: makes what ``handle`` returns of a reply.
+        snapshots: memory for copies of the values that outlive this process.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Worker:
         max_cuda_graph_bytes: int | None = None,
         copier: Callable[[torch.device], Copier] | None = None,
         encode: Callable[..., list[Buffer]] = encode,
+        snapshots: Arena | None = None,
     ) -> None:
         self._encode = encode
         self.device = torch.device(device)
@@ -156,6 +163,10 @@ class Worker:
         #: number of the process group, and the one that the client knows to be broken
         self._group, self._left = 0, -1
         self._generator_state = torch.default_generator.get_state() if inline else None
+        self._first_generator = kernels.get_rng_state(self.device)
+        self._snapshots = None
+        if snapshots is not None:
+            self._snapshots = Snapshots(snapshots, upload, self.device)
 
     # -- messages ------------------------------------------------------------------------
 
@@ -173,6 +184,9 @@ class Worker:
         message = decode(frames, TO_WORKER)
         if self.known_runs is not None and type(message) is not Run:
             self.known_runs.forget()
+        if self._waiting and not isinstance(message, Ship | Restore):
+            self._waiting.append(_kept(frames))  # in its turn
+            return []
         match message:
             case Run():
                 return self._run_or_ask(message, frames)
@@ -186,15 +200,17 @@ class Worker:
                 return [self._encode(self._write(message))]
             case Renew():
                 self._renew(message)
+            case Snap():
+                return [self._encode(self._snap(message))]
+            case Restore():
+                return [self._encode(self._restore(message))]
         return []
 
     def _run_or_ask(self, run: Run, frames: list[Buffer]) -> list[list[Buffer]]:
         """Answer a run; if its plan is not known (any more), ask for that and let it wait."""
-        unknown = run.digest is not None and run.digest not in self._executors
-        if self._waiting or unknown:
-            first = not self._waiting
-            self._waiting.append([f if isinstance(f, Part) else bytes(f) for f in frames])
-            return [self._encode(Need(run.seq, run.digest))] if first and run.digest else []
+        if run.digest is not None and run.digest not in self._executors:
+            self._waiting.append(_kept(frames))
+            return [self._encode(Need(run.seq, run.digest))]
         done = self._run(run, frames[1:])
         told = [*self._departure(), *self._layouts(run.digest)]
         if self._graphs is not None and run.digest is not None:
@@ -314,6 +330,43 @@ class Worker:
         group.renew(message.number)
         self._group = message.number
 
+    def _snap(self, message: Snap) -> Snapped:
+        """Take a snapshot; from here on runs can be read without what was said before."""
+        if self._snapshots is None:
+            raise ProtocolError("this worker was started without memory for snapshots")
+        self._begin_lists_anew()
+        generator = self._generator_state
+        if generator is None:
+            generator = kernels.get_rng_state(self.device)
+        return self._snapshots.take(message, self.store, self._next_dynamic, generator)
+
+    def _restore(self, message: Restore) -> Restored:
+        """Be as a snapshot has it. What this rank did since is done again, on all ranks."""
+        if self._snapshots is None:
+            raise ProtocolError("this worker was started without memory for snapshots")
+        self._begin_lists_anew()
+        self._waiting.clear()
+        self._executors.clear()
+        self._snapshots.restore(message, self.store)
+        self._next_dynamic = message.next_dynamic or DYNAMIC_IDS
+        self._set_generator(message.generator)
+        if self.world_size > 1:
+            group.renew(message.group)
+            self._group = message.group
+        return Restored(message.epoch)
+
+    def _set_generator(self, state: bytes) -> None:
+        """Have the generator of a snapshot again, or that of the beginning."""
+        generator = wire.received(state) if state else self._first_generator
+        if self._generator_state is None:
+            kernels.set_rng_state(self.device, generator)
+        else:
+            self._generator_state = generator
+
+    def _begin_lists_anew(self) -> None:
+        for known in self._known.values():
+            known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
+
     def _doubt(self, since: int) -> None:
         """Mark values as failed: NCCL does not say which of them ranks have met for."""
         why = Failure(-1, COLLECTIVE_ERROR, "the ranks parted while it was being computed")
@@ -427,7 +480,8 @@ class Worker:
         inputs = self._inputs(executor.schedule, ids, frees)
         done.releases.extend(self.store.free(frees))
         if run.timed:
-            executor = TimedExecutor(executor.plain)
+            mark = None if self._snapshots is None else self._snapshots.mark
+            executor = TimedExecutor(executor.plain, mark)
         if known.checked != self._group:
             known.checked = self._group
             known.mismatch = self._mismatch(executor.plan, run.seq, known.own)
@@ -531,6 +585,11 @@ class Worker:
             return Fetched(meta, slot.offset)
         buffers.append(data.numpy().data)
         return Fetched(meta)
+
+
+def _kept(frames: Sequence[Buffer]) -> list[Buffer]:
+    """A message that outlives the memory that it came in."""
+    return [frame if isinstance(frame, Part) else bytes(frame) for frame in frames]
 
 
 def _checked(data: Buffer) -> PlanTemplate:

@@ -24,6 +24,7 @@ DOCUMENTS = [
             "seeing",
             "sharding",
             "transfer",
+            "recovery",
         )
     ),
 ]

@@ -119,3 +119,15 @@ def test_gpt_on_a_mesh_agrees_with_eager(mesh: str) -> None:
     assert [float(loss) for loss in losses(lazy)] == pytest.approx(
         [float(loss) for loss in losses(eager)], abs=1e-5
     )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_workers_change_no_bit(workers: int) -> None:
+    told = run_example("survive.py", f"--workers {workers} --steps 40 --kills 2")
+    pairs = re.findall(r"undisturbed (\S+)  killed (\S+)", told)
+    assert len(pairs) == 4
+    assert all(calm == killed for calm, killed in pairs)
+    assert told.count("signal SIGKILL; back after") >= 1
+    match = re.search(r"weights (\w+) and (\w+)", told)
+    assert match
+    assert match[1] == match[2]

@@ -36,7 +36,8 @@ def slow_work(s: lazygt.Session) -> torch.Tensor:
 
 @pytest.mark.parametrize("wait", ["fetch", "synchronize", "record on"])
 def test_a_killed_worker_is_named_at_once(wait: str) -> None:
-    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1) as s:
+    settings = {"workers": 1, "threads": 1, "recover": "off"}
+    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(**settings) as s:
         assert torch.ones(3).sum().item() == 3
         x = slow_work(s)
         pid = s.worker_pids[0]
@@ -68,7 +69,8 @@ def test_a_killed_worker_is_named_at_once(wait: str) -> None:
 
 
 def test_a_stopped_worker_is_frozen_at_the_deadline() -> None:
-    with pytest.raises(lazygt.WorkerFrozen), lazygt.session(workers=1, frozen_after=1.5) as s:
+    settings = {"workers": 1, "frozen_after": 1.5, "recover": "off"}
+    with pytest.raises(lazygt.WorkerFrozen), lazygt.session(**settings) as s:
         assert torch.ones(3).sum().item() == 3
         os.kill(s.worker_pids[0], signal.SIGSTOP)
         torch.ones(3).sum().item()

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from lazygt.errors import CollectiveMismatch, ExecutionError
+from lazygt.errors import CollectiveMismatch, ExecutionError, ProtocolError
 from lazygt.graph import Graph, Node, Ref
 from lazygt.graph.meta import contiguous_stride, intern
 from lazygt.runtime import wire
@@ -96,10 +96,35 @@ def test_an_upload_keeps_its_room_until_every_worker_has_read_it(arena) -> None:
     assert not uploads
     assert buffers == []
     assert arena.view(put.offset, META.nbytes).view(torch.float32).tolist() == [0, 1, 2, 3]
-    uploads.was_read(put.offset)
+    uploads.was_read(put.offset, 0, 1)
     assert arena.bytes_in_use > 0
-    uploads.was_read(put.offset)
+    with pytest.raises(ProtocolError, match="nothing lies"):
+        uploads.was_read(put.offset, 0, 1)
+    uploads.was_read(put.offset, 1, 1)
     assert arena.bytes_in_use == 0
+
+
+def test_an_upload_is_kept_until_a_snapshot_covers_what_read_it(arena) -> None:
+    uploads = Uploads(arena, readers=2, threshold=META.nbytes, keeps=True)
+    offsets = []
+    for key in (7, 8):
+        uploads.add(key, torch.arange(4.0), META)
+        [put], _ = uploads.take()
+        offsets.append(put.offset)
+    held = arena.bytes_in_use
+    uploads.was_read(offsets[0], 0, 1)
+    uploads.was_read(offsets[0], 1, 2)
+    uploads.was_read(offsets[1], 1, 2)
+    assert uploads.kept_bytes == META.nbytes
+    uploads.covered(1)
+    assert arena.bytes_in_use == held
+    uploads.read_again(offsets[0], 0, 1)  # once more after a recovery: it is known
+    uploads.read_again(offsets[1], 1, 2)
+    uploads.covered(2)
+    assert (arena.bytes_in_use, uploads.kept_bytes) == (held // 2, 0)
+    uploads.read_again(offsets[1], 0, 3)
+    uploads.keep_no_more()
+    assert (arena.bytes_in_use, uploads.kept_bytes) == (0, 0)
 
 
 def test_a_small_upload_travels_with_the_run(arena) -> None:

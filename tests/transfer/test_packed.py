@@ -223,7 +223,7 @@ def test_a_worker_is_killed(
     sender = sender_of(here, request_bytes, monkeypatch)
     readers = engine(here, sender)
     width = 64 if request_bytes < BIG else 1024
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, threads=1, recover="off") as s:
         model = model_of(width)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         old = state(model)

@@ -269,18 +269,18 @@ def keep_apart(rank: int, world_size: int) -> None:
 _current: Group | None = None  # torch, too, has one default group a process
 
 
-def join(spec: GroupSpec, rank: int, world_size: int, listener: int) -> None:
+def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int = 0) -> None:
     """Begin to join this process's group, without waiting.
 
     Args:
         listener: a descriptor of the socket at ``spec.rendezvous(rank)``.
+        number: how many groups the session had before.
     """
     global _current
     if spec.backend == HOST:
         keep_apart(rank, world_size)
-    _current = Group(
-        spec, rank, world_size, Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
-    )
+    meet = Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
+    _current = Group(spec, rank, world_size, meet, number)
 
 
 def _own() -> Group:
@@ -336,7 +336,7 @@ def renew(number: int) -> None:
     All workers do, between the same two runs. Does not wait for the others.
     """
     global _current
-    if _current is not None:
+    if _current is not None and _current.number != number:
         _current = _current.successor(number)
 
 

@@ -271,6 +271,8 @@ class Rendezvous:
             except TimeoutError:
                 raise self._too_late(rank) from None
             self._admit(end, number)
+            if any(later > number and who == rank for later, who, _ in self._visitors):
+                raise ConnectionError(f"rank {rank} came for a later group: it had died before")
         end = self._visitors.pop((number, rank, which))
         end.sendall(_WELCOME)
         return end

@@ -188,11 +188,14 @@ class TimedExecutor(EagerExecutor):
     A node's time contains its copies and what the interpreter does around its kernel, some
     microseconds; on a GPU each node waits for its kernels to end.
 
+    Args:
+        mark: told the step of each node that begins.
+
     Attributes:
         times: (step, count, begin, end) of the run, as ``messages.Timings`` has them.
     """
 
-    def __init__(self, executor: EagerExecutor) -> None:
+    def __init__(self, executor: EagerExecutor, mark: Callable[[int], None] | None = None) -> None:
         schedule, device = executor.schedule, executor.interpreter.device
         super().__init__(executor.plan, device, schedule)
         self._counts = [1 if n.body is None else len(n.body.nodes) for n in schedule.graph.nodes]
@@ -200,6 +203,8 @@ class TimedExecutor(EagerExecutor):
         self.times: list[tuple[int, int, int, int]] = []
         self.interpreter = _Timed(schedule, device, executor.interpreter._compiled)
         self.interpreter.ran = self._ran
+        if mark is not None:
+            self.interpreter.begins = lambda number: mark(self._firsts[number])
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan, once. ``inputs`` is emptied; failures name the steps of ``plan.steps``."""
@@ -218,6 +223,8 @@ class TimedExecutor(EagerExecutor):
 class _Timed(CheckedInterpreter):
     #: told a node's number and when it began, once it has ended
     ran: Callable[[int, int], None]
+    #: told its number when it begins
+    begins: Callable[[int], None] = staticmethod(lambda _: None)
 
     def _node(
         self,
@@ -228,6 +235,7 @@ class _Timed(CheckedInterpreter):
         params: tuple[Any, ...],
         check: bool,
     ) -> None:
+        self.begins(number)
         begin = time.monotonic_ns()
         try:
             super()._node(number, node, results, values, params, check)

@@ -55,9 +55,10 @@ class Boot:
         token: the session's secret, as hex.
         keys: CURVE keys of this worker, or None for a local channel.
         upload, fetch: descriptors of the arenas' memfds, or None.
+        snapshots: of the memory in which copies of its values outlive it, or None.
         mailboxes: what client and worker leave small messages in, or None.
         directory: the session's directory, removed when the client was killed.
-        group: how to join the group of workers, or None.
+        group: how to join the group of workers, or None; group_number: which one it is.
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
         copier: ``module:attribute`` of what makes a `worker.Copier`, or "".
@@ -82,6 +83,8 @@ class Boot:
     rendezvous: Address | None
     loads_torch: bool
     copier: str = ""
+    snapshots: int | None = None
+    group_number: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -109,7 +112,8 @@ class Boot:
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the process must inherit."""
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
-        others = tuple(fd for fd in (self.upload, self.fetch, rendezvous) if fd is not None)
+        memory = self.upload, self.fetch, self.snapshots
+        others = tuple(fd for fd in (*memory, rendezvous) if fd is not None)
         boxes = () if self.mailboxes is None else self.mailboxes.all
         return (self.data.fd, self.control.fd, *others, *boxes)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lazygt.errors import LazyGTError
+from lazygt.errors import LazyGTError, WorkerDied
 from lazygt.graph.ops import undispatched
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.wire import Buffer, Part, hand_over
@@ -28,6 +28,16 @@ class Link(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether nothing is known to be wrong with it."""
+
+    @property
+    def lost(self) -> Mapping[int, WorkerDied]:
+        """The workers that are known to have died, with how they did."""
+
+    def replace(self, rank: int, group_number: int) -> None:
+        """Start a new process in the place of a worker; see ``ProcessLink.replace``."""
+
+    def last_step(self, rank: int) -> int:
+        """The step at which a worker was last in a timed run, also when it has died since."""
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         """C++'s way to get numbers from its only worker; None: there is none.
@@ -81,6 +91,19 @@ class InlineLink:
 
     #: a worker that is no process does not die
     healthy = True
+    lost: Mapping[int, WorkerDied] = {}
+
+    def replace(self, rank: int, group_number: int) -> None:
+        """Never called: it does not die.
+
+        Raises:
+            LazyGTError: always.
+        """
+        raise LazyGTError("an inline worker can't be replaced; please report this")
+
+    def last_step(self, rank: int) -> int:
+        """Never called; as ``replace``."""
+        raise LazyGTError("an inline worker has not died; please report this")
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         """One that calls the worker's known runs."""

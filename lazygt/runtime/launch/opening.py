@@ -91,6 +91,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
         transport=config.transport,
         frozen_after=config.frozen_after,
         copier=copier,
+        snapshots=config.recover == "auto",
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
         environment={

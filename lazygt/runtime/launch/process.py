@@ -113,10 +113,15 @@ def build_handler(boot: Boot) -> MessageHandler:
 
         torch.set_num_threads(boot.threads)
         if boot.group is not None and boot.rendezvous is not None:
-            group.join(boot.group, boot.rank, boot.world_size, boot.rendezvous.fd)
+            at = boot.rendezvous.fd
+            group.join(boot.group, boot.rank, boot.world_size, at, boot.group_number)
         upload = None if boot.upload is None else shared_memory.Arena.attach(boot.upload)
         fetch = None if boot.fetch is None else shared_memory.Arena.own(boot.fetch)
-    more = {"copier": lambda device: load_named(boot.copier)(device)} if boot.copier else {}
+    more: dict[str, object] = {}
+    if boot.copier:
+        more["copier"] = lambda device: load_named(boot.copier)(device)
+    if boot.snapshots is not None and boot.loads_torch:
+        more["snapshots"] = shared_memory.Arena.own(boot.snapshots)
     handler: MessageHandler = load_named(boot.factory)(
         device=boot.device,
         rank=boot.rank,
@@ -125,6 +130,11 @@ def build_handler(boot: Boot) -> MessageHandler:
         fetch=fetch,
         **more,
     )
+    if os.environ.get("LAZYGT_FAULT"):
+        # why: it is for tests
+        from lazygt.runtime.recovery.fault import Faulty, faults_of
+
+        return Faulty(handler, faults_of(boot.rank, boot.group_number))
     return handler
 
 

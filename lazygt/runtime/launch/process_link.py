@@ -79,6 +79,32 @@ class ProcessLink:
         """Whether nothing is known to be wrong with it."""
         return not (self._closed or self._deaths or self._refused)
 
+    @property
+    def lost(self) -> dict[int, WorkerDied]:
+        """The workers that are known to have died, with how they did."""
+        return {rank: self._died(rank) for rank in self._deaths}
+
+    def replace(self, rank: int, group_number: int) -> None:
+        """Start a new process in the place of a worker, which is ended if it has not died.
+
+        Whatever it sent and was sent is gone.
+
+        Raises:
+            OSError: none can be started.
+        """
+        with self._receiving:
+            self._pool.replace(rank, group_number)
+            for told in (self._deaths, self._refused, self._heard, self._used):
+                told.pop(rank, None)
+            self._errors = deque(e for e in self._errors if getattr(e, "rank", None) != rank)
+            self._watch.handle(supervise.Started(rank), time.monotonic())
+            self._look_at = 0.0
+            self.pids = tuple(worker.process.pid for worker in self._pool.workers)
+
+    def last_step(self, rank: int) -> int:
+        """The step at which a worker was last in a timed run."""
+        return self._pool.last_step(rank)
+
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         """One that goes by the mailboxes, where they are the extension's."""
         pool = self._pool

@@ -36,6 +36,13 @@ class Worked:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """Another process was started in the worker's place."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The worker's process has ended."""
 
@@ -69,7 +76,7 @@ class ReportFrozen:
     deadline: float
 
 
-Event = Heard | Worked | Ended | Tick
+Event = Heard | Worked | Started | Ended | Tick
 Instruction = Ping | ReportDied | ReportFrozen
 
 
@@ -129,6 +136,8 @@ class Watch:
                 self._hear(rank, now)
             case Worked(rank):
                 self._see_work(self._states[rank], now)
+            case Started(rank):
+                self._states[rank] = _State(heard=now)
             case Ended(rank):
                 return self._end(rank)
             case Tick():

@@ -9,8 +9,8 @@ import select
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.procfs import OOMKills
 from lazygt.runtime.launch.session_directory import SessionDirectory
-from lazygt.runtime.shared_memory import Arena, create_memory
+from lazygt.runtime.shared_memory import Arena, create_memory, read_note
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class LinkSpec:
         environment: variables added to the workers' environment.
         loads_torch: False for handlers that do without torch.
         copier: see `Boot`.
+        snapshots: whether workers get memory for copies of their values that outlive them.
     """
 
     world_size: int = 1
@@ -65,6 +66,7 @@ class LinkSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     loads_torch: bool = True
     copier: str = ""
+    snapshots: bool = False
 
     @property
     def threads_a_worker(self) -> int:
@@ -87,6 +89,8 @@ class StartPlan:
         fetch: Arena | None,
         mailboxes: MailboxFiles | None,
         ours: ExitStack,
+        snapshots: int | None = None,
+        group_number: int = 0,
     ) -> Boot:
         """A worker's boot configuration; ``ours`` closes our copies of its listening sockets."""
         spec = self.spec
@@ -98,7 +102,7 @@ class StartPlan:
             addresses.append(address)
         rendezvous = None
         if spec.world_size > 1:
-            rendezvous = channel.listen_local(self.directory / f"rendezvous{rank}")
+            rendezvous = channel.listen_local(self._place(f"rendezvous{rank}"))
             ours.callback(os.close, rendezvous.fd)
         return Boot(
             factory=spec.factory,
@@ -120,6 +124,8 @@ class StartPlan:
             rendezvous=rendezvous,
             loads_torch=spec.loads_torch,
             copier=spec.copier,
+            snapshots=snapshots,
+            group_number=group_number,
         )
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -134,11 +140,17 @@ class StartPlan:
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
         if keys is None:
-            return channel.listen_local(self.directory / name)
+            return channel.listen_local(self._place(name))
         scheme, _, host = self.spec.transport.partition("://")
         if scheme != "tcp":
             raise ValueError(f"transport {self.spec.transport!r}: expected 'ipc' or 'tcp://HOST'")
         return channel.listen_tcp(host or "127.0.0.1", keys)
+
+    def _place(self, name: str) -> Path:
+        """Where a socket goes; that of a worker that was there before makes room."""
+        path = self.directory / name
+        path.unlink(missing_ok=True)
+        return path
 
     def _group(self) -> GroupSpec | None:
         if self.spec.world_size == 1:
@@ -154,6 +166,7 @@ _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its g
 _TERMINATE_SECONDS = 1.0
 _KILL_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 0.02
+_SNAPSHOT_BYTES = 64 << 20  # of the first segment, where there is no arena whose size is given
 
 
 @dataclass(slots=True)
@@ -165,6 +178,8 @@ class WorkerProcess:
     control: Client
     fetch: Arena | None
     boxes: Mailboxes | None
+    #: gives back all that is this process's alone
+    resources: ExitStack
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
 
@@ -192,6 +207,11 @@ class WorkerPool:
         self.rank_of: dict[int, int] = {}
         self.alarm = -1
         self._stack = ExitStack()
+        self._start_worker: Callable[..., WorkerProcess]
+        #: each process's own, by rank
+        self._resources: dict[int, ExitStack] = {}
+        #: memfds in which snapshots lie, by rank
+        self._snapshots: list[int] = []
         self._oom_kills = OOMKills()
 
     def start(self, spec: LinkSpec, launcher: Launcher) -> None:
@@ -207,51 +227,89 @@ class WorkerPool:
         self._stack.callback(context.destroy, 0)
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stack.callback(self._close_alarm)
-        self._watch(self.alarm)
+        self._watch(self.alarm, self._stack)
         if spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
             self._stack.callback(self.upload.close)
         plan = StartPlan(spec, directory.path, new_token())
+        self._start_worker = partial(self._start, plan, context, launcher)
         for rank in range(spec.world_size):
-            self._start_worker(plan, rank, context, launcher)
+            if spec.snapshots:
+                self._snapshots.append(create_memory(plan.spec.arena_bytes or _SNAPSHOT_BYTES))
+                self._stack.callback(os.close, self._snapshots[-1])
+            self.workers.append(self._start_worker(rank))
+        self._know_workers()
+
+    def replace(self, rank: int, group_number: int) -> None:
+        """Start a new process in the place of one that has ended, or is ended here.
+
+        Args:
+            group_number: of the group that it is to join.
+
+        Raises:
+            OSError: it can't be started.
+        """
+        worker = self.workers[rank]
+        worker.process.kill()
+        worker.process.wait(_KILL_SECONDS)
+        before = self._resources.pop(rank)
+        try:
+            self.workers[rank] = self._start_worker(rank, group_number)
+        except BaseException:
+            self._resources.pop(rank).close()
+            self._resources[rank] = before
+            raise
+        before.close()
+        self._know_workers()
+
+    def last_step(self, rank: int) -> int:
+        """The step that a worker noted last, in a run that is watched."""
+        return read_note(self._snapshots[rank])
+
+    def _know_workers(self) -> None:
+        self.boxes = [worker.boxes for worker in self.workers if worker.boxes is not None]
         pids = (os.getpid(), *(worker.process.pid for worker in self.workers))
         self.cores = Cores(pids, len(pids))
 
-    def _start_worker(
+    def _start(
         self,
         plan: StartPlan,
-        rank: int,
         context: zmq.Context[zmq.Socket[bytes]],
         launcher: Launcher,
-    ) -> None:
+        rank: int,
+        group_number: int = 0,
+    ) -> WorkerProcess:
+        resources = self._resources[rank] = ExitStack()
         fetch = None
         if plan.spec.arena_bytes:
             fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
-            self._stack.callback(fetch.close)
-        boxes = self._mailboxes(plan.spec.transport)
+            resources.callback(fetch.close)
+        boxes = self._mailboxes(plan.spec.transport, resources)
+        snapshots = self._snapshots[rank] if self._snapshots else None
         with ExitStack() as ours:
             files = None if boxes is None else boxes.files
-            boot = plan.boot(rank, self.upload, fetch, files, ours)
+            boot = plan.boot(rank, self.upload, fetch, files, ours, snapshots, group_number)
             process = launcher.start(boot, plan.environment(rank))
-            self._stack.callback(process.close)
-            # From here on `end` knows the process, whatever happens below.
-            data = self._connect(context, boot, boot.data, boxes)
-            control = self._connect(context, boot, boot.control)
-            self.workers.append(WorkerProcess(process, data, control, fetch, boxes))
+            resources.callback(process.close)
+            data = self._connect(context, boot, boot.data, resources, boxes)
+            control = self._connect(context, boot, boot.control, resources)
         self.rank_of[process.pidfd] = rank
-        self._watch(process.pidfd)
+        resources.callback(self.rank_of.pop, process.pidfd)
+        self._watch(process.pidfd, resources)
+        return WorkerProcess(process, data, control, fetch, boxes, resources)
 
-    def _mailboxes(self, transport: str) -> Mailboxes | None:
+    def _mailboxes(self, transport: str, resources: ExitStack) -> Mailboxes | None:
         """Our end of a worker's mailboxes, where it has some."""
         files = MailboxFiles.create() if transport == "ipc" else None
         if files is None:
             return None
         boxes = Mailboxes(files, of_worker=False)
-        self._stack.callback(boxes.close)
+        resources.callback(boxes.close)
         boxes.use_extension()
-        self.boxes.append(boxes)
         self.boxes_of[boxes.wakes] = boxes
+        resources.callback(self.boxes_of.pop, boxes.wakes)
         self.poller.register(boxes.wakes, select.POLLIN)
+        resources.callback(self.poller.unregister, boxes.wakes)
         return boxes
 
     def _connect(
@@ -259,25 +317,27 @@ class WorkerPool:
         context: zmq.Context[zmq.Socket[bytes]],
         boot: Boot,
         address: Address,
+        resources: ExitStack,
         boxes: Mailboxes | None = None,
     ) -> Client:
         key = boot.keys.public if boot.keys else None
         token = bytes.fromhex(boot.token)
         client = Client(context, address.endpoint, token, key, boot.max_message, boxes)
-        self._stack.callback(client.close)
-        self._watch(client.fd)
+        resources.callback(client.close)
+        self._watch(client.fd, resources)
         return client
 
-    def _watch(self, descriptor: int) -> None:
-        """Have both pollers tell of a descriptor."""
-        self.poller.register(descriptor, select.POLLIN)
-        self._elsewhere.register(descriptor, select.POLLIN)
+    def _watch(self, descriptor: int, resources: ExitStack) -> None:
+        """Have both pollers tell of a descriptor, until its owner gives it back."""
+        for poller in (self.poller, self._elsewhere):
+            poller.register(descriptor, select.POLLIN)
+            resources.callback(_unregister, poller, descriptor)
 
     def reap(self, rank: int) -> tuple[str, str]:
         """Stop watching a worker that has ended: how it ended, and the end of its stderr."""
         worker = self.workers[rank]
-        self.poller.unregister(worker.process.pidfd)
-        self._elsewhere.unregister(worker.process.pidfd)
+        _unregister(self.poller, worker.process.pidfd)
+        _unregister(self._elsewhere, worker.process.pidfd)
         # Its last messages may still be on their way through ZMQ's own thread.
         select.select([worker.data.fd], [], [], _LAST_WORDS_SECONDS)
         while worker.data.take(worker.inbox):
@@ -307,11 +367,18 @@ class WorkerPool:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+        while self._resources:
+            self._resources.popitem()[1].close()
         self._stack.close()
 
     def _close_alarm(self) -> None:
         alarm, self.alarm = self.alarm, -1
         os.close(alarm)
+
+
+def _unregister(poller: select.poll, descriptor: int) -> None:
+    with suppress(KeyError):  # it is not watched any more
+        poller.unregister(descriptor)
 
 
 def _wait_for(processes: Sequence[Process], seconds: float) -> list[Process]:

@@ -221,7 +221,8 @@ def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> 
 def test_a_wait_for_compiled_code_watches_the_workers(
     empty_cache: Path, number: signal.Signals, error: type[lazygt.LazyGTError]
 ) -> None:
-    with lazygt.session(compile="auto", workers=2, frozen_after=1.0) as s:
+    settings = {"compile": "auto", "workers": 2, "frozen_after": 1.0, "recover": "off"}
+    with lazygt.session(**settings) as s:
         results("lazygt", [SIZE] * 2)
         s.synchronize()  # who has not come up yet has until start_timeout
         assert not s.compiled(timeout=0)

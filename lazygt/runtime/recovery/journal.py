@@ -1,0 +1,147 @@
+"""Journal: what the workers were sent since the last snapshot that all of them have.
+
+Pure: events in, and what is to be sent again out. A snapshot is cut between two runs; what comes
+after the cut is kept apart from what came before, until every rank has taken it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lazygt.runtime.messages import Snapped
+from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.wire import Buffer, size_of
+
+#: Bytes that an entry takes besides its messages.
+_OVERHEAD = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run, as each rank was told of it."""
+
+    seq: int
+    entry: PlanRecord | None
+    messages: Sequence[list[Buffer]]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn:
+    """From here on a plan runs compiled."""
+
+    entry: PlanRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The ranks formed a new process group, with doubts in values from this id on."""
+
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A snapshot was taken here."""
+
+    number: int
+
+
+Entry = Ran | SwappedIn | Renewed | Cut
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A snapshot of which every rank has its part.
+
+    Attributes:
+        number: 0: the beginning, when there was nothing.
+        seq: the last run before it.
+        parts: each rank's.
+    """
+
+    number: int = 0
+    seq: int = 0
+    parts: dict[int, Snapped] = field(default_factory=dict)
+
+
+class Journal:
+    """What is to be done again when a worker has died.
+
+    Args:
+        ranks: how many workers there are.
+
+    Attributes:
+        committed: where doing it again begins.
+        nbytes: of what is kept.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.committed = Snapshot()
+        self.nbytes = 0
+        self._entries: list[Entry] = []
+        #: the snapshot that is being taken
+        self._next: Snapshot | None = None
+        self._numbers = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Oldest first."""
+        return iter(tuple(self._entries))
+
+    @property
+    def cutting(self) -> bool:
+        """Whether a snapshot is being taken."""
+        return self._next is not None
+
+    def note(self, entry: Entry) -> None:
+        """Something is about to be sent."""
+        self._entries.append(entry)
+        self.nbytes += _nbytes(entry)
+
+    def entry_of(self, seq: int) -> PlanRecord | None:
+        """The plan of a run."""
+        runs = (entry for entry in self._entries if isinstance(entry, Ran))
+        return next((run.entry for run in runs if run.seq == seq), None)
+
+    def swaps_later(self, entry: PlanRecord, seq: int) -> bool:
+        """Whether a plan runs compiled only from some run after this one on."""
+        ran = False
+        for noted in self._entries:
+            ran = ran or (isinstance(noted, Ran) and noted.seq == seq)
+            if ran and isinstance(noted, SwappedIn) and noted.entry is entry:
+                return True
+        return False
+
+    def cut(self, seq: int) -> int:
+        """A snapshot is about to be asked of every rank, after this run; its number."""
+        self._numbers += 1
+        self._next = Snapshot(self._numbers, seq)
+        self.note(Cut(self._numbers))
+        return self._numbers
+
+    def took(self, rank: int, part: Snapped) -> bool:
+        """A rank has taken its part of a snapshot; whether all have, and it is committed."""
+        taken = self._next
+        if taken is None or part.number != taken.number:
+            return False
+        taken.parts[rank] = part
+        if len(taken.parts) < self._ranks:
+            return False
+        self.committed, self._next = taken, None
+        at = self._entries.index(Cut(taken.number))
+        self._entries = self._entries[at + 1 :]
+        self.nbytes = sum(map(_nbytes, self._entries))
+        return True
+
+    def restart(self) -> None:
+        """The ranks go back to the committed snapshot: what they took of a later one is void."""
+        if self._next is not None:
+            self._next.parts.clear()
+
+
+def _nbytes(entry: Entry) -> int:
+    if not isinstance(entry, Ran):
+        return _OVERHEAD
+    different = {id(frames): frames for frames in entry.messages}
+    return _OVERHEAD + sum(map(size_of, different.values()))

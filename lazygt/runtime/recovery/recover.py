@@ -1,0 +1,333 @@
+"""Recovery: when a worker dies, all ranks go back to the last snapshot, and do again what came
+after it.
+
+Journaled runs are sent anew as they were, but for what has been answered already: that is not
+fetched again, and what comes of it is not looked at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from lazygt.errors import WorkerDied, WorkerFrozen
+from lazygt.runtime.launch.link import Link
+from lazygt.runtime.messages import (
+    TO_CLIENT,
+    TO_WORKER,
+    Done,
+    Renew,
+    Restore,
+    Restored,
+    Run,
+    Snap,
+    Snapped,
+)
+from lazygt.runtime.plan_records import PlanRecord, swap_message
+from lazygt.runtime.recovery.doubts import Doubts
+from lazygt.runtime.recovery.journal import Cut, Entry, Journal, Ran, Renewed, SwappedIn
+from lazygt.runtime.wire import Buffer, decode
+
+#: Deaths at one run after which it is not tried again.
+_POISON = 3
+#: Seconds between two snapshots at least: workers look again at what comes after one, and doing a
+#: second's runs again takes a second at most.
+_LEAST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryRecord:
+    """One recovery.
+
+    Attributes:
+        at: when it began, in seconds since the epoch.
+        ranks: the workers that were replaced.
+        why: how the first of them ended.
+        runs: how many runs were done again.
+        seconds: until the session could go on.
+    """
+
+    at: float
+    ranks: tuple[int, ...]
+    why: str
+    runs: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.why}; back after {self.seconds:.1f} s, {self.runs} runs again"
+
+
+class RunsInFlight(Protocol):
+    """What a recovery asks of the client."""
+
+    @property
+    def group(self) -> int:
+        """Number of the workers' process group."""
+
+    def new_group(self) -> int:
+        """The number of the process group that the workers form next."""
+
+    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+        """Send each rank its message."""
+
+    def take(self, message: tuple[int, list[memoryview]]) -> None:
+        """Act on what a worker says."""
+
+    def waiting_for(self, seq: int) -> Set[int]:
+        """The ranks that have not answered a run."""
+
+    def under_way(self, rank: int) -> int | None:
+        """The oldest run that a rank has not answered."""
+
+    def step_of(self, seq: int, rank: int, step: int) -> str:
+        """What a step of a run is, what it asks for, and the user's line."""
+
+    def drop_answer(self, rank: int, done: Done) -> None:
+        """An answer comes that will be given again."""
+
+    def forget_fetches(self, rank: int) -> None:
+        """The arena in which a rank had left values is gone."""
+
+    def recovered(self, record: RecoveryRecord) -> None:
+        """Workers were replaced, and all is as it was."""
+
+
+class Recovery:
+    """Keeps what a recovery needs, and does it.
+
+    Args:
+        client: who sends runs and takes answers.
+        cost: the share of the time that snapshots may take.
+        journal_bytes: of journaled messages; a snapshot is taken when there are more.
+    """
+
+    def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
+        self.journal = Journal(link.world_size)
+        self.doubts = Doubts(client.waiting_for)
+        self.records: list[RecoveryRecord] = []
+        self._client, self._link = client, link
+        self._cost, self._journal_bytes = cost, journal_bytes
+        self._epoch = 0
+        #: what the last recovery was for
+        self.last: WorkerDied | WorkerFrozen
+        #: whether one is being done at this moment
+        self.active = False
+        #: what a recovery is for that has not come to its end
+        self._unfinished: WorkerDied | WorkerFrozen | None = None
+        #: the last run that each rank has answered since it was restored
+        self._answered: dict[int, int] = {}
+        #: runs that are done again
+        self._again: Counter[int] = Counter()
+        self._deaths: Counter[int] = Counter()
+        self._last_snapshot = time.monotonic()
+        self._wait = _LEAST_SECONDS
+
+    # -- what happens --------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """How many recoveries there were."""
+        return self._epoch
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one has begun and not come to its end."""
+        return self._unfinished is not None
+
+    def ran(self, seq: int, entry: PlanRecord | None, messages: Sequence[list[Buffer]]) -> None:
+        """A run is about to be sent."""
+        self.journal.note(Ran(seq, entry, messages))
+
+    def is_due(self, kept_bytes: int) -> bool:
+        """Whether it is time for a snapshot.
+
+        Args:
+            kept_bytes: of uploads that are kept for what the journal has.
+        """
+        if self.journal.cutting:
+            return False
+        full = self.journal.nbytes + kept_bytes > self._journal_bytes
+        return full or time.monotonic() - self._last_snapshot > self._wait
+
+    @property
+    def quiet(self) -> bool:
+        """Whether neither a snapshot nor a recovery is under way or due."""
+        return not (self.journal.cutting or self.is_due(0) or self.under_way)
+
+    def snap(self, seq: int) -> None:
+        """Have all ranks take a snapshot after this run."""
+        self._last_snapshot = time.monotonic()
+        committed = self.journal.committed.number
+        message = self._link.encode(Snap(self.journal.cut(seq), committed))
+        self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
+
+    def took(self, rank: int, part: Snapped) -> int | None:
+        """A rank has taken its part of a snapshot; the run that the snapshot covers, if it is
+        whole now."""
+        if not self.journal.took(rank, part):
+            return None
+        parts = self.journal.committed.parts.values()
+        slowest = max(part.nanoseconds for part in parts) / 1e9
+        self._wait = max(slowest / self._cost, _LEAST_SECONDS)
+        return self.journal.committed.seq
+
+    def is_again(self, rank: int, seq: int) -> bool:
+        """Whether an answer may be one that was given before."""
+        return seq in self._again
+
+    def answered(self, rank: int, seq: int) -> None:
+        """A rank has answered a run."""
+        self._answered[rank] = seq
+
+    # -- a worker has died ---------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Finish a recovery that was interrupted.
+
+        Raises:
+            WorkerDied, WorkerFrozen: as ``recover``.
+        """
+        if self._unfinished is not None and not self.active:
+            self._recover(self._unfinished)
+
+    def recover(self, error: WorkerDied | WorkerFrozen) -> None:
+        """Replace dead workers, and have all ranks where they were.
+
+        Raises:
+            WorkerDied, WorkerFrozen: a run kills its worker again and again, or no process can be
+                started.
+        """
+        self._judge(error)
+        self._recover(error)
+
+    def _recover(self, error: WorkerDied | WorkerFrozen) -> None:
+        begin, at, replaced, runs = time.monotonic(), time.time(), set[int](), 0
+        self._unfinished = self.last = error
+        self.active = True
+        try:
+            while self._unfinished is not None:
+                lost = {self._unfinished.rank, *self._link.lost}
+                replaced |= lost
+                self._replace(lost, self._unfinished)
+                try:
+                    self._restore()
+                    runs = self._replay()
+                    self._unfinished = None
+                except (WorkerDied, WorkerFrozen) as another:
+                    self._judge(another)
+                    self._unfinished = another
+        finally:
+            self.active = False
+        seconds = time.monotonic() - begin
+        why = str(error).split(". ")[0]
+        self.records.append(RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds))
+        self._client.recovered(self.records[-1])
+
+    def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
+        """Give up on a run that has killed its worker too often."""
+        seq = self._client.under_way(error.rank)
+        if seq is None:
+            return
+        self._deaths[seq] += 1
+        if self._deaths[seq] < _POISON:
+            return
+        self._unfinished = None
+        if not isinstance(error, WorkerDied):
+            raise error
+        what = self._client.step_of(seq, error.rank, self._link.last_step(error.rank))
+        during = f"{_POISON} processes died in this run, the last of them at {what}."
+        raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
+
+    def _replace(self, ranks: set[int], error: WorkerDied | WorkerFrozen) -> None:
+        self._epoch += 1
+        number = self._client.new_group()
+        try:
+            for rank in ranks:
+                self._link.replace(rank, number)
+                self._client.forget_fetches(rank)
+        except OSError as failure:
+            self._unfinished = None
+            raise error from failure
+
+    def _restore(self) -> None:
+        """Have every rank where the last snapshot was taken."""
+        self.journal.restart()
+        for rank, told, _ in self.doubts.take():
+            if isinstance(told, Done):
+                self._client.drop_answer(rank, told)
+        committed, ranks = self.journal.committed, range(self._link.world_size)
+        for rank in ranks:
+            restore = Restore(self._epoch, self._client.group, committed.number)
+            if (part := committed.parts.get(rank)) is not None:
+                restore.values, restore.failed = part.values, part.failed
+                restore.next_dynamic, restore.generator = part.next_dynamic, part.generator
+            self._link.send(rank, self._link.encode(restore))
+        waiting = set(ranks)
+        while waiting:
+            message = self._link.receive(None)
+            if message is None:
+                continue
+            rank, frames = message
+            told = decode(frames, TO_CLIENT)
+            if isinstance(told, Restored) and told.epoch == self._epoch:
+                waiting.discard(rank)
+            elif isinstance(told, Done):
+                self._client.drop_answer(rank, told)
+        self._answered = dict.fromkeys(ranks, committed.seq)
+
+    def _replay(self) -> int:
+        """Send what the journal has, and wait until all is answered that was answered before; how
+        many runs there were."""
+        entries = list(self.journal)
+        runs = [entry.seq for entry in entries if isinstance(entry, Ran)]
+        self._again = Counter(runs)
+        sent = self.journal.committed.seq
+        for entry in entries:
+            if isinstance(entry, Renewed):
+                self._wait_for(sent)
+            for rank, frames in enumerate(self._messages(entry)):
+                self._link.send(rank, frames)
+            sent = entry.seq if isinstance(entry, Ran) else sent
+            self._take(0)
+        self._wait_for(sent)
+        self._again.clear()
+        return len(runs)
+
+    def _messages(self, entry: Entry) -> list[list[Buffer]]:
+        ranks = range(self._link.world_size)
+        match entry:
+            case Ran():
+                return [self._once_more(entry, rank) for rank in ranks]
+            case SwappedIn():
+                return [swap_message(entry.entry, rank) for rank in ranks]
+            case Renewed():
+                number = self._client.new_group()
+                return [self._link.encode(Renew(number, entry.since)) for _ in ranks]
+            case Cut():
+                message = self._link.encode(Snap(entry.number, self.journal.committed.number))
+                return [message for _ in ranks]
+
+    def _once_more(self, run: Ran, rank: int) -> list[Buffer]:
+        """A run's message without what was answered before."""
+        frames = run.messages[rank if len(run.messages) > 1 else 0]
+        message = decode(frames, TO_WORKER)
+        assert isinstance(message, Run)
+        message.releases = ()
+        message.timed = self._deaths[run.seq] == _POISON - 1  # which step is it that kills?
+        if rank not in self._client.waiting_for(run.seq):
+            message.fetches = ()
+        return self._link.encode(message, frames[1:])
+
+    def _wait_for(self, seq: int) -> None:
+        """Wait until all ranks have answered a run."""
+        while min(self._answered.values()) < seq:
+            self._take(None)
+
+    def _take(self, timeout: float | None) -> None:
+        message = self._link.receive(timeout)
+        while message is not None:
+            self._client.take(message)
+            message = self._link.receive(0)

@@ -1,0 +1,216 @@
+"""Real workers die, in all kinds of ways: the session goes on, with the bits of the run that was
+not disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazygt
+from lazygt.runtime.messages import Snapped
+from tests.recovery.programs import LAYOUTS, outcome
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+undisturbed = cache(lambda name: outcome(name)[0])
+
+
+def kill(s: lazygt.Session, *ranks: int) -> None:
+    for rank in ranks:
+        os.kill(s.worker_pids[rank], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_killed_worker_is_a_longer_wait(name: str, rank: int, tmp_path: Path) -> None:
+    def disturb(s: lazygt.Session, step: int) -> None:
+        if step in (2, 5):
+            kill(s, rank)
+
+    told, recoveries = outcome(name, disturb=disturb, log=str(tmp_path / "log"))
+    assert told == undisturbed(name)
+    logged = (tmp_path / "log").read_text().splitlines()
+    assert [str(each) in line for each, line in zip(
+        recoveries, (line for line in logged if '"recover"' in line), strict=True
+    )] == [True] * len(recoveries)  # fmt: skip
+    assert 1 <= len(recoveries) <= 2
+    assert "signal SIGKILL; back after" in str(recoveries[0])
+
+
+@pytest.mark.parametrize("name", ["data parallel", "fully sharded", "pipeline"])
+def test_all_workers_at_once(name: str) -> None:
+    def disturb(s: lazygt.Session, step: int) -> None:
+        if step == 3:
+            kill(s, 0, 1)
+
+    told, recoveries = outcome(name, disturb=disturb)
+    assert told == undisturbed(name)
+    assert {rank for each in recoveries for rank in each.ranks} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["one worker", "fully sharded"])
+def test_a_stopped_worker_is_replaced_when_it_counts_as_frozen(name: str) -> None:
+    stopped = []
+
+    def disturb(s: lazygt.Session, step: int) -> None:
+        if step == 3:
+            stopped.append(s.worker_pids[0])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    told, recoveries = outcome(name, disturb=disturb, frozen_after=2.0)
+    assert told == undisturbed(name)
+    assert "has not answered" in recoveries[0].why
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped[0], 0)
+
+
+def test_a_worker_that_dies_while_the_session_opens() -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        kill(s, 0)
+        assert torch.ones(3).sum().item() == 3
+        (recovery,) = s.recoveries
+        assert f"recoveries (1)\n  {recovery}" in str(lazygt.why(s))
+
+
+@pytest.mark.parametrize(
+    "faults", ["0:9:inside,0:4:before:1", "0:9:after,0:1:after:1,1:5:inside:2"]
+)
+def test_a_death_in_a_recovery(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = undisturbed("fully sharded")
+    monkeypatch.setenv("LAZYGT_FAULT", faults)
+    told, recoveries = outcome("fully sharded")
+    assert told == expected
+    assert recoveries[0].ranks == (0,)
+
+
+def dies_once(x: torch.Tensor, path: str) -> torch.Tensor:
+    """Ends its worker, the first time; the client runs it, too, to know shapes."""
+    if "LAZYGT_WORKER" in os.environ and not Path(path).exists():
+        Path(path).touch()
+        os._exit(3)
+    return x + 1
+
+
+def test_an_exit_in_a_function(tmp_path: Path) -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        x = lazygt.apply(dies_once, torch.ones(2), str(tmp_path / "once"))
+        assert x.tolist() == [2.0, 2.0]
+        assert "exit code 3" in s.recoveries[0].why
+
+
+def crashes(x: torch.Tensor) -> torch.Tensor:
+    """Ends its worker by SIGSEGV."""
+    if "LAZYGT_WORKER" in os.environ:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return x
+
+
+def test_a_run_that_kills_its_worker_again_and_again_is_given_up() -> None:
+    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1):
+        x = torch.ones(4) * 2
+        lazygt.apply(crashes, x).sum().item()
+    message = str(caught.value)
+    assert "signal SIGSEGV" in message
+    assert "3 processes died in this run" in message
+    assert "crashes" in message
+    assert "test_deaths.py:" in message
+    assert "makes 16 bytes" in message
+
+
+def test_without_recovery_a_death_ends_the_session() -> None:
+    with pytest.raises(lazygt.WorkerDied), lazygt.session(workers=1, recover="off") as s:
+        x = torch.ones(3)
+        s.synchronize()
+        kill(s, 0)
+        x.sum().item()
+
+
+def test_many_deaths_leave_nothing_open() -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        x, open_before = torch.ones(1 << 16), 0
+        for death in range(6):
+            kill(s, 0)
+            x = x + 1
+            assert x[0].item() == death + 2
+            if death == 1:
+                open_before = len(os.listdir("/proc/self/fd"))
+        assert len(s.recoveries) == 6
+        assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_ctrl_c_in_a_recovery_loses_nothing() -> None:
+    with lazygt.session(workers=1, threads=1) as s:
+        x = torch.ones(8) * 3
+        s.synchronize()
+        kill(s, 0)
+        threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            x.sum().item()
+            while True:
+                time.sleep(0.01)
+        assert x.sum().item() == 24
+        assert len(s.recoveries) == 1
+
+
+def test_a_death_is_seen_at_once_when_other_ranks_answer() -> None:
+    with lazygt.session(mesh={"ranks": 2}, threads=1) as s:
+        x = torch.ones(8)
+        s.synchronize()
+        kill(s, 1)
+        assert (x * 2).sum().item() == 16
+        s.synchronize()
+        assert [each.ranks for each in s.recoveries] == [(1,)]
+
+
+def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Snapped(1, error="MemoryError: no memory for 64 bytes of the arena")
+    with lazygt.session(workers=1, threads=1) as s:
+        x = torch.ones(8)
+        s.synchronize()
+        with pytest.warns(RuntimeWarning, match="could not take a snapshot.*no memory"):
+            s._client._snapped(0, told)
+        kill(s, 0)
+        with pytest.raises(lazygt.WorkerDied):
+            x.sum().item()
+        s.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"recover": "yes"}, "recover='yes'"),
+        ({"snapshot_cost": 0.0}, "snapshot_cost=0.0"),
+        ({"snapshot_cost": 2.0}, "snapshot_cost=2.0"),
+        ({"journal_bytes": 0}, "journal_bytes=0"),
+    ],
+)
+def test_settings_that_can_not_be(setting: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lazygt.session(**setting)
+
+
+#: One of so many messages of a program of two ranks is tried; in the deep profile each.
+STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 6
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_at_any_message_of_two_ranks(
+    rank: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, died = undisturbed("fully sharded"), 0
+    for message in range(1 + rank, 30, STRIDE):
+        monkeypatch.setenv("LAZYGT_FAULT", f"{rank}:{message}:{when}")
+        told, recoveries = outcome("fully sharded")
+        assert told == expected, message
+        assert all(each.ranks == (rank,) for each in recoveries)
+        died += bool(recoveries)
+    assert died

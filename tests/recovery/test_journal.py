@@ -1,0 +1,132 @@
+"""The journal and the doubts as state machines, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
+from lazygt.runtime.recovery.doubts import Doubts, Told
+from lazygt.runtime.recovery.journal import Cut, Journal, Ran, Renewed
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """A journal beside a plain list of all that ever happened."""
+
+    @initialize(ranks=st.integers(1, 3))
+    def begin(self, ranks: int) -> None:
+        self.ranks, self.journal = ranks, Journal(ranks)
+        self.history: list[Any] = []
+        self.seq, self.number = 0, 0
+        #: ranks that have taken their part of the snapshot under way
+        self.taken: set[int] = set()
+        self.committed = 0
+
+    @rule(size=st.integers(0, 100))
+    def run(self, size: int) -> None:
+        self.seq += 1
+        self.note(Ran(self.seq, None, [[bytes(size)]] * self.ranks))
+
+    @rule(since=st.integers(0, 9))
+    def renew(self, since: int) -> None:
+        self.note(Renewed(since))
+
+    def note(self, entry: Any) -> None:
+        self.journal.note(entry)
+        self.history.append(entry)
+
+    @precondition(lambda self: not self.journal.cutting)
+    @rule()
+    def cut(self) -> None:
+        self.number += 1
+        self.taken = set()
+        assert self.journal.cut(self.seq) == self.number
+        self.history.append(Cut(self.number))
+
+    @precondition(lambda self: self.journal.cutting)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(set(range(self.ranks)) - self.taken)))
+        self.taken.add(rank)
+        whole = self.journal.took(rank, Snapped(self.number))
+        assert whole == (len(self.taken) == self.ranks)
+        if whole:
+            self.committed = self.number
+
+    @rule()
+    def die(self) -> None:
+        self.journal.restart()
+        self.taken = set()
+
+    @rule(rank=st.integers(0, 2))
+    def an_old_part_changes_nothing(self, rank: int) -> None:
+        before = self.journal.committed.number
+        assert not self.journal.took(rank, Snapped(self.number + 1))
+        assert self.journal.committed.number == before
+
+    @invariant()
+    def what_is_done_again_is_what_came_after_the_snapshot(self) -> None:
+        if not hasattr(self, "journal"):
+            return
+        assert self.journal.committed.number == self.committed
+        begin = self.history.index(Cut(self.committed)) + 1 if self.committed else 0
+        assert list(self.journal) == self.history[begin:]
+        seqs = [entry.seq for entry in self.journal if isinstance(entry, Ran)]
+        assert seqs == list(range(self.journal.committed.seq + 1, self.seq + 1))
+        assert set(self.journal.committed.parts) == (
+            set(range(self.ranks)) if self.committed else set()
+        )
+        assert self.journal.nbytes >= sum(
+            len(entry.messages[0][0]) for entry in self.journal if isinstance(entry, Ran)
+        )
+
+
+TestJournal = pytest.mark.timeout(120)(JournalMachine.TestCase)
+
+
+def answer(rank: int, seq: int, fails: bool = False) -> Told:
+    failures = [Failure(0, COLLECTIVE_ERROR, "")] if fails else []
+    return Told(rank, Done(seq, failures), [])
+
+
+class Ranks:
+    """Who has not answered what."""
+
+    def __init__(self, count: int, runs: int) -> None:
+        self.waiting = {seq: set(range(count)) for seq in range(1, runs + 1)}
+        self.doubts = Doubts(lambda seq: self.waiting.get(seq, set()))
+
+    def tell(self, told: Told) -> list[Told]:
+        believed = []
+        for each in self.doubts.sort_out(told):
+            assert isinstance(each.message, Done)
+            self.waiting[each.message.seq].discard(each.rank)
+            believed.append(each)
+        return believed
+
+
+def test_a_failed_collective_is_believed_once_all_have_answered_its_run() -> None:
+    ranks = Ranks(3, 3)
+    said = [answer(0, 1), answer(0, 2, True), answer(1, 1), answer(1, 2), answer(2, 1)]
+    assert [ranks.tell(each) for each in said] == [[said[0]], [], [], [], []]
+    last = answer(2, 2)
+    assert ranks.tell(last) == [*said[1:], last]
+    assert ranks.tell(answer(0, 3, True)) == []
+
+
+def test_what_was_held_may_be_in_doubt_itself() -> None:
+    ranks = Ranks(2, 2)
+    said = [answer(0, 1, True), answer(0, 2, True), answer(1, 1)]
+    assert [ranks.tell(each) for each in said[:2]] == [[], []]
+    assert ranks.tell(said[2]) == [said[0]]
+    assert ranks.doubts.take() == [said[1], said[2]]
+
+
+def test_a_rank_alone_and_other_failures_are_not_in_doubt() -> None:
+    alone = answer(0, 1, True)
+    assert Ranks(1, 1).tell(alone) == [alone]
+    other = Told(0, Done(1, [Failure(0, "IndexError", "")]), [])
+    assert Ranks(2, 1).tell(other) == [other]
