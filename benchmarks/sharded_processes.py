@@ -35,10 +35,11 @@ from benchmarks.transfer_processes import Other, free_port, requests
 LAZYGT = "lazygt"
 #: The same session with ``invariant=True``.
 INVARIANT = "lazygt, invariant"
-#: The same, op by op: what a step keeps is not told by when its groups are compiled.
+#: The same, op by op: what a step keeps is not told by when its groups are compiled, nor by the
+#: snapshots of recovery, which lie in the host's memory.
 UNCOMPILED = "lazygt, op by op"
 _SETTINGS: dict[str, dict[str, Any]] = {
-    LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off"},
+    LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off", "recover": "off"},
 }  # fmt: skip
 DATA, FULL, TENSOR = "data parallel", "fully sharded", "tensor parallel"
 CONTEXT = "context parallel"

@@ -132,6 +132,9 @@ class Config:
     journal_bytes: int = _setting(
         256 << 20, "bytes of messages kept for recovery until a snapshot is taken", int
     )
+    spares: int = _setting(
+        0, "idle processes that wait to take the rank of a worker that dies", int
+    )
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     plan_code: str = _setting(
@@ -223,6 +226,8 @@ class Config:
             )
         if self.recover not in {"auto", "off"}:
             raise ValueError(f"lazygt.session(recover={self.recover!r}): expected 'auto' or 'off'")
+        if self.spares < 0:
+            raise ValueError(f"lazygt.session(spares={self.spares!r}): expected an integer >= 0")
         if not 0 < self.snapshot_cost <= 1:
             raise ValueError(
                 f"lazygt.session(snapshot_cost={self.snapshot_cost!r}): expected a share of the "

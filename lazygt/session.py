@@ -347,6 +347,7 @@ class Session:
             "cuda_graphs": sum(told.graphs for _, _, told in self.cuda_graphs()),
             "largest_run_message": counts.largest_run,
             "last_run_message": counts.last_run,
+            "snapshots": self._client.snapshots,
             "free_messages": 0,
             "scalar_uploads": 0,
         }

@@ -22,12 +22,17 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lazygt.runtime.compiling import compiler
+from lazygt.runtime.recovery import recover
 from tests import forking
 from tests.patience import patience
 
 # A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Messages and their bytes are asserted to the last one, and snapshots are sent by the clock: tests
+# of recovery have them.
+recover._LEAST_SECONDS = 1e9
 
 # Tests compare bits with eager torch, and a sum over two threads adds in another order.
 torch.set_num_threads(1)

@@ -178,7 +178,8 @@ void Fetcher::keep(const Sent& run, const RunMessage& told, py::handle recovery)
   py::list frames, messages;
   frames.append(py::bytes(told.packed(run_tag_)));
   messages.append(frames);
-  call_method(recovery, "ran", number_object(run.seq), run.entry ? run.entry : py::none(), messages);
+  auto noted = py::make_tuple(run.seq, run.entry ? run.entry : py::none(), messages);
+  py::list(get(get(recovery, NAME(journal)), NAME(entries))).append(noted);
 }
 
 // -- what is remembered of it ----------------------------------------------------------------------

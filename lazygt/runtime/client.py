@@ -7,6 +7,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +120,8 @@ class Client:
         #: why no worker's answers can be relied on any more
         self._nonsense: ProtocolError | None = None
         self._max_ahead = max_ahead
+        #: see ``RunsInFlight``
+        self.quiet_until = inf
         self.recovery = None if recover is None else Recovery(self, link, *recover)
         #: called when workers were replaced
         self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
@@ -146,6 +150,11 @@ class Client:
         user's tensors, and they the session."""
         self._failures = Failures()
         self._in_flight.clear()
+
+    @property
+    def snapshots(self) -> int:
+        """How many snapshots all workers have taken."""
+        return 0 if self.recovery is None else self.recovery.journal.committed.number
 
     # -- values --------------------------------------------------------------------------
 
@@ -179,12 +188,10 @@ class Client:
     @property
     def plain(self) -> bool:
         """Whether nothing is under way or waits to be said, so that C++ may send a run."""
-        if self.recovery is not None and not self.recovery.quiet:
-            return False
         waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
         told = self.relaid or self.capture_errors or self._failures.unraised
         wrong = self._death or self._nonsense or not self.link.healthy
-        return not (waits or told or wrong) and self.observer is None
+        return not (waits or told or wrong or self.observer) and monotonic() < self.quiet_until
 
     def expect(
         self,
@@ -258,7 +265,7 @@ class Client:
         self.counts.largest_run = max(self.counts.largest_run, self.counts.last_run)
         self.expect(self._seq, entry, describe, base, len(fetches), ranks)
         if self.recovery is not None:
-            self.recovery.ran(self._seq, entry, messages)
+            self.recovery.journal.entries.append((self._seq, entry, messages))
         self.tell_all("run", messages, why)
         if self.recovery is not None and self.recovery.is_due(self._uploads.kept_bytes):
             self._snap(self.recovery)
@@ -280,7 +287,7 @@ class Client:
         self._broken_since, self._group = None, self._group + 1
         self._failures.mended()
         if self.recovery is not None:
-            self.recovery.journal.note(Renewed(since))
+            self.recovery.journal.entries.append(Renewed(since))
         frames = self.link.encode(Renew(self._group, since))
         self.tell_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
 
@@ -442,7 +449,7 @@ class Client:
             self._send_plan(entry, "swap")
         entry.swap = tuple(groups)
         if self.recovery is not None:
-            self.recovery.journal.note(SwappedIn(entry))
+            self.recovery.journal.entries.append(SwappedIn(entry))
         self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
 
     def _send_plan(self, entry: PlanRecord, why: str) -> None:
@@ -648,7 +655,7 @@ class Client:
 
     def _recover_no_more(self, why: str) -> None:
         """From here on a worker's death loses values; say so, once."""
-        self.recovery = None
+        self.recovery, self.quiet_until = None, inf
         self._uploads.keep_no_more()
         warnings.warn(
             f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
@@ -661,7 +668,7 @@ class Client:
         run = self._in_flight.get(done.seq)
         if self.recovery is not None:
             self.recovery.answered(rank, done.seq)
-            if (run is None or rank not in run.waiting) and self.recovery.is_again(rank, done.seq):
+            if (run is None or rank not in run.waiting) and self.recovery.is_again(done.seq):
                 for offset in done.releases:
                     self._uploads.read_again(offset, rank, done.seq)
                 return

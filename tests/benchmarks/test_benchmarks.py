@@ -95,6 +95,11 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("flush_cost", "--rounds 3", "client / eager"),
         ("small_syncs", "--rounds 1", "inline"),
         ("line_search", "--rounds 1 --steps 1", "inline"),
+        (
+            "recovery",
+            "--rounds 1 --steps 2 --idle 0 --memory-steps 20",
+            "killed, until the next answer",
+        ),
         ("aims", "", "record a view, x eager"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),

@@ -70,6 +70,12 @@ class MortalLink:
         self._dead, self.lives = False, self.lives + 1
         self._start()
 
+    def refill(self) -> None:
+        """There are no spares."""
+
+    def last_step(self, rank: int) -> int:
+        raise AssertionError("no run kills it again and again")
+
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         return None
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -190,11 +191,33 @@ def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
         ({"snapshot_cost": 0.0}, "snapshot_cost=0.0"),
         ({"snapshot_cost": 2.0}, "snapshot_cost=2.0"),
         ({"journal_bytes": 0}, "journal_bytes=0"),
+        ({"spares": -1}, "spares=-1"),
     ],
 )
 def test_settings_that_can_not_be(setting: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         lazygt.session(**setting)
+
+
+@pytest.mark.parametrize("name", ["one worker", "fully sharded"])
+def test_a_spare_process_takes_the_rank(name: str) -> None:
+    took = []
+
+    def disturb(s: lazygt.Session, step: int) -> None:
+        if step in (2, 5):
+            took.append([child.pid for child in psutil.Process().children()])
+            kill(s, -1)
+        elif step in (3, 6):
+            s.synchronize()
+            took.append(s.worker_pids)
+
+    expected, before = undisturbed(name), psutil.Process().children()
+    told, recoveries = outcome(name, disturb=disturb, spares=1)
+    assert told == expected
+    assert len(recoveries) == 2
+    for children, workers in (took[:2], took[2:]):
+        assert set(workers) < set(children), "nobody was started anew"
+    assert psutil.Process().children() == before
 
 
 #: One of so many messages of a program of two ranks is tried; in the deep profile each.

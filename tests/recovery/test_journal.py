@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
 from lazygt.runtime.recovery.doubts import Doubts, Told
-from lazygt.runtime.recovery.journal import Cut, Journal, Ran, Renewed
+from lazygt.runtime.recovery.journal import Cut, Journal, Renewed
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -28,14 +28,14 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(size=st.integers(0, 100))
     def run(self, size: int) -> None:
         self.seq += 1
-        self.note(Ran(self.seq, None, [[bytes(size)]] * self.ranks))
+        self.note((self.seq, None, [[bytes(size)]] * self.ranks))
 
     @rule(since=st.integers(0, 9))
     def renew(self, since: int) -> None:
         self.note(Renewed(since))
 
     def note(self, entry: Any) -> None:
-        self.journal.note(entry)
+        self.journal.entries.append(entry)
         self.history.append(entry)
 
     @precondition(lambda self: not self.journal.cutting)
@@ -73,15 +73,14 @@ class JournalMachine(RuleBasedStateMachine):
             return
         assert self.journal.committed.number == self.committed
         begin = self.history.index(Cut(self.committed)) + 1 if self.committed else 0
-        assert list(self.journal) == self.history[begin:]
-        seqs = [entry.seq for entry in self.journal if isinstance(entry, Ran)]
+        assert self.journal.entries == self.history[begin:]
+        runs = [entry for entry in self.journal.entries if isinstance(entry, tuple)]
+        seqs = [seq for seq, _, _ in runs]
         assert seqs == list(range(self.journal.committed.seq + 1, self.seq + 1))
         assert set(self.journal.committed.parts) == (
             set(range(self.ranks)) if self.committed else set()
         )
-        assert self.journal.nbytes >= sum(
-            len(entry.messages[0][0]) for entry in self.journal if isinstance(entry, Ran)
-        )
+        assert self.journal.nbytes >= sum(len(messages[0][0]) for _, _, messages in runs)
 
 
 TestJournal = pytest.mark.timeout(120)(JournalMachine.TestCase)

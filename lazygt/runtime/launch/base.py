@@ -59,6 +59,8 @@ class Boot:
         mailboxes: what client and worker leave small messages in, or None.
         directory: the session's directory, removed when the client was killed.
         group: how to join the group of workers, or None; group_number: which one it is.
+        spare: the memory of every rank's snapshots, for a process that has no rank yet, and is told
+            one when a worker has died; else None.
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
         copier: ``module:attribute`` of what makes a `worker.Copier`, or "".
@@ -85,6 +87,7 @@ class Boot:
     copier: str = ""
     snapshots: int | None = None
     group_number: int = 0
+    spare: tuple[int, ...] | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -115,7 +118,7 @@ class Boot:
         memory = self.upload, self.fetch, self.snapshots
         others = tuple(fd for fd in (*memory, rendezvous) if fd is not None)
         boxes = () if self.mailboxes is None else self.mailboxes.all
-        return (self.data.fd, self.control.fd, *others, *boxes)
+        return (self.data.fd, self.control.fd, *others, *boxes, *(self.spare or ()))
 
 
 def load_named(name: str) -> Any:

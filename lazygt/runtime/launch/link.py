@@ -36,6 +36,9 @@ class Link(Protocol):
     def replace(self, rank: int, group_number: int) -> None:
         """Start a new process in the place of a worker; see ``ProcessLink.replace``."""
 
+    def refill(self) -> None:
+        """Have as many spare processes as there are to be."""
+
     def last_step(self, rank: int) -> int:
         """The step at which a worker was last in a timed run, also when it has died since."""
 
@@ -100,6 +103,9 @@ class InlineLink:
             LazyGTError: always.
         """
         raise LazyGTError("an inline worker can't be replaced; please report this")
+
+    def refill(self) -> None:
+        """There are none."""
 
     def last_step(self, rank: int) -> int:
         """Never called; as ``replace``."""

@@ -92,6 +92,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
         frozen_after=config.frozen_after,
         copier=copier,
         snapshots=config.recover == "auto",
+        spares=config.spares if config.recover == "auto" else 0,
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
         environment={

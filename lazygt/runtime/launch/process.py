@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import os
 import select
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -62,6 +64,8 @@ def main() -> None:
         cores = Cores((os.getpid(), boot.client_pid), boot.world_size + 1)
     server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
     Control(context, boot, token, liveness_pipe).start()
+    if boot.spare is not None:
+        boot = wait_for_rank(server, boot, boot.spare)
     handler = build_handler(boot)
     if boxes is not None and boot.loads_torch:
         boxes.use_extension()
@@ -78,6 +82,21 @@ def read_boot(fd: int) -> Boot:
     """Read the boot configuration from the pipe: 4 bytes of length, then the text."""
     length = int.from_bytes(_read_exactly(fd, 4), "little")
     return Boot.from_bytes(_read_exactly(fd, length))
+
+
+def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
+    """Load all that a worker needs, and wait until this process is told its rank."""
+    load_named(boot.factory)
+    received = None
+    while received is None:
+        received = server.receive()
+    kind, frames = received
+    if kind != DATA:
+        os._exit(0)
+    told = json.loads(bytes(frames[0]))
+    os.environ.update(told["environment"])
+    rank, number = told["rank"], told["group_number"]
+    return replace(boot, rank=rank, group_number=number, snapshots=memory[rank])
 
 
 def serve(server: Server, handler: MessageHandler) -> None:

@@ -101,6 +101,14 @@ class ProcessLink:
             self._look_at = 0.0
             self.pids = tuple(worker.process.pid for worker in self._pool.workers)
 
+    def refill(self) -> None:
+        """Have as many spare processes as there are to be.
+
+        Raises:
+            OSError: one can't be started.
+        """
+        self._pool.refill()
+
     def last_step(self, rank: int) -> int:
         """The step at which a worker was last in a timed run."""
         return self._pool.last_step(rank)

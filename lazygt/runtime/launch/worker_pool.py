@@ -4,6 +4,7 @@ back when they have ended.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import time
@@ -11,8 +12,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -49,6 +51,7 @@ class LinkSpec:
         environment: variables added to the workers' environment.
         loads_torch: False for handlers that do without torch.
         copier: see `Boot`.
+        spares: processes that wait, with torch loaded, to take the rank of one that has died.
         snapshots: whether workers get memory for copies of their values that outlive them.
     """
 
@@ -67,6 +70,7 @@ class LinkSpec:
     loads_torch: bool = True
     copier: str = ""
     snapshots: bool = False
+    spares: int = 0
 
     @property
     def threads_a_worker(self) -> int:
@@ -84,30 +88,35 @@ class StartPlan:
 
     def boot(
         self,
-        rank: int,
+        place: int,
+        rank: int | None,
         upload: Arena | None,
         fetch: Arena | None,
         mailboxes: MailboxFiles | None,
         ours: ExitStack,
-        snapshots: int | None = None,
-        group_number: int = 0,
     ) -> Boot:
-        """A worker's boot configuration; ``ours`` closes our copies of its listening sockets."""
+        """A worker's boot configuration.
+
+        Args:
+            place: number of its sockets.
+            rank: None: it is not known yet.
+            ours: closes our copies of its listening sockets.
+        """
         spec = self.spec
         keys = None if spec.transport == "ipc" else Keys.generate()
         addresses = []
         for name in ("data", "control"):
-            address = self._listen(f"{name}{rank}", keys)
+            address = self._listen(f"{name}{place}", keys)
             ours.callback(os.close, address.fd)
             addresses.append(address)
         rendezvous = None
         if spec.world_size > 1:
-            rendezvous = channel.listen_local(self._place(f"rendezvous{rank}"))
+            rendezvous = channel.listen_local(self._place(f"rendezvous{place}"))
             ours.callback(os.close, rendezvous.fd)
         return Boot(
             factory=spec.factory,
             device="cuda:0" if spec.device == "cuda" else spec.device,
-            rank=rank,
+            rank=-1 if rank is None else rank,
             world_size=spec.world_size,
             threads=spec.threads_a_worker,
             client_pid=os.getpid(),
@@ -124,8 +133,6 @@ class StartPlan:
             rendezvous=rendezvous,
             loads_torch=spec.loads_torch,
             copier=spec.copier,
-            snapshots=snapshots,
-            group_number=group_number,
         )
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -180,8 +187,22 @@ class WorkerProcess:
     boxes: Mailboxes | None
     #: gives back all that is this process's alone
     resources: ExitStack
+    plan: StartPlan
+    #: number of its sockets
+    place: int
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
+
+    def take(self, rank: int, group_number: int) -> None:
+        """Tell a spare process its rank."""
+        directory = self.plan.directory
+        if self.plan.spec.world_size > 1:
+            (directory / f"rendezvous{self.place}").rename(directory / f"rendezvous{rank}")
+        environment = self.plan.environment(rank)
+        told = {"rank": rank, "group_number": group_number, "environment": environment}
+        frames = [json.dumps(told).encode()]
+        if self.boxes is None or not self.boxes.put(frames):
+            self.data.send(channel.DATA, frames)
 
 
 class WorkerPool:
@@ -207,9 +228,10 @@ class WorkerPool:
         self.rank_of: dict[int, int] = {}
         self.alarm = -1
         self._stack = ExitStack()
-        self._start_worker: Callable[..., WorkerProcess]
-        #: each process's own, by rank
-        self._resources: dict[int, ExitStack] = {}
+        self._launch: Callable[..., WorkerProcess]
+        #: processes without a rank, and how many there are to be
+        self._spares: list[WorkerProcess] = []
+        self._spares_wanted = 0
         #: memfds in which snapshots lie, by rank
         self._snapshots: list[int] = []
         self._oom_kills = OOMKills()
@@ -220,7 +242,7 @@ class WorkerPool:
         Raises:
             OSError: there are too few descriptors, processes or threads; or one can't be started.
         """
-        check_limits(spec.world_size, spec.threads_a_worker)
+        check_limits(spec.world_size + spec.spares, spec.threads_a_worker)
         directory = SessionDirectory()
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -231,36 +253,56 @@ class WorkerPool:
         if spec.arena_bytes:
             self.upload = Arena.create(spec.arena_bytes)
             self._stack.callback(self.upload.close)
-        plan = StartPlan(spec, directory.path, new_token())
-        self._start_worker = partial(self._start, plan, context, launcher)
+        self._launch = partial(
+            self._launched, StartPlan(spec, directory.path, new_token()), context, launcher
+        )
+        self._places = count(spec.world_size)
         for rank in range(spec.world_size):
             if spec.snapshots:
-                self._snapshots.append(create_memory(plan.spec.arena_bytes or _SNAPSHOT_BYTES))
+                self._snapshots.append(create_memory(spec.arena_bytes or _SNAPSHOT_BYTES))
                 self._stack.callback(os.close, self._snapshots[-1])
-            self.workers.append(self._start_worker(rank))
+            self.workers.append(self._launch(rank, rank))
+            self._watch_worker(rank)
         self._know_workers()
+        self._spares_wanted = spec.spares
+        self.refill()
 
     def replace(self, rank: int, group_number: int) -> None:
-        """Start a new process in the place of one that has ended, or is ended here.
+        """Have a spare process, or a new one, in the place of one that has ended, or is ended here.
 
         Args:
             group_number: of the group that it is to join.
 
         Raises:
-            OSError: it can't be started.
+            OSError: none can be started.
         """
-        worker = self.workers[rank]
-        worker.process.kill()
-        worker.process.wait(_KILL_SECONDS)
-        before = self._resources.pop(rank)
-        try:
-            self.workers[rank] = self._start_worker(rank, group_number)
-        except BaseException:
-            self._resources.pop(rank).close()
-            self._resources[rank] = before
-            raise
-        before.close()
+        before = self.workers[rank]
+        before.process.kill()
+        before.process.wait(_KILL_SECONDS)
+        spare = self._spare(rank, group_number)
+        self.workers[rank] = spare or self._launch(rank, rank, group_number)
+        before.resources.close()
+        self._watch_worker(rank)
         self._know_workers()
+
+    def refill(self) -> None:
+        """Start as many spare processes as there are to be.
+
+        Raises:
+            OSError: one can't be started.
+        """
+        while len(self._spares) < self._spares_wanted:
+            self._spares.append(self._launch(next(self._places), None))
+
+    def _spare(self, rank: int, group_number: int) -> WorkerProcess | None:
+        """A spare process that has taken a rank, if there is one."""
+        while self._spares:
+            spare = self._spares.pop(0)
+            if spare.process.status() is None:
+                spare.take(rank, group_number)
+                return spare
+            spare.resources.close()
+        return None
 
     def last_step(self, rank: int) -> int:
         """The step that a worker noted last, in a run that is watched."""
@@ -271,61 +313,56 @@ class WorkerPool:
         pids = (os.getpid(), *(worker.process.pid for worker in self.workers))
         self.cores = Cores(pids, len(pids))
 
-    def _start(
+    def _launched(
         self,
         plan: StartPlan,
         context: zmq.Context[zmq.Socket[bytes]],
         launcher: Launcher,
-        rank: int,
+        place: int,
+        rank: int | None,
         group_number: int = 0,
     ) -> WorkerProcess:
-        resources = self._resources[rank] = ExitStack()
-        fetch = None
-        if plan.spec.arena_bytes:
-            fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
-            resources.callback(fetch.close)
-        boxes = self._mailboxes(plan.spec.transport, resources)
-        snapshots = self._snapshots[rank] if self._snapshots else None
-        with ExitStack() as ours:
+        """A process that has been started.
+
+        Args:
+            place: number of its sockets.
+            rank: None: it will be told one.
+        """
+        with ExitStack() as undo, ExitStack() as ours:
+            resources = ExitStack()
+            undo.callback(resources.close)
+            fetch = None
+            if plan.spec.arena_bytes:
+                fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
+                resources.callback(fetch.close)
+            boxes = _mailboxes(plan.spec.transport, resources)
             files = None if boxes is None else boxes.files
-            boot = plan.boot(rank, self.upload, fetch, files, ours, snapshots, group_number)
-            process = launcher.start(boot, plan.environment(rank))
+            boot = replace(
+                plan.boot(place, rank, self.upload, fetch, files, ours),
+                snapshots=self._snapshots[rank] if self._snapshots and rank is not None else None,
+                spare=tuple(self._snapshots) if rank is None else None,
+                group_number=group_number,
+            )
+            process = launcher.start(boot, {} if rank is None else plan.environment(rank))
             resources.callback(process.close)
-            data = self._connect(context, boot, boot.data, resources, boxes)
-            control = self._connect(context, boot, boot.control, resources)
-        self.rank_of[process.pidfd] = rank
-        resources.callback(self.rank_of.pop, process.pidfd)
-        self._watch(process.pidfd, resources)
-        return WorkerProcess(process, data, control, fetch, boxes, resources)
+            data = _connect(context, boot, boot.data, resources, boxes)
+            control = _connect(context, boot, boot.control, resources)
+            undo.pop_all()
+        return WorkerProcess(process, data, control, fetch, boxes, resources, plan, place)
 
-    def _mailboxes(self, transport: str, resources: ExitStack) -> Mailboxes | None:
-        """Our end of a worker's mailboxes, where it has some."""
-        files = MailboxFiles.create() if transport == "ipc" else None
-        if files is None:
-            return None
-        boxes = Mailboxes(files, of_worker=False)
-        resources.callback(boxes.close)
-        boxes.use_extension()
-        self.boxes_of[boxes.wakes] = boxes
-        resources.callback(self.boxes_of.pop, boxes.wakes)
-        self.poller.register(boxes.wakes, select.POLLIN)
-        resources.callback(self.poller.unregister, boxes.wakes)
-        return boxes
-
-    def _connect(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        boot: Boot,
-        address: Address,
-        resources: ExitStack,
-        boxes: Mailboxes | None = None,
-    ) -> Client:
-        key = boot.keys.public if boot.keys else None
-        token = bytes.fromhex(boot.token)
-        client = Client(context, address.endpoint, token, key, boot.max_message, boxes)
-        resources.callback(client.close)
-        self._watch(client.fd, resources)
-        return client
+    def _watch_worker(self, rank: int) -> None:
+        """Hear of whatever happens to a worker, until its resources are given back."""
+        worker = self.workers[rank]
+        resources = worker.resources
+        self.rank_of[worker.process.pidfd] = rank
+        resources.callback(self.rank_of.pop, worker.process.pidfd)
+        for descriptor in (worker.process.pidfd, worker.data.fd, worker.control.fd):
+            self._watch(descriptor, resources)
+        if (boxes := worker.boxes) is not None:
+            self.boxes_of[boxes.wakes] = boxes
+            resources.callback(self.boxes_of.pop, boxes.wakes)
+            self.poller.register(boxes.wakes, select.POLLIN)
+            resources.callback(self.poller.unregister, boxes.wakes)
 
     def _watch(self, descriptor: int, resources: ExitStack) -> None:
         """Have both pollers tell of a descriptor, until its owner gives it back."""
@@ -356,7 +393,10 @@ class WorkerPool:
                 worker.data.send(channel.SHUTDOWN)
             else:
                 worker.process.close_pipe()
-        living = _wait_for([worker.process for worker in self.workers], _ORDERLY_SECONDS)
+        for spare in self._spares:
+            spare.process.close_pipe()
+        everyone = [worker.process for worker in (*self.workers, *self._spares)]
+        living = _wait_for(everyone, _ORDERLY_SECONDS)
         for process in living:
             process.close_pipe()
             process.terminate()
@@ -367,13 +407,38 @@ class WorkerPool:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        while self._resources:
-            self._resources.popitem()[1].close()
+        for worker in (*self.workers, *self._spares):
+            worker.resources.close()
         self._stack.close()
 
     def _close_alarm(self) -> None:
         alarm, self.alarm = self.alarm, -1
         os.close(alarm)
+
+
+def _mailboxes(transport: str, resources: ExitStack) -> Mailboxes | None:
+    """Our end of a worker's mailboxes, where it has some."""
+    files = MailboxFiles.create() if transport == "ipc" else None
+    if files is None:
+        return None
+    boxes = Mailboxes(files, of_worker=False)
+    resources.callback(boxes.close)
+    boxes.use_extension()
+    return boxes
+
+
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]],
+    boot: Boot,
+    address: Address,
+    resources: ExitStack,
+    boxes: Mailboxes | None = None,
+) -> Client:
+    key = boot.keys.public if boot.keys else None
+    token = bytes.fromhex(boot.token)
+    client = Client(context, address.endpoint, token, key, boot.max_message, boxes)
+    resources.callback(client.close)
+    return client
 
 
 def _unregister(poller: select.poll, descriptor: int) -> None:

@@ -1,7 +1,8 @@
 """Faults for tests: a worker that kills itself at a given message.
 
 ``LAZYGT_FAULT=RANK:MESSAGE:WHEN``, with MESSAGE counted from 1 and WHEN one of ``before`` (it was
-received), ``inside`` (its first collective begins, or its results are about to be kept) and
+received), ``inside`` (the first collective of it, or of the next run, begins, or its results are
+about to be kept) and
 ``after`` (it was done, and not answered). ``RANK:MESSAGE:WHEN:GROUP`` is for a process that was
 started for the session's process group of this number, so after so many recoveries; without it,
 for the first ones. Several are separated by commas.
@@ -62,6 +63,8 @@ class Faulty:
             replies: Sequence[Sequence[Any]] = self._worker.handle(frames)
         if when == "after":
             die()
+        if when == "inside":  # that was no run
+            self._faults.setdefault(self._messages + 1, when)
         return replies
 
 

@@ -6,7 +6,7 @@ after the cut is kept apart from what came before, until every rank has taken it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazygt.runtime.messages import Snapped
@@ -17,13 +17,8 @@ from lazygt.runtime.wire import Buffer, size_of
 _OVERHEAD = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A run, as each rank was told of it."""
-
-    seq: int
-    entry: PlanRecord | None
-    messages: Sequence[list[Buffer]]
+#: A run, as each rank was told of it: its number, its plan and the messages.
+Ran = tuple[int, PlanRecord | None, Sequence[list[Buffer]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,42 +68,41 @@ class Journal:
 
     Attributes:
         committed: where doing it again begins.
-        nbytes: of what is kept.
+        entries: what came after that, oldest first; the extension adds runs here.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self.committed = Snapshot()
-        self.nbytes = 0
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
+        #: bytes of the first entries, and of how many
+        self._nbytes, self._counted = 0, 0
         #: the snapshot that is being taken
         self._next: Snapshot | None = None
         self._numbers = 0
 
-    def __iter__(self) -> Iterator[Entry]:
-        """Oldest first."""
-        return iter(tuple(self._entries))
+    @property
+    def nbytes(self) -> int:
+        """What is kept takes of memory, about."""
+        self._nbytes += sum(map(_nbytes, self.entries[self._counted :]))
+        self._counted = len(self.entries)
+        return self._nbytes
 
     @property
     def cutting(self) -> bool:
         """Whether a snapshot is being taken."""
         return self._next is not None
 
-    def note(self, entry: Entry) -> None:
-        """Something is about to be sent."""
-        self._entries.append(entry)
-        self.nbytes += _nbytes(entry)
-
     def entry_of(self, seq: int) -> PlanRecord | None:
         """The plan of a run."""
-        runs = (entry for entry in self._entries if isinstance(entry, Ran))
-        return next((run.entry for run in runs if run.seq == seq), None)
+        runs = (entry for entry in self.entries if isinstance(entry, tuple))
+        return next((plan for number, plan, _ in runs if number == seq), None)
 
     def swaps_later(self, entry: PlanRecord, seq: int) -> bool:
         """Whether a plan runs compiled only from some run after this one on."""
         ran = False
-        for noted in self._entries:
-            ran = ran or (isinstance(noted, Ran) and noted.seq == seq)
+        for noted in self.entries:
+            ran = ran or (isinstance(noted, tuple) and noted[0] == seq)
             if ran and isinstance(noted, SwappedIn) and noted.entry is entry:
                 return True
         return False
@@ -117,7 +111,7 @@ class Journal:
         """A snapshot is about to be asked of every rank, after this run; its number."""
         self._numbers += 1
         self._next = Snapshot(self._numbers, seq)
-        self.note(Cut(self._numbers))
+        self.entries.append(Cut(self._numbers))
         return self._numbers
 
     def took(self, rank: int, part: Snapped) -> bool:
@@ -129,9 +123,9 @@ class Journal:
         if len(taken.parts) < self._ranks:
             return False
         self.committed, self._next = taken, None
-        at = self._entries.index(Cut(taken.number))
-        self._entries = self._entries[at + 1 :]
-        self.nbytes = sum(map(_nbytes, self._entries))
+        at = self.entries.index(Cut(taken.number))
+        self.entries = self.entries[at + 1 :]
+        self._nbytes = self._counted = 0
         return True
 
     def restart(self) -> None:
@@ -141,7 +135,7 @@ class Journal:
 
 
 def _nbytes(entry: Entry) -> int:
-    if not isinstance(entry, Ran):
+    if not isinstance(entry, tuple):
         return _OVERHEAD
-    different = {id(frames): frames for frames in entry.messages}
+    different = {id(frames): frames for frames in entry[2]}
     return _OVERHEAD + sum(map(size_of, different.values()))

@@ -26,7 +26,7 @@ from lazygt.runtime.messages import (
     Snap,
     Snapped,
 )
-from lazygt.runtime.plan_records import PlanRecord, swap_message
+from lazygt.runtime.plan_records import swap_message
 from lazygt.runtime.recovery.doubts import Doubts
 from lazygt.runtime.recovery.journal import Cut, Entry, Journal, Ran, Renewed, SwappedIn
 from lazygt.runtime.wire import Buffer, decode
@@ -61,7 +61,13 @@ class RecoveryRecord:
 
 
 class RunsInFlight(Protocol):
-    """What a recovery asks of the client."""
+    """What a recovery asks of the client.
+
+    Attributes:
+        quiet_until: when the next snapshot is due; 0: one is being taken, or a recovery done.
+    """
+
+    quiet_until: float
 
     @property
     def group(self) -> int:
@@ -122,8 +128,9 @@ class Recovery:
         #: runs that are done again
         self._again: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
-        self._last_snapshot = time.monotonic()
-        self._wait = _LEAST_SECONDS
+        #: when the next snapshot is due
+        self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
+        self._begun = 0.0
 
     # -- what happens --------------------------------------------------------------------
 
@@ -137,10 +144,6 @@ class Recovery:
         """Whether one has begun and not come to its end."""
         return self._unfinished is not None
 
-    def ran(self, seq: int, entry: PlanRecord | None, messages: Sequence[list[Buffer]]) -> None:
-        """A run is about to be sent."""
-        self.journal.note(Ran(seq, entry, messages))
-
     def is_due(self, kept_bytes: int) -> bool:
         """Whether it is time for a snapshot.
 
@@ -150,16 +153,12 @@ class Recovery:
         if self.journal.cutting:
             return False
         full = self.journal.nbytes + kept_bytes > self._journal_bytes
-        return full or time.monotonic() - self._last_snapshot > self._wait
-
-    @property
-    def quiet(self) -> bool:
-        """Whether neither a snapshot nor a recovery is under way or due."""
-        return not (self.journal.cutting or self.is_due(0) or self.under_way)
+        return full or time.monotonic() >= self._due
 
     def snap(self, seq: int) -> None:
         """Have all ranks take a snapshot after this run."""
-        self._last_snapshot = time.monotonic()
+        self._begun = time.monotonic()
+        self._client.quiet_until = 0.0
         committed = self.journal.committed.number
         message = self._link.encode(Snap(self.journal.cut(seq), committed))
         self._client.tell_all("snapshot", [message] * self._link.world_size, "recovery")
@@ -171,11 +170,12 @@ class Recovery:
             return None
         parts = self.journal.committed.parts.values()
         slowest = max(part.nanoseconds for part in parts) / 1e9
-        self._wait = max(slowest / self._cost, _LEAST_SECONDS)
+        self._due = self._begun + max(slowest / self._cost, _LEAST_SECONDS)
+        self._client.quiet_until = 0.0 if self.under_way else self._due
         return self.journal.committed.seq
 
-    def is_again(self, rank: int, seq: int) -> bool:
-        """Whether an answer may be one that was given before."""
+    def is_again(self, seq: int) -> bool:
+        """Whether a run's answers may be some that were given before."""
         return seq in self._again
 
     def answered(self, rank: int, seq: int) -> None:
@@ -206,6 +206,7 @@ class Recovery:
     def _recover(self, error: WorkerDied | WorkerFrozen) -> None:
         begin, at, replaced, runs = time.monotonic(), time.time(), set[int](), 0
         self._unfinished = self.last = error
+        self._client.quiet_until = 0.0
         self.active = True
         try:
             while self._unfinished is not None:
@@ -222,6 +223,8 @@ class Recovery:
         finally:
             self.active = False
         seconds = time.monotonic() - begin
+        self._link.refill()
+        self._client.quiet_until = 0.0 if self.journal.cutting else self._due
         why = str(error).split(". ")[0]
         self.records.append(RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds))
         self._client.recovered(self.records[-1])
@@ -281,8 +284,8 @@ class Recovery:
     def _replay(self) -> int:
         """Send what the journal has, and wait until all is answered that was answered before; how
         many runs there were."""
-        entries = list(self.journal)
-        runs = [entry.seq for entry in entries if isinstance(entry, Ran)]
+        entries = list(self.journal.entries)
+        runs = [entry[0] for entry in entries if isinstance(entry, tuple)]
         self._again = Counter(runs)
         sent = self.journal.committed.seq
         for entry in entries:
@@ -290,7 +293,7 @@ class Recovery:
                 self._wait_for(sent)
             for rank, frames in enumerate(self._messages(entry)):
                 self._link.send(rank, frames)
-            sent = entry.seq if isinstance(entry, Ran) else sent
+            sent = entry[0] if isinstance(entry, tuple) else sent
             self._take(0)
         self._wait_for(sent)
         self._again.clear()
@@ -299,7 +302,7 @@ class Recovery:
     def _messages(self, entry: Entry) -> list[list[Buffer]]:
         ranks = range(self._link.world_size)
         match entry:
-            case Ran():
+            case tuple():
                 return [self._once_more(entry, rank) for rank in ranks]
             case SwappedIn():
                 return [swap_message(entry.entry, rank) for rank in ranks]
@@ -312,12 +315,13 @@ class Recovery:
 
     def _once_more(self, run: Ran, rank: int) -> list[Buffer]:
         """A run's message without what was answered before."""
-        frames = run.messages[rank if len(run.messages) > 1 else 0]
+        seq, _, messages = run
+        frames = messages[rank if len(messages) > 1 else 0]
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        message.timed = self._deaths[run.seq] == _POISON - 1  # which step is it that kills?
-        if rank not in self._client.waiting_for(run.seq):
+        message.timed = self._deaths[seq] == _POISON - 1  # which step is it that kills?
+        if rank not in self._client.waiting_for(seq):
             message.fetches = ()
         return self._link.encode(message, frames[1:])
 

@@ -331,16 +331,22 @@ def _moved(
 
 
 def _dims(call: Call) -> set[int]:
+    """Those that are rolled: all of them, as one, where none is named."""
     rank = len(call.shape("self"))
     dims = call["dims"]
     return {d % rank for d in dims} if dims else set(range(rank))
 
 
+def _flipped_dims(call: Call) -> set[int]:
+    rank = len(call.shape("self"))
+    return {d % rank for d in call["dims"]}
+
+
 def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     """Along the cut dim ranks get each other's rows, and turn them round."""
     call = Call(node, metas, parts)
-    strategies = list(_untouched(_dims)(node, metas, parts))
-    for dim in _dims(call).intersection(shardable_dims(call.shape("self"))):
+    strategies = list(_untouched(_flipped_dims)(node, metas, parts))
+    for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
         size = call.shape("self")[dim]
         bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
         strategies += _moved(call, dim, [((size - b, size - a),) for a, b in bounds], _again)

@@ -59,8 +59,9 @@ def _repeating(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
             for rows in bounds
         ]
         move = RowExchange(dim, blocks(value.shape[dim], parts), tuple(want))
-        if value.shape[dim] > 1 and move.is_worth_it:
-            rest = [0 if which // 2 == at else pad for which, pad in enumerate(pads)]
+        rest = [0 if which // 2 == at else pad for which, pad in enumerate(pads)]
+        refused = any(rest) and not all(want)  # the kernel takes no empty block
+        if value.shape[dim] > 1 and move.is_worth_it and not refused:
             strategy = call.strategy(S(dim), self=S(dim))
             strategies.append(strategy.by(_padded_along(move, rest), row_comm(move, value)))
     return strategies

@@ -1,0 +1,10 @@
+"""Here snapshots are taken, and often."""
+
+import pytest
+
+from lazygt.runtime.recovery import recover
+
+
+@pytest.fixture(autouse=True)
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recover, "_LEAST_SECONDS", 0.1)
