@@ -166,7 +166,7 @@ class Worker:
         self._first_generator = kernels.get_rng_state(self.device)
         self._snapshots = None
         if snapshots is not None:
-            self._snapshots = Snapshots(snapshots, upload, self.device)
+            self._snapshots = Snapshots(snapshots, upload, self.device, world_size)
 
     # -- messages ------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import lazygt
 from lazygt.runtime.launch import opening
+from lazygt.runtime.recovery import snapshot
 from lazygt.runtime.recovery.recover import Recovery
 from tests.recovery.mortal import Fault, MortalLink
 
@@ -96,6 +97,13 @@ class Outcome:
                 self.digest = digest(PROGRAMS[program](s))
             self.recoveries = s.recoveries
         self.messages, self.lives = len(links[0].messages), links[0].lives
+
+
+def test_where_memory_is_short_no_snapshot_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "memory_left", lambda: 100)
+    undisturbed = Outcome("training")
+    with pytest.warns(RuntimeWarning, match=r"bytes to copy, and [\d,]+ bytes of memory are left"):
+        assert Outcome("training", snapshots=True).digest == undisturbed.digest
 
 
 @pytest.mark.parametrize("when", ["before", "inside", "after"])

@@ -1,5 +1,5 @@
 """What the kernel tells of processes: their time and state (proc(5)), the cores that they may use
-up, and whether one was ended because memory ran out.
+up, how much memory is left, and whether one was ended because that ran out.
 
 The kernel sends SIGKILL then, as anybody may. But it counts whom it kills: in the memory cgroup of
 the process, and on the whole machine.
@@ -124,3 +124,32 @@ def _quota(cgroup: Path) -> float | None:
     except OSError:
         return None
     return None if quota == "max" or int(quota) < 0 else int(quota) / int(period)
+
+
+_AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
+_CACHED = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
+
+
+def memory_left(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may still take, as the machine and the cgroups say."""
+    match = _AVAILABLE.search((root / "proc/meminfo").read_text())
+    machine = int(match[1]) << 10 if match else 0
+    rooms = [room for cgroup in _cgroups(root, "memory") if (room := _room(cgroup)) is not None]
+    return min([machine, *rooms])
+
+
+def _room(cgroup: Path) -> int | None:
+    """Bytes left in one cgroup, of either version, with what it would drop of its files."""
+    try:
+        if (cgroup / "memory.max").exists():
+            limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))
+        else:
+            limit, used = (
+                (cgroup / f"memory.{name}_in_bytes").read_text() for name in ("limit", "usage")
+            )
+        cached = _CACHED.search((cgroup / "memory.stat").read_text())
+    except OSError:
+        return None
+    if limit.strip() == "max":
+        return None
+    return int(limit) - int(used) + (int(cached[1]) if cached else 0)

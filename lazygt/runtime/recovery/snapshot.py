@@ -7,12 +7,13 @@ finds it as it was. A value is written once, so what an earlier snapshot has is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.launch.procfs import memory_left
 from lazygt.runtime.messages import Copied, Restore, Snap, Snapped
 from lazygt.runtime.store import Failed, Store
 
@@ -25,11 +26,14 @@ class Snapshots:
 
     Args:
         memory: where copies go; nobody else allocates there.
+        ranks: how many workers do so at once.
         upload: the client's arena: what still lies there needs no copy.
     """
 
-    def __init__(self, memory: Arena, upload: Arena | None, device: torch.device) -> None:
-        self._memory, self._upload, self._device = memory, upload, device
+    def __init__(
+        self, memory: Arena, upload: Arena | None, device: torch.device, ranks: int
+    ) -> None:
+        self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
         #: by the snapshot's number, and then by value
         self._tables: dict[int, dict[int, Copied]] = {}
 
@@ -45,6 +49,7 @@ class Snapshots:
         table = self._tables[snap.number] = {}
         copied, failed = 0, []
         try:
+            self._check_room(store, before)
             for key, value in store.values.items():
                 if isinstance(value, Failed):
                     failed.append((key, value.failure))
@@ -65,6 +70,20 @@ class Snapshots:
             copied,
             time.monotonic_ns() - begin,
         )
+
+    def _check_room(self, store: Store, before: Mapping[int, Copied]) -> None:
+        """Raise MemoryError where copies would take more than half of the memory that is left.
+
+        The kernel would not say no: it would kill somebody.
+        """
+        needed = self._ranks * sum(
+            value.nbytes
+            for key, value in store.values.items()
+            if not (isinstance(value, Failed) or key in before or key in store.borrowed)
+        )
+        room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
+        if needed > room // 2:
+            raise MemoryError(f"{needed:,} bytes to copy, and {room:,} bytes of memory are left")
 
     def restore(self, restore: Restore, store: Store) -> None:
         """Have the values of a snapshot again, and no others."""

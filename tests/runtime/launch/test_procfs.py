@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.launch.procfs import cpu_quota, is_stopped, processor_time
+from lazygt.runtime.launch.procfs import cpu_quota, is_stopped, memory_left, processor_time
 
 # a name that looks like the end of a name
 CHILD = """
@@ -71,3 +71,39 @@ def test_cores_that_may_be_used_up(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cpu_quota(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/", {}, 2 << 20),
+        ("0::/", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 2 << 20),
+        (
+            "0::/a",
+            {
+                "a/memory.max": "1000000\n",
+                "a/memory.current": "900000\n",
+                "a/memory.stat": "anon 5\ninactive_file 50000\n",
+            },
+            150_000,
+        ),
+        (
+            "4:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": "700000\n",
+                "memory/job/memory.usage_in_bytes": "600000\n",
+                "memory/job/memory.stat": "inactive_file 0\n",
+            },
+            100_000,
+        ),
+    ],
+)
+def test_memory_left(tmp_path: Path, cgroup: str, files: dict[str, str], expected: int) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   2048 kB\n")
+    for name, text in files.items():
+        place = tmp_path / "sys/fs/cgroup" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    assert memory_left(tmp_path) == expected
