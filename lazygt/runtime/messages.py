@@ -48,6 +48,10 @@ class Failure(Part, tag=1):
     detail: str
     seq: int = 0
 
+    def during(self, seq: int) -> Failure:
+        """The same, in this run, unless it is known to be an earlier one's."""
+        return self if self.seq else Failure(self.node, self.kind, self.detail, seq)
+
 
 class Timings(Part):
     """When a worker did what, in nanoseconds of its host's monotonic clock.
@@ -150,7 +154,7 @@ class Swap(Part, tag=5):
 
 
 class Write(Part, tag=7):
-    """Copy blocks for a transfer; see ``worker.Copier``."""
+    """Copy blocks for a transfer; see ``weight_copies.Copier``."""
 
     number: int
     request: Any

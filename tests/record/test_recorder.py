@@ -150,7 +150,7 @@ def test_caches_are_bounded() -> None:
             assert torch.ones(width).sum().item() == width
         assert len(s.plans()) <= 4
         assert s.recorder.trie.steps < 40
-        assert len(s._link._worker._executors) <= 5
+        assert len(s._link._worker.plans.executors) <= 5
 
 
 def long_chain(width: int) -> float:
@@ -165,7 +165,7 @@ def test_plans_are_bounded_by_their_memory() -> None:
         for width in range(1, 9):
             long_chain(width)
         assert len(s.plans()) == 3
-        assert len(s._link._worker._executors) == 3
+        assert len(s._link._worker.plans.executors) == 3
         assert s.recorder.trie.steps < 700
         assert long_chain(1) == long_chain(1)
 

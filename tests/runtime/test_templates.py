@@ -110,8 +110,8 @@ def test_a_template_that_was_dropped_is_asked_for(
     """Once: its other sizes are numbers again."""
     sent = Sent(session, monkeypatch)
     work(20).item()
-    session._link._worker._executors.clear()
-    assert not session._link._worker._templates
+    session._link._worker.plans.executors.clear()
+    assert not session._link._worker.plans.templates
     for batch in (30, 40, 20):
         assert work(batch).item() == expected(batch)
     assert [frames for _, frames, _ in sent.ships] == [2, 1, 2, 1, 2]
@@ -120,7 +120,7 @@ def test_a_template_that_was_dropped_is_asked_for(
 def test_a_template_lives_as_long_as_one_of_its_plans() -> None:
     """The limits of plans are its limits: two plans of one template, and one of another."""
     with lazygt.session(launcher="inline", max_plans=2) as s:
-        templates = s._link._worker._templates
+        templates = s._link._worker.plans.templates
         work(20).item()
         work(30).item()
         assert len(templates) == 1

@@ -100,7 +100,7 @@ def test_a_forgotten_plan_is_asked_for_and_sent_again() -> None:
     with lazygt.session(launcher="inline") as s:
         for _ in range(2):
             assert torch.ones(3).exp().sum().item() > 8
-        s._link._worker._executors.clear()
+        s._link._worker.plans.executors.clear()
         if s._link._worker.known_runs is not None:
             s._link._worker.known_runs.forget()
         assert torch.ones(3).exp().sum().item() > 8

@@ -14,8 +14,8 @@ from lazygt.graph.alias import op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.graph.ops import title
+from lazygt.runtime.exchange import Exchange
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
-from lazygt.runtime.foreign import loader
 from lazygt.runtime.messages import Failure, Fetched
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.store import Failed, Value
@@ -33,8 +33,10 @@ class DryWorker(Worker):
     the shape of a data-dependent result.
     """
 
-    def _learn(self, definitions: Buffer) -> list[loader.LoadedOp]:
-        return loader.load_ops(definitions, None, self._takes_code)
+    def __init__(self, max_plans: int, max_plan_bytes: int) -> None:
+        super().__init__(max_plans=max_plans, max_plan_bytes=max_plan_bytes)
+        self.plans.ops_device = None
+        self.exchange = _Zeros(self.store, self.device, None, None, 0)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return self.store.get_all(ids)
@@ -50,7 +52,11 @@ class DryWorker(Worker):
         returned = _answer(plan) if plan.asks else None
         return Outcome(outputs, [], returned, [])
 
-    def _send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
+
+class _Zeros(Exchange):
+    """Zeros stand for what is fetched."""
+
+    def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, torch.Tensor) and value.is_meta:
             if value.nbytes > MOST_ZEROS:
                 raise MemoryError(
@@ -58,7 +64,7 @@ class DryWorker(Worker):
                     f"here, and so many zeros are not made up"
                 )
             value = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-        return super()._send(value, buffers)
+        return super().send(value, buffers)
 
 
 def _stand_in(node: Node, meta: TensorMeta | None) -> Value:

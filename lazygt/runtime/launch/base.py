@@ -63,7 +63,7 @@ class Boot:
             one when a worker has died; else None.
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
-        copier: ``module:attribute`` of what makes a `worker.Copier`, or "".
+        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, or "".
     """
 
     factory: str

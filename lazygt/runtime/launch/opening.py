@@ -27,7 +27,7 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
     """Start the workers of a mesh.
 
     Args:
-        copier: ``module:attribute`` of what makes a `worker.Copier`, loaded when one is needed.
+        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, loaded when one is needed.
 
     Raises:
         ValueError: there is no such launcher, or it can't start so many.

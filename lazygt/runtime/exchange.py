@@ -1,0 +1,122 @@
+"""Exchange: values on their way into a worker's store, and out of it to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazygt.errors import ProtocolError, kind_of
+from lazygt.graph.meta import TensorMeta
+from lazygt.runtime import wire
+from lazygt.runtime.messages import Done, Failure, Fetched, Put
+from lazygt.runtime.store import Failed, Store, Value
+from lazygt.runtime.wire import Buffer
+
+if TYPE_CHECKING:
+    from lazygt.runtime.shared_memory import Arena
+
+
+class Exchange:
+    """Small values travel as buffers beside a message, large ones in shared memory.
+
+    Args:
+        upload, fetch, shm_threshold: see ``Worker``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        upload: Arena | None,
+        fetch: Arena | None,
+        shm_threshold: int,
+    ) -> None:
+        self._store, self._device = store, device
+        self._upload, self._fetch, self._shm_threshold = upload, fetch, shm_threshold
+
+    def receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
+        """Keep a value that has come.
+
+        Raises:
+            ProtocolError: it is no tensor, or its bytes are not there.
+        """
+        meta = put.meta
+        borrowed = put.offset
+        if meta.offset or meta.extent != meta.numel:
+            raise ProtocolError(f"the memory of a tensor that is sent has gaps: {meta}")
+        nbytes = meta.nbytes
+        if put.offset is not None:
+            if self._upload is None:
+                raise ProtocolError("a tensor in shared memory, but there is none")
+            flat = self._upload.view(put.offset, nbytes)
+        else:
+            data = next(buffers, None)
+            if data is None or len(data) != nbytes:
+                raise ProtocolError(f"a tensor of {nbytes} bytes came without its bytes")
+            flat = wire.received(data)
+        try:
+            value = _shaped(flat, meta)
+        except RuntimeError as error:
+            raise ProtocolError(f"there is no such tensor as {meta}: {error}") from error
+        if self._device.type != "cpu" and put.offset is not None:
+            # .to() has read the arena when it returns, so its room is free again at once
+            done.releases.append(put.offset)
+            borrowed = None
+        self._store.put(put.id, value.to(self._device), borrowed)
+
+    def fetched(self, fetches: Sequence[int], done: Done) -> list[Buffer]:
+        """Note what is said of values that are wanted, whose bytes are returned."""
+        replies: list[Buffer] = []
+        for key in fetches:
+            try:
+                done.fetched.append(self.send(self._store.get(key), replies))
+            except Exception as error:  # noqa: BLE001 - reported to the client
+                done.fetched.append(Failure(-1, kind_of(error), str(error), done.seq))
+        return replies
+
+    def free(self, offset: int) -> None:
+        """The client does not read any more what it fetched from there."""
+        try:
+            if self._fetch is not None:
+                self._fetch.free(offset)
+        except ValueError as error:
+            raise ProtocolError(f"what was not fetched can't be released: {error}") from error
+
+    def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
+        """What is said of a value; its bytes are added to ``buffers``, or lie in the arena."""
+        if isinstance(value, Failed):
+            return value.failure
+        meta = TensorMeta.of(value)
+        if meta.numel == 1 and meta.plain and meta.dtype in wire.NUMBERS:
+            buffers.append(wire.NUMBERS[meta.dtype].pack(value.item()))
+            return Fetched(meta)
+        if value._is_zerotensor():
+            value = torch.zeros_like(value)
+        host = value.detach().cpu().resolve_conj().resolve_neg()
+        meta = TensorMeta.of(host)
+        if meta.offset or meta.extent != meta.numel:
+            host = host.clone(memory_format=torch.contiguous_format)
+            meta = TensorMeta.of(host)
+        flat = host.as_strided(meta.shape, meta.stride) if meta == TensorMeta.of(host) else host
+        flat = flat.contiguous() if meta.is_contiguous() else flat
+        data = _bytes_of(flat, meta)
+        if self._fetch is not None and data.numel() >= self._shm_threshold:
+            slot = self._fetch.put(data)
+            return Fetched(meta, slot.offset)
+        buffers.append(data.numpy().data)
+        return Fetched(meta)
+
+
+def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The elements of a dense CPU tensor in memory order, as bytes."""
+    if meta.numel == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return host.as_strided((meta.numel,), (1,)).view(torch.uint8)
+
+
+def _shaped(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    if meta.numel == 0:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+    return flat.view(meta.dtype).as_strided(meta.shape, meta.stride)

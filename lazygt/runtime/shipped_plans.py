@@ -1,0 +1,188 @@
+"""Shipped plans: what a worker was sent to run, and what runs it now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from msgspec import structs
+
+from lazygt.config import Config
+from lazygt.errors import GraphError, ProtocolError
+from lazygt.graph.recent import Recent
+from lazygt.graph.sizes import Sizes, check_sizes
+from lazygt.runtime import graph_codec, heap, kernels
+from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.executors.compiled import compiled
+from lazygt.runtime.executors.cuda_graphs import graphs_of
+from lazygt.runtime.executors.eager import EagerExecutor, code_of
+from lazygt.runtime.executors.graphed import GraphedExecutor
+from lazygt.runtime.foreign import loader
+from lazygt.runtime.messages import Captured, Failure, Relaid, Ship, Swap, Swapped
+from lazygt.runtime.plan import Plan, PlanTemplate
+from lazygt.runtime.wire import Buffer, DeltaCodec
+
+
+class KnownPlan:
+    """A plan as this worker knows it. The executor may be forgotten; the lists may not."""
+
+    def __init__(self, own: bool) -> None:
+        #: other ranks have other plans
+        self.own = own
+        self.inputs, self.frees = DeltaCodec(), DeltaCodec()
+        self.params: tuple[Any, ...] = ()
+        #: number of the process group in which all ranks have said what they are about to run
+        self.checked = -1
+        self.mismatch: Failure | None = None
+
+
+class ShippedPlans:
+    """The plans of one worker. Executors may be forgotten; what was said of a last run may not.
+
+    Args:
+        config: how many are kept, and what runs them.
+    """
+
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._device = device
+        #: where the code of foreign ops is loaded for; None: they are never called
+        self.ops_device: torch.device | None = device
+        self.executors: Recent[bytes, EagerExecutor] = Recent(
+            config.max_plans, config.max_plan_bytes
+        )
+        self.known: dict[bytes, KnownPlan] = {}
+        #: of the plans that are kept
+        self.templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
+        self.make_code = code_of(config.plan_code)
+        self._graphs = graphs_of(device, config.cuda_graphs, config.max_cuda_graph_bytes)
+        self._cache = Cache(config.cache_dir)
+        self._takes_code = config.ship_code
+
+    def clear(self) -> None:
+        """Forget what runs them: it is asked for again."""
+        self.executors.clear()
+
+    def begin_anew(self) -> None:
+        """Runs that come can be read without what was said before."""
+        for known in self.known.values():
+            known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
+
+    def take(self, message: Ship, frames: Sequence[Buffer]) -> None:
+        """Take a plan.
+
+        Raises:
+            ProtocolError: it is not what its name says, or no program.
+        """
+        digest = message.digest
+        if graph_codec.plan_name(message.template, message.sizes, message.salt) != digest:
+            raise ProtocolError("a plan's content does not match its name")
+        template = self._template(message.template, frames)
+        plan = None if template is None else _sized(template, message.sizes)
+        for old in message.forget:
+            self.executors.drop(old)
+            self.known.pop(old, None)
+        if message.fresh or digest not in self.known:
+            self.known[digest] = KnownPlan(bool(message.salt))
+        if plan is None:
+            self.executors.drop(digest)  # its run asks for it
+        else:
+            executor = EagerExecutor(plan, self._device, code=self.make_code, template=template)
+            if self._device.type == "cpu" and heap.is_own() and heap.takes_turns(plan.steps.graph):
+                heap.give_back()
+            size = plan.outline.nbytes + sum(map(len, frames[2:]))
+            self._keep(digest, executor, size)
+
+    def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
+        """The template of this name, which lives as long as a plan made of it; None: forgotten."""
+        if len(frames) == 1:
+            return self.templates.get(name)
+        if len(frames) not in (2, 3) or graph_codec.template_name(frames[1]) != name:
+            raise ProtocolError("a template's content does not match its name")
+        template = self.templates.get(name)
+        if template is None:
+            # the owner of the channel sends plans, and so the code of foreign ops
+            code = frames[2:]
+            ops = loader.load_ops(code[0], self.ops_device, self._takes_code) if code else []
+            template = self.templates[name] = _checked(frames[1])
+            template.keeps = ops
+        return template
+
+    def swap(self, message: Swap) -> Swapped:
+        """Put compiled groups into the place of fused nodes, from the next run of the plan on."""
+        digest = message.digest
+        executor = self.executors.get(digest)
+        if executor is None:
+            return Swapped(digest)  # forgotten; it is swapped when it comes again
+        try:
+            plan = executor.plan
+            made = compiled(plan, self._device, message.groups, self._cache, self.make_code)
+            self._keep(digest, made, plan.outline.nbytes)
+        except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
+            return Swapped(digest, f"{type(error).__name__}: {error}")
+        return Swapped(digest)
+
+    def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
+        """Have a plan run by this executor; where there are CUDA graphs, until it is captured."""
+        if self._graphs is not None:
+            executor = GraphedExecutor(executor, self._graphs)
+        self.executors.keep(digest, executor, size)
+
+    def executor(self, digest: bytes) -> EagerExecutor | None:
+        """What runs a plan now; None: it is forgotten."""
+        executor = self.executors.get(digest)
+        given_up = isinstance(executor, GraphedExecutor) and executor.given_up
+        return executor.plain if executor is not None and given_up else executor
+
+    def news(self, digest: bytes) -> list[Relaid | Captured]:
+        """What is to be said before the answer to a plan's run: which of its results lie otherwise
+        than the plan says, and what became of its CUDA graphs."""
+        executor = self.executors.get(digest)
+        if executor is None:
+            return []
+        told: list[Relaid | Captured] = []
+        plain = executor.plain
+        rows, plain.interpreter.relaid = plain.interpreter.relaid, []
+        # in compiled plans nodes have other numbers; their steps were compared before
+        if rows and plain.schedule is plain.plan.steps:
+            told.append(Relaid(digest, tuple(rows)))
+        if isinstance(executor, GraphedExecutor):
+            captured, executor.news = executor.news, None
+            if captured is not None:
+                told.append(structs.replace(captured, digest=digest))
+        return told
+
+
+def _checked(data: Buffer) -> PlanTemplate:
+    """The template that was sent.
+
+    Raises:
+        ProtocolError: it can't be run.
+    """
+    try:
+        template = PlanTemplate.decoded(data)
+        for op in template.ops:
+            kernels.check(op)
+    except ProtocolError:
+        raise
+    except GraphError as error:
+        raise ProtocolError(str(error)) from error
+    except KeyError as error:
+        raise ProtocolError(f"unknown op {error.args[0]!r}") from error
+    except Exception as error:
+        raise ProtocolError(f"not a program: {type(error).__name__}: {error}") from error
+    return template
+
+
+def _sized(template: PlanTemplate, sizes: Sizes) -> Plan:
+    """The plan that a template is in these sizes.
+
+    Raises:
+        ProtocolError: it has no such sizes.
+    """
+    try:
+        check_sizes(template.symbolic, sizes)
+    except ValueError as error:
+        raise ProtocolError(f"not the sizes of a plan: {error}") from error
+    return Plan(form=(template, sizes))

@@ -1,0 +1,63 @@
+"""Copies of a worker's values for a transfer of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.messages import Write, Wrote
+from lazygt.runtime.store import Failed, Store
+
+
+class Copier(Protocol):
+    """Copies values to where a transfer of weights needs them."""
+
+    def copy_packed(
+        self, packed: Any, value_of: Callable[[int], torch.Tensor]
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Do what a request says; the checksums of what was copied, and handles to it."""
+
+    def close(self) -> None:
+        """Give back what it has."""
+
+
+class WeightCopies:
+    """Does what a transfer asks for.
+
+    Args:
+        make: see ``Worker``.
+    """
+
+    def __init__(
+        self, store: Store, device: torch.device, make: Callable[[torch.device], Copier] | None
+    ) -> None:
+        self._store, self._device, self._make = store, device, make
+        self._copier: Copier | None = None
+
+    def write(self, message: Write) -> Wrote:
+        """Copy blocks of values to where a transfer needs them."""
+        number = message.number
+        try:
+            if self._copier is None:
+                if self._make is None:
+                    raise ProtocolError("this worker was started without a copier")
+                self._copier = self._make(self._device)
+            checks, handles = self._copier.copy_packed(message.request, self._value)
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            return Wrote(number, error=f"{type(error).__name__}: {error}")
+        return Wrote(number, checks, "", handles)
+
+    def _value(self, key: int) -> torch.Tensor:
+        value = self._store.get(key)
+        if isinstance(value, Failed):
+            raise RuntimeError(f"the value could not be computed: {value.failure.detail}")
+        return value
+
+    def close(self) -> None:
+        """Give back what copying took."""
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
