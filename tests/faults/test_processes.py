@@ -19,7 +19,7 @@ import zmq
 from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.process_link import ProcessLink
-from lazygt.runtime.launch.worker_pool import LinkSpec
+from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.patience import patience
 
 pytestmark = [pytest.mark.slow, pytest.mark.anew, pytest.mark.timeout(120)]
@@ -198,7 +198,7 @@ def test_a_worker_killed_in_a_long_kernel():
 CLIENT = """
 import os, sys, time
 from lazygt.runtime.launch.process_link import ProcessLink
-from lazygt.runtime.launch.worker_pool import LinkSpec
+from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.patience import patience
 link = ProcessLink(LinkSpec(world_size=2, threads=1, **{spec!r}))
 where = link._pool.workers[0].data._endpoint

@@ -27,7 +27,7 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
     """Start the workers of a mesh.
 
     Args:
-        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, loaded when one is needed.
+        copier: ``module:attribute`` of what makes a `weight_copies.Copier`, loaded when needed.
 
     Raises:
         ValueError: there is no such launcher, or it can't start so many.
@@ -81,7 +81,7 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.base import load_named
     from lazygt.runtime.launch.process_link import ProcessLink
-    from lazygt.runtime.launch.worker_pool import LinkSpec
+    from lazygt.runtime.launch.start_plan import LinkSpec
 
     spec = LinkSpec(
         world_size=config.workers,

@@ -22,7 +22,8 @@ from lazygt.runtime.launch.base import Launcher
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.mailbox import Frame, spin
-from lazygt.runtime.launch.worker_pool import LinkSpec, WorkerPool
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.worker_pool import WorkerPool
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.wire import encode
 

@@ -18,7 +18,7 @@ from lazygt.observe import doctor
 from lazygt.runtime import wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST, NCCL, backend_for, why_host
-from lazygt.runtime.launch import worker_pool
+from lazygt.runtime.launch import start_plan
 from lazygt.runtime.messages import Renew
 from lazygt.runtime.wire import encode
 from lazygt.runtime.worker import Worker
@@ -58,8 +58,8 @@ def test_workers_that_share_a_gpu_are_told_so(
     gpus: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    spec = worker_pool.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
-    plan = worker_pool.StartPlan(spec, tmp_path, "token")
+    spec = start_plan.LinkSpec(world_size=4, mesh="workers=4", device="cuda")
+    plan = start_plan.StartPlan(spec, tmp_path, "token")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spec_of_group = plan._group()

@@ -17,7 +17,7 @@ from lazygt.runtime.launch.limits import check_limits
 ROOT = Path(__file__).parents[3]
 OPEN = """
 from lazygt.runtime.launch.process_link import ProcessLink
-from lazygt.runtime.launch.worker_pool import LinkSpec
+from lazygt.runtime.launch.start_plan import LinkSpec
 
 spec = LinkSpec(factory="tests.runtime.handlers:Obedient", loads_torch=False, threads=1)
 

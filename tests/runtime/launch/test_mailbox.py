@@ -20,7 +20,7 @@ from lazygt.native import Loaded, load
 from lazygt.runtime.launch import mailbox, process_link
 from lazygt.runtime.launch.mailbox import CAPACITY, Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.process_link import ProcessLink
-from lazygt.runtime.launch.worker_pool import LinkSpec
+from lazygt.runtime.launch.start_plan import LinkSpec
 from tests.descriptors import descriptors_before, open_descriptors
 
 pytestmark = pytest.mark.timeout(60)

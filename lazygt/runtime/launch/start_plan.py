@@ -1,0 +1,157 @@
+"""What a session's workers are to be, and what each is told at its start."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lazygt.runtime.collectives.backends import backend_for, why_host
+from lazygt.runtime.launch import channel
+from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec
+from lazygt.runtime.launch.channel import Address, Keys
+from lazygt.runtime.launch.local import share_of_cores, visible_gpu
+from lazygt.runtime.launch.mailbox import MailboxFiles
+from lazygt.runtime.shared_memory import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """What a session's workers are to be.
+
+    Attributes:
+        world_size: number of worker processes.
+        device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
+        threads: torch threads a worker; None for a fair share of the cores.
+        transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
+        factory: ``module:attribute`` that makes a worker's message handler.
+        frozen_after: seconds without a sign of life until WorkerFrozen.
+        start_timeout: the same for a worker that is still starting.
+        max_message: bytes of the longest message either way.
+        arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
+        group_timeout: seconds a collective waits for the other ranks.
+        mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
+        environment: variables added to the workers' environment.
+        loads_torch: False for handlers that do without torch.
+        copier: see `Boot`.
+        spares: processes that wait, with torch loaded, to take the rank of one that has died.
+        snapshots: whether workers get memory for copies of their values that outlive them.
+    """
+
+    world_size: int = 1
+    device: str = "cpu"
+    threads: int | None = None
+    transport: str = "ipc"
+    factory: str = WORKER_FACTORY
+    frozen_after: float = 5.0
+    start_timeout: float = 120.0
+    max_message: int = channel.MAX_MESSAGE_BYTES
+    arena_bytes: int = 64 << 20
+    group_timeout: float = 300.0
+    mesh: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loads_torch: bool = True
+    copier: str = ""
+    snapshots: bool = False
+    spares: int = 0
+
+    @property
+    def threads_a_worker(self) -> int:
+        """torch threads of each worker."""
+        return self.threads or share_of_cores(self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """What the workers of one session have in common at their start."""
+
+    spec: LinkSpec
+    directory: Path
+    token: bytes
+
+    def boot(
+        self,
+        place: int,
+        rank: int | None,
+        upload: Arena | None,
+        fetch: Arena | None,
+        mailboxes: MailboxFiles | None,
+        ours: ExitStack,
+    ) -> Boot:
+        """A worker's boot configuration.
+
+        Args:
+            place: number of its sockets.
+            rank: None: it is not known yet.
+            ours: closes our copies of its listening sockets.
+        """
+        spec = self.spec
+        keys = None if spec.transport == "ipc" else Keys.generate()
+        addresses = []
+        for name in ("data", "control"):
+            address = self._listen(f"{name}{place}", keys)
+            ours.callback(os.close, address.fd)
+            addresses.append(address)
+        rendezvous = None
+        if spec.world_size > 1:
+            rendezvous = channel.listen_local(self._place(f"rendezvous{place}"))
+            ours.callback(os.close, rendezvous.fd)
+        return Boot(
+            factory=spec.factory,
+            device="cuda:0" if spec.device == "cuda" else spec.device,
+            rank=-1 if rank is None else rank,
+            world_size=spec.world_size,
+            threads=spec.threads_a_worker,
+            client_pid=os.getpid(),
+            token=self.token.hex(),
+            data=addresses[0],
+            control=addresses[1],
+            keys=keys,
+            max_message=spec.max_message,
+            upload=upload.fd if upload else None,
+            fetch=fetch.fd if fetch else None,
+            mailboxes=mailboxes,
+            directory=str(self.directory),
+            group=self._group(),
+            rendezvous=rendezvous,
+            loads_torch=spec.loads_torch,
+            copier=spec.copier,
+        )
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables of one worker, its GPU among them."""
+        given = dict(self.spec.environment)
+        if self.spec.device == "cuda":
+            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, torch.cuda.device_count())
+            # All ranks are on this host: what NCCL listens on for their first meeting is not to be
+            # reached from others. Who connects there must know a number that the ranks share.
+            given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))
+        return given
+
+    def _listen(self, name: str, keys: Keys | None) -> Address:
+        if keys is None:
+            return channel.listen_local(self._place(name))
+        scheme, _, host = self.spec.transport.partition("://")
+        if scheme != "tcp":
+            raise ValueError(f"transport {self.spec.transport!r}: expected 'ipc' or 'tcp://HOST'")
+        return channel.listen_tcp(host or "127.0.0.1", keys)
+
+    def _place(self, name: str) -> Path:
+        """Where a socket goes; that of a worker that was there before makes room."""
+        path = self.directory / name
+        path.unlink(missing_ok=True)
+        return path
+
+    def _group(self) -> GroupSpec | None:
+        if self.spec.world_size == 1:
+            return None
+        gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
+        backend = backend_for(self.spec.device, self.spec.world_size, gpus)
+        if slow := why_host(self.spec.device, self.spec.world_size, gpus):
+            warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
+        return GroupSpec(backend, str(self.directory), self.spec.group_timeout, self.spec.mesh)
