@@ -12,7 +12,7 @@ import torch
 import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.alias import COPY
-from lazygt.runtime import plan, worker
+from lazygt.runtime import kernels, plan
 from lazygt.runtime.messages import TO_WORKER, Ship
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.wire import decode, encode
@@ -52,7 +52,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in ("decode_graph", "verify", "analyse", "last_uses", "expand_fused"):
         counted(plan, name)
-    counted(worker.kernels, "check")
+    counted(kernels, "check")
     return counts
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lazygt import native
-from lazygt.runtime import worker
+from lazygt.runtime import shipped_plans
 from lazygt.runtime.executors.generated import GeneratedCode
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.native import NativeCode
@@ -88,5 +88,5 @@ def comparing(bits: bool = True) -> Iterator[list[str]]:
         return ComparedCode(schedule, interpreter, name, bits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "code_of", lambda executor: make)
+        patch.setattr(shipped_plans, "code_of", lambda executor: make)
         yield names

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from lazygt.runtime import worker
+from lazygt.runtime import shipped_plans
 from lazygt.runtime.executors.cuda_graphs import CudaGraphs
 
 #: Ops that wait for the GPU, as far as tests use them.
@@ -249,9 +249,9 @@ def captured(
     graphs, cuda = stand_in(measured, limit)
     if clock is not None:
         graphs.clock = clock
-    before = worker.graphs_of
-    worker.graphs_of = lambda device, setting, limit: graphs  # type: ignore[attr-defined]
+    before = shipped_plans.graphs_of
+    shipped_plans.graphs_of = lambda device, setting, limit: graphs  # type: ignore[attr-defined]
     try:
         yield cuda
     finally:
-        worker.graphs_of = before  # type: ignore[attr-defined]
+        shipped_plans.graphs_of = before  # type: ignore[attr-defined]
