@@ -1,21 +1,15 @@
-"""Answers: the runs that are in flight, and what the client does with what workers say."""
+"""Answers: messages to the workers and back, counted, and waits for them.
+
+A worker that dies meanwhile is replaced by a recovery, if there is one: nobody above hears of it.
+"""
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from lazygt.errors import ExecutionError, ProtocolError
-from lazygt.graph.node import Graph
-from lazygt.runtime.console import Observer
-from lazygt.runtime.conversation import Conversation
-from lazygt.runtime.failures import Describe, Failures
-from lazygt.runtime.launch.link import Link
+from lazygt.errors import ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.runtime.failures import Describe
 from lazygt.runtime.messages import (
     TO_CLIENT,
     Captured,
@@ -27,66 +21,17 @@ from lazygt.runtime.messages import (
     Swapped,
     Wrote,
 )
-from lazygt.runtime.plan_records import PlanRecord, PlanRecords, again_message, swap_message
+from lazygt.runtime.plan_records import PlanRecord, again_message, swap_message
 from lazygt.runtime.recovery.doubts import Told
-from lazygt.runtime.recovery.recover import RecoveryRecord
-from lazygt.runtime.values import Answer, Fetches, Uploads
+from lazygt.runtime.reports import InFlightRun, Reports
 from lazygt.runtime.wire import Buffer, Part, decode, size_of
 
-_log = logging.getLogger("lazygt")
 
+class Answers(Reports):
+    """Sends messages, and takes what comes back."""
 
-@dataclass(slots=True)
-class InFlightRun:
-    """A run that some ranks have not answered yet."""
-
-    entry: PlanRecord | None
-    describe: Describe | None
-    #: id of its first output
-    base: int
-    waiting: set[int]
-    #: ranks whose answers are looked at, and how many values each of them sends
-    asked: frozenset[int]
-    fetches: int
-    answers: dict[int, Answer] = field(default_factory=dict)
-    abandoned: bool = False
-    #: what has failed on some rank
-    errors: list[ExecutionError] = field(default_factory=list)
-
-
-class Answers(Conversation):
-    """Takes answers. Nothing here waits.
-
-    Args:
-        max_ahead: runs that may be unanswered before another one waits.
-        uploads: what is on its way to the workers.
-    """
-
-    def __init__(
-        self, link: Link, observer: Observer | None, max_ahead: int, uploads: Uploads
-    ) -> None:
-        super().__init__(link, observer)
-        self.entries = PlanRecords(link.world_size)
-        #: (plan, what went wrong) of swaps
-        self.swap_errors: list[tuple[bytes, str]] = []
-        #: why workers capture no more CUDA graphs
-        self.capture_errors: list[str] = []
-        #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
-        self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
-        #: called when workers were replaced
-        self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
-        self._max_ahead = max_ahead
-        self._uploads, self._fetches, self._failures = uploads, Fetches(link), Failures()
-        self._in_flight: OrderedDict[int, InFlightRun] = OrderedDict()
-        #: what is answered, and may not have been waited for yet
-        self._early: dict[int, InFlightRun] = {}
-        self._written: list[tuple[Any, ...]] = []
-        #: the epoch in which workers were asked to write
-        self._writing = 0
-        #: number of the workers' process group
-        self._group = 0
-        #: id of the first value for which ranks may not have met, once one has left the group
-        self._broken_since: int | None = None
+    #: takes a number out of an answer that is nothing else; None: there is none
+    numbers: Any = None
 
     def expect(
         self,
@@ -102,6 +47,87 @@ class Answers(Conversation):
         self._in_flight[seq] = InFlightRun(
             entry, describe, base, everyone, frozenset(ranks), fetches
         )
+
+    # -- messages to workers ------------------------------------------------------------
+
+    def tell_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
+        """Send each rank its message, unless a recovery meanwhile has told all of them."""
+        epoch = self._epoch
+        for rank, frames in enumerate(messages):
+            self._send(kind, rank, frames, why)
+            if self._epoch != epoch:
+                return
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.recovery is None else self.recovery.epoch
+
+    def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
+        size, epoch = size_of(frames), self._epoch
+        try:
+            if self.recovery is not None:
+                self.recovery.go_on()
+                if self._epoch != epoch:
+                    return  # it is told by now
+            self.link.send(rank, frames)
+        except WorkerDied as error:
+            self._lost(error)
+            return
+        self.counts.messages_sent += 1
+        self.counts.bytes_sent += size
+        if self.observer is not None:
+            self.observer.message("send", kind, rank, self._seq, size, why)
+
+    def _resend(self, rank: int, need: Need) -> None:
+        """A rank has forgotten the plan of a run."""
+        run = self._in_flight.get(need.seq)
+        entry = None if run is None else run.entry
+        if entry is None and self.recovery is not None:
+            entry = self.recovery.journal.entry_of(need.seq)
+        if entry is None or entry.name(rank) != need.digest:
+            raise ProtocolError("it asks for a plan that was never sent")
+        frames = again_message(entry, rank)
+        self._send("plan", rank, frames, f"worker {rank} had forgotten it")
+        self._shipped(entry, frames, 1)
+        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
+        if entry.swap and not later:
+            self._send("swap", rank, swap_message(entry, rank), "compiled")
+
+    def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
+        self.counts.plans_sent += 1
+        entry.ships += times
+        entry.size = size_of(frames)
+
+    # -- messages of workers ------------------------------------------------------------
+
+    def _receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        if self._nonsense is not None:
+            raise self._nonsense
+        try:
+            if self.recovery is not None:
+                self.recovery.go_on()
+            return self.link.receive(timeout, beside)
+        except (WorkerDied, WorkerFrozen) as error:
+            self._lost(error)
+            return None
+
+    def _lost(self, error: WorkerDied | WorkerFrozen) -> None:
+        """A worker is gone: go on as if it had not, if that is possible.
+
+        Raises:
+            WorkerDied, WorkerFrozen: it is not.
+        """
+        if self.recovery is not None and self.recovery.active:
+            raise error  # to the recovery, which begins anew
+        try:
+            if self.recovery is None or self._death is not None:
+                raise error
+            self.recovery.recover(error)
+        except WorkerDied as death:
+            self._death = death
+            raise
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
         """Act on what a worker says.
@@ -154,60 +180,6 @@ class Answers(Conversation):
             case Snapped():
                 self._snapped(rank, told)
 
-    def _left(self, told: Left) -> None:
-        """A rank has left the group in a run; those before it may be under way on other ranks."""
-        if told.number != self._group or not self._in_flight:
-            raise ProtocolError(f"it left process group {told.number} in no run")
-        if self._broken_since is None:
-            self._broken_since = next(run.base for run in self._in_flight.values())
-
-    def _relaid(self, rank: int, told: Relaid) -> None:
-        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
-        if entry is None:
-            return  # forgotten meanwhile
-        graph = entry.plans[entry.of(rank)].steps.graph
-        for number, position, strides in told.rows:
-            fresh = graph.nodes[number].fresh if number < len(graph.nodes) else ()
-            meta = fresh[position] if position < len(fresh) else None
-            if meta is None or len(meta.shape) != len(strides):
-                raise ProtocolError(
-                    f"plan {told.digest.hex()[:12]} has no result {told.rows!r:.80}"
-                )
-        self.relaid.append((graph, told.rows))
-
-    def _captured(self, rank: int, told: Captured) -> None:
-        entry = next((each for each in self.entries if each.name(rank) == told.digest), None)
-        if entry is not None:
-            entry.captures[rank] = told
-        if told.failed:
-            self.capture_errors.append(f"worker {rank}: {told.error}")
-
-    def _swapped(self, rank: int, digest: bytes, error: str) -> None:
-        self.entries.swapped(rank, digest)
-        if error:
-            self.swap_errors.append((digest, f"worker {rank}: {error}"))
-
-    def _snapped(self, rank: int, told: Snapped) -> None:
-        if self.recovery is None:
-            return
-        if told.error:
-            self._recover_no_more(f"worker {rank} could not take a snapshot: {told.error}")
-            return
-        covered = self.recovery.took(rank, told)
-        if covered is not None:
-            self._uploads.covered(covered)
-
-    def _recover_no_more(self, why: str) -> None:
-        """From here on a worker's death loses values; say so, once."""
-        self.recovery, self.quiet_until = None, inf
-        self._uploads.keep_no_more()
-        warnings.warn(
-            f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
-            f"lazygt.session(recover='off') takes no snapshots.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
     def _done(self, rank: int, done: Done, buffers: list[memoryview]) -> None:
         run = self._in_flight.get(done.seq)
         if self.recovery is not None:
@@ -244,80 +216,113 @@ class Answers(Conversation):
                 del self._early[key]
             self._early[seq] = run
 
-    # -- plans that a worker lacks ---------------------------------------------------------
-
-    def _resend(self, rank: int, need: Need) -> None:
-        """A rank has forgotten the plan of a run."""
-        run = self._in_flight.get(need.seq)
-        entry = None if run is None else run.entry
-        if entry is None and self.recovery is not None:
-            entry = self.recovery.journal.entry_of(need.seq)
-        if entry is None or entry.name(rank) != need.digest:
-            raise ProtocolError("it asks for a plan that was never sent")
-        frames = again_message(entry, rank)
-        self._send("plan", rank, frames, f"worker {rank} had forgotten it")
-        self._shipped(entry, frames, 1)
-        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
-        if entry.swap and not later:
-            self._send("swap", rank, swap_message(entry, rank), "compiled")
-
-    def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
-        self.counts.plans_sent += 1
-        entry.ships += times
-        entry.size = size_of(frames)
-
-    # -- what a recovery asks for --------------------------------------------------------
-
-    @property
-    def group(self) -> int:
-        """Number of the workers' process group."""
-        return self._group
-
-    def new_group(self) -> int:
-        """The number of the process group that the workers form next."""
-        self._broken_since, self._group = None, self._group + 1
-        return self._group
-
-    def under_way(self, rank: int) -> int | None:
-        """The oldest run that a rank has not answered."""
-        return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
-
-    def step_of(self, seq: int, rank: int, step: int) -> str:
-        """What a step of a run is, what it asks for, and the user's line."""
-        run = self._in_flight[seq]
-        if run.entry is None or run.describe is None:
-            return "the upload of its values"
-        op, inputs, where = run.describe(step, rank)
-        nodes = run.entry.plans[run.entry.of(rank)].steps.graph.nodes
-        fresh = nodes[step].fresh if step < len(nodes) else ()
-        asked = sum(meta.nbytes for meta in fresh if meta is not None)
-        return f"{op}({', '.join(inputs)}), which makes {asked:,} bytes, recorded at {where}"
-
-    def waiting_for(self, seq: int) -> Set[int]:
-        """The ranks that have not answered a run."""
-        run = self._in_flight.get(seq)
-        return set() if run is None else run.waiting
-
-    def forget_fetches(self, rank: int) -> None:
-        """The arena in which a rank had left values is gone."""
-        self._fetches.renew(rank)
-
-    def drop_answer(self, rank: int, done: Done) -> None:
-        """An answer comes that will be given again."""
-        self._fetches.drop(rank, done)
-
     def take(self, message: tuple[int, list[memoryview]]) -> None:
         """Act on what a worker says."""
         self._take(message)
 
-    def recovered(self, record: RecoveryRecord) -> None:
-        """Workers were replaced, and all is as it was."""
-        self.entries.swapping.clear()
-        _log.warning("%s", record)
-        if self.observer is not None:
-            self.observer.message("recover", "runs", record.ranks[0], self._seq, 0, str(record))
-        for told in self.on_recovery:
-            told(record)
+    # -- waits ---------------------------------------------------------------------------
+
+    def hold_back(self) -> None:
+        """Wait while more than ``max_ahead`` runs are unanswered.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        while len(self._in_flight) > self._max_ahead:
+            self._take_next()
+
+    def wait(self, seq: int, as_number: bool = False) -> Any:
+        """The answers to run ``seq`` of all ranks that were asked for something, by rank.
+
+        Args:
+            as_number: if the answer is nothing but a number, that will do.
+
+        Raises:
+            WorkerDied, WorkerFrozen: instead of an answer.
+        """
+        run = self._early.pop(seq, None) or self._in_flight[seq]
+        try:
+            if as_number and self.numbers is not None and self.observer is None:
+                number = self._awaited_number(seq, run)
+                if number is not None:
+                    return number
+            while len(run.answers) < len(run.asked):
+                self._take_next()
+        except BaseException:
+            # Ctrl-C: the answer will come, and nobody will look at it
+            run.abandoned = True
+            for rank, (done, _) in run.answers.items():
+                self._fetches.drop(rank, done)
+            raise
+        self._early.pop(seq, None)
+        return run.answers
+
+    def _awaited_number(self, seq: int, run: InFlightRun) -> Any:
+        """The number that run ``seq`` is answered with; None when there was more to its answer."""
+        while not run.answers:
+            message = self._receive(None)
+            if message is None:
+                continue
+            frames = message[1]
+            number = self.numbers.number(frames, seq)
+            if number is not None:
+                del self._in_flight[seq]
+                counts, size = self.counts, len(frames[1])
+                counts.messages_received += 1
+                counts.bytes_received += len(frames[0]) + size
+                counts.fetches += 1
+                counts.bytes_fetched += size
+                return number
+            self._take(message)
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until every rank has answered every run.
+
+        Raises:
+            WorkerDied: a worker is gone, whether or not this was raised before.
+            WorkerFrozen: a worker does not answer.
+        """
+        if self._death is not None:
+            raise self._death
+        while self._in_flight:
+            self._take_next()
+
+    def wait_swapped(self) -> None:
+        """Wait until every rank has answered every swap.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        while self.entries.swapping:
+            self._take_next()
+
+    def pump(self) -> None:
+        """Take the answers that are there already."""
+        cutting = self.recovery is not None and self.recovery.journal.cutting
+        while self._in_flight or self.entries.swapping or cutting:  # a look costs a system call
+            message = self._receive(0)
+            if message is None:
+                return
+            self._take(message)
+
+    def _take_next(self) -> None:
+        """Wait for one answer and take it, or for a recovery, which may have taken some."""
+        observer, message, epoch = self.observer, None, self._epoch
+        try:
+            while message is None:
+                message = self._receive(None if observer is None else observer.patience)
+                if self._epoch != epoch:
+                    break
+                if message is None and observer is not None:
+                    observer.waiting(
+                        f"{len(self._in_flight)} runs of {self.link.world_size} worker(s)"
+                    )
+        finally:
+            if observer is not None:
+                observer.came()
+        if message is not None:
+            self._take(message)
 
 
 def _number(told: Part) -> int:

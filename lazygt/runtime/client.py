@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from lazygt.errors import ExecutionError
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.messages import Failure, Renew, Run
+from lazygt.runtime.messages import Failure, Run
+from lazygt.runtime.orders import Orders
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.quick_numbers import number_reader
-from lazygt.runtime.recovery.journal import Renewed, SwappedIn
 from lazygt.runtime.recovery.recover import Recovery
 from lazygt.runtime.values import (
     Answer,
@@ -27,11 +26,10 @@ from lazygt.runtime.values import (
     new_values,
     wanted,
 )
-from lazygt.runtime.waits import Waits
 from lazygt.runtime.wire import Buffer, bits, size_of
 
 
-class Client(Waits):
+class Client(Orders):
     """Sends plans and runs over a link and takes the answers.
 
     Args:
@@ -50,7 +48,7 @@ class Client(Waits):
     ) -> None:
         keeps = recover is not None
         uploads = Uploads(link.upload, link.world_size, shm_threshold, keeps)
-        super().__init__(link, observer, max_ahead, uploads)
+        super().__init__(link, observer, uploads, max_ahead)
         self.recovery = None if recover is None else Recovery(self, link, *recover)
         self.numbers = number_reader() if link.world_size == 1 else None
         self._next_id = 1
@@ -167,26 +165,6 @@ class Client(Waits):
             self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
 
-    def _snap(self, recovery: Recovery) -> None:
-        """Have the workers take a snapshot. What is told after it needs nothing of before."""
-        for entry in self.entries:
-            entry.begin_anew()
-        recovery.snap(self._seq)
-
-    def _renew(self, since: int) -> None:
-        """Have the workers form a new process group, once all have answered what they were sent.
-
-        Until then some may still meet in the old one. Ranks whose plans differ are not to meet.
-        """
-        if self._in_flight or self._failures.mismatched:
-            return
-        self._broken_since, self._group = None, self._group + 1
-        self._failures.mended()
-        if self.recovery is not None:
-            self.recovery.journal.entries.append(Renewed(since))
-        frames = self.link.encode(Renew(self._group, since))
-        self.tell_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
-
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
     ) -> list[list[Buffer]]:
@@ -205,29 +183,7 @@ class Client(Waits):
             messages.append(encoded[told])
         return messages
 
-    # -- plans ---------------------------------------------------------------------------
-
-    def swap(self, entry: PlanRecord, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """Have every worker run compiled code from its next run of a plan on.
-
-        Args:
-            groups: (fused node, artifact) pairs for each of ``entry.plans``.
-        """
-        if not entry.sent:
-            self._send_plan(entry, "swap")
-        entry.swap = tuple(groups)
-        if self.recovery is not None:
-            self.recovery.journal.entries.append(SwappedIn(entry))
-        self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
-
-    def _send_plan(self, entry: PlanRecord, why: str) -> None:
-        messages = self.entries.plan_messages(entry)
-        self.tell_all("plan", messages, why)
-        self._shipped(entry, messages[0], len(messages))
-        entry.sent = True
-
-    # -- errors --------------------------------------------------------------------------
-
+    # -- fetches -------------------------------------------------------------------------
     def raise_failure(self) -> None:
         """Raise the first failure that has not been raised yet.
 
@@ -236,28 +192,6 @@ class Client(Waits):
         """
         if self._failures.unraised:
             self._raise(self._failures.unraised[0])
-
-    def _raise(self, error: ExecutionError) -> NoReturn:
-        """Raise a failure, or the one on another rank that is its cause, and neither again."""
-        if self.link.world_size > 1:
-            # The rank that is the cause may not have answered yet. And when all have, they can
-            # form a new group: what the user does next does not come too late for that.
-            self.synchronize()
-        raise self._failures.take(error).with_traceback(None)  # it may have been raised before
-
-    def drop_failure(self, rank: int, failure: Failure) -> None:
-        """Do not raise this failure again: the caller reports it in another way."""
-        self._failures.drop(self._failures.error(rank, failure))
-
-    def raise_for(self, rank: int, failure: Failure) -> NoReturn:
-        """Raise what a value failed with on a rank.
-
-        Raises:
-            ExecutionError: naming the op and the user's line.
-        """
-        self._raise(self._failures.error(rank, failure))
-
-    # -- fetches -------------------------------------------------------------------------
 
     def fetched(
         self,

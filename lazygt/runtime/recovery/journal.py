@@ -69,12 +69,14 @@ class Journal:
     Attributes:
         committed: where doing it again begins.
         entries: what came after that, oldest first; the extension adds runs here.
+        cutting: whether a snapshot is being taken.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self.committed = Snapshot()
         self.entries: list[Entry] = []
+        self.cutting = False
         #: bytes of the first entries, and of how many
         self._nbytes, self._counted = 0, 0
         #: the snapshot that is being taken
@@ -87,11 +89,6 @@ class Journal:
         self._nbytes += sum(map(_nbytes, self.entries[self._counted :]))
         self._counted = len(self.entries)
         return self._nbytes
-
-    @property
-    def cutting(self) -> bool:
-        """Whether a snapshot is being taken."""
-        return self._next is not None
 
     def entry_of(self, seq: int) -> PlanRecord | None:
         """The plan of a run."""
@@ -110,7 +107,7 @@ class Journal:
     def cut(self, seq: int) -> int:
         """A snapshot is about to be asked of every rank, after this run; its number."""
         self._numbers += 1
-        self._next = Snapshot(self._numbers, seq)
+        self._next, self.cutting = Snapshot(self._numbers, seq), True
         self.entries.append(Cut(self._numbers))
         return self._numbers
 
@@ -122,7 +119,7 @@ class Journal:
         taken.parts[rank] = part
         if len(taken.parts) < self._ranks:
             return False
-        self.committed, self._next = taken, None
+        self.committed, self._next, self.cutting = taken, None, False
         at = self.entries.index(Cut(taken.number))
         self.entries = self.entries[at + 1 :]
         self._nbytes = self._counted = 0

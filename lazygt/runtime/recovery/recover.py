@@ -36,6 +36,8 @@ _POISON = 3
 #: Seconds between two snapshots at least: workers look again at what comes after one, and doing a
 #: second's runs again takes a second at most.
 _LEAST_SECONDS = 1.0
+#: Entries of the journal between two looks at how long it has become.
+_WEIGHED_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Recovery:
         self.records: list[RecoveryRecord] = []
         self._client, self._link = client, link
         self._cost, self._journal_bytes = cost, journal_bytes
+        #: bytes of the journal when it was weighed last
+        self._journaled = 0
         self._epoch = 0
         #: what the last recovery was for
         self.last: WorkerDied | WorkerFrozen
@@ -152,7 +156,9 @@ class Recovery:
         """
         if self.journal.cutting:
             return False
-        full = self.journal.nbytes + kept_bytes > self._journal_bytes
+        if len(self.journal.entries) % _WEIGHED_EVERY == 0:
+            self._journaled = self.journal.nbytes
+        full = self._journaled + kept_bytes > self._journal_bytes
         return full or time.monotonic() >= self._due
 
     def snap(self, seq: int) -> None:
@@ -169,6 +175,7 @@ class Recovery:
         if not self.journal.took(rank, part):
             return None
         parts = self.journal.committed.parts.values()
+        self._journaled = 0
         slowest = max(part.nanoseconds for part in parts) / 1e9
         self._due = self._begun + max(slowest / self._cost, _LEAST_SECONDS)
         self._client.quiet_until = 0.0 if self.under_way else self._due
