@@ -2,8 +2,7 @@
 
     python examples/train_gpt.py --steps 500
     python examples/train_gpt.py --text shakespeare.txt --dim 256 --layers 4 --heads 4
-    python examples/train_gpt.py --checkpoint gpt.pt     # save at the end (and on Ctrl-C)
-    python examples/train_gpt.py --checkpoint gpt.pt --resume
+    python examples/train_gpt.py --checkpoint run/       # kill it, start it again: the same weights
     python examples/train_gpt.py --mesh data=2,model=2   # batch and weights cut over 4 workers
     python examples/train_gpt.py --mesh data=2 --fsdp    # all weights stored in blocks
 
@@ -100,10 +99,15 @@ def megatron() -> dict[str, Any]:
 
 
 class Training:
-    """The model with everything that a checkpoint must remember."""
+    """The model with everything that a checkpoint must remember.
 
-    def __init__(self, args: argparse.Namespace, corpus: Corpus, device: str) -> None:
-        self.args, self.corpus, self.device, self.step = args, corpus, device, 0
+    Args:
+        session: None: all is computed here, in eager torch.
+    """
+
+    def __init__(self, args: argparse.Namespace, corpus: Corpus, session: Any) -> None:
+        self.args, self.corpus, self.session, self.step = args, corpus, session, 0
+        self.device = device = "cpu" if session is None else "lazygt"
         self.model = GPT(len(corpus.characters), args.dim, args.layers, args.heads, args.length)
         self.place: Callable[[Tensor], Tensor] = lambda batch: batch.to(device)
         if args.mesh and not args.eager:
@@ -112,6 +116,19 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, args.schedule_steps or args.steps, eta_min=args.lr / 10
         )
+
+    def go_on(self) -> None:
+        """Be where a run was that was killed; without `--checkpoint` there is none."""
+        self.session.register(
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            batches=self.corpus.generator,
+        )
+        saved = self.session.resume()
+        self.step = saved.step
+        if saved.path is not None:
+            print(f"resumed at step {self.step} from {saved.path}")
 
     def cut(self) -> None:
         """Place weights along the mesh's axis `model`, batches along `data`, with --fsdp all
@@ -148,34 +165,14 @@ class Training:
             while self.step < self.args.steps:
                 loss = self.one_step()
                 bar.update()
+                if self.session is not None:
+                    self.session.checkpoint(self.step)
                 if self.step % self.args.log_every and self.step != self.args.steps:
                     continue
                 value = loss.item()  # waits for the worker, so not at every step
                 rate = (self.step - since) * tokens / (time.perf_counter() - start)
                 tqdm.write(f"step {self.step:5d}  loss {value:.6f}  {rate:,.0f} tokens/s")
                 since, start = self.step, time.perf_counter()
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "batches": self.corpus.generator.get_state(),
-            "step": self.step,
-        }
-
-    def save(self, path: Path) -> None:
-        torch.save(self.state(), path)
-        print(f"saved step {self.step} to {path}")
-
-    def load(self, path: Path) -> None:
-        saved = torch.load(path, map_location=self.device)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
-        self.corpus.generator.set_state(saved["batches"].cpu())
-        self.step = saved["step"]
-        print(f"resumed at step {self.step} from {path}")
 
     @torch.no_grad()
     def sample(self, count: int) -> str:
@@ -207,8 +204,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder; a run that was killed goes on from there"
+    )
     parser.add_argument("--workers", type=int)
     parser.add_argument("--mesh", help="axes data and model with their workers: data=2,model=2")
     parser.add_argument("--fsdp", action="store_true", help="store weights in blocks along data")
@@ -216,8 +214,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="without lazygt, for comparison")
     args = parser.parse_args()
-    if args.resume and args.checkpoint is None:
-        parser.error("--resume needs --checkpoint PATH")
+    if args.eager and args.checkpoint is not None:
+        parser.error("--checkpoint is a session's: leave --eager out")
     axes = [axis.partition("=")[0].strip() for axis in (args.mesh or "").split(",") if axis]
     if not set(axes) <= {"data", "model"}:
         parser.error(f"--mesh {args.mesh}: this program cuts along axes data and model alone")
@@ -230,17 +228,17 @@ def read_text(path: Path | None) -> str:
     return path.read_text() if path else "\n".join(pydoc_data.topics.topics.values())
 
 
-def train(args: argparse.Namespace, corpus: Corpus, device: str) -> None:
+def train(args: argparse.Namespace, corpus: Corpus, session: Any) -> None:
     torch.manual_seed(args.seed)
-    training = Training(args, corpus, device)
-    if args.resume:
-        training.load(args.checkpoint)
+    training = Training(args, corpus, session)
+    if session is not None:
+        training.go_on()
     try:
         training.run()
     except KeyboardInterrupt:
         print(f"stopped at step {training.step}")
-    if args.checkpoint:
-        training.save(args.checkpoint)
+    if session is not None and session.checkpoint(training.step, now=True):
+        print(f"saved step {training.step} to {session.checkpoints[-1].path}")
     if args.sample:
         print("-" * 40, training.sample(args.sample), "-" * 40, sep="\n")
 
@@ -250,15 +248,21 @@ def main() -> None:
     corpus = Corpus(read_text(args.text), args.length, args.seed)
     print(f"{len(corpus.data):,} characters, {len(corpus.characters)} different ones")
     with contextlib.ExitStack() as stack:
-        session, device = None, "cpu"
+        session = None
         if not args.eager:
             import lazygt
 
             session = stack.enter_context(
-                lazygt.session(workers=args.workers, mesh=args.mesh, launcher=args.launcher)
+                lazygt.session(
+                    workers=args.workers,
+                    mesh=args.mesh,
+                    launcher=args.launcher,
+                    checkpoint=args.checkpoint,
+                    # compiled code rounds otherwise, and comes when it is ready
+                    compile="off" if args.checkpoint else None,
+                )
             )
-            device = "lazygt"
-        train(args, corpus, device)
+        train(args, corpus, session)
         if session is not None:
             stats = session.stats()
             print(

@@ -10,7 +10,9 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lazygt.config import VERSION as _VERSION
 from lazygt.errors import (
+    CheckpointError,
     CodeError,
     CollectiveMismatch,
     ExecutionError,
@@ -27,7 +29,7 @@ from lazygt.errors import (
 )
 from lazygt.uncollected import uncollected as _uncollected
 
-__version__ = "0.1.0"
+__version__ = _VERSION
 
 #: Where the names stand that are loaded when they are asked for: what looks at sessions, torch's
 #: placements (0.3 s), and in a worker all that users name. A worker process runs plans; the front
@@ -57,6 +59,7 @@ _WHERE = {
     "profile": "lazygt.observe.timeline",
     "redistribute": "lazygt.parallel.distribute",
     "render": "lazygt.observe.picture",
+    "resume": "lazygt.checkpoint.program",
     "session": "lazygt.session",
     "shard_optimizer_state": "lazygt.parallel.optimizer_state",
     "stage": "lazygt.parallel.pipeline",
@@ -98,6 +101,7 @@ with _uncollected():
     from lazygt.transfer import transfer_weights
 
     if os.environ.get("LAZYGT_WORKER") != "1":
+        from lazygt.checkpoint.program import resume
         from lazygt.parallel.batch_norm import local_batch_norm
         from lazygt.parallel.distribute import distribute, redistribute
         from lazygt.parallel.fsdp import fully_shard
@@ -130,6 +134,7 @@ with _uncollected():
         _register()
 
 __all__ = [
+    "CheckpointError",
     "CodeError",
     "CollectiveMismatch",
     "ColwiseParallel",
@@ -167,6 +172,7 @@ __all__ = [
     "profile",
     "redistribute",
     "render",
+    "resume",
     "session",
     "shard_optimizer_state",
     "stage",

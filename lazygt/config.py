@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+#: Of lazygt.
+VERSION = "0.1.0"
 
 
 def _setting(default: Any, about: str, parse: Callable[[str], Any]) -> Any:
@@ -42,6 +46,27 @@ def _virtual_ranks(text: str) -> bool | int | dict[str, int]:
     if "=" in text:
         return mesh_axes(text)
     return int(text) if text.strip().isdigit() and int(text) > 1 else _flag(text)
+
+
+def _interval(text: str) -> int | str:
+    """What ``checkpoint_every`` may be: a number of steps, or a time."""
+    return int(text) if text.strip().isdigit() else text
+
+
+#: How many seconds a unit of time has.
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of a time such as ``30s``, ``1.5 min`` or ``2h``.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time such as '30s', '10min' or '1h'")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 #: What LAZYGT_RECORDER may be.
@@ -135,6 +160,15 @@ class Config:
     spares: int = _setting(
         0, "idle processes that wait to take the rank of a worker that dies", int
     )
+    checkpoint: str | None = _setting(
+        None, "a folder for checkpoints, from which a killed program goes on", str
+    )
+    checkpoint_every: int | str | None = _setting(
+        None,
+        "steps, or a time such as 30s, 10min or 1h, between checkpoints; None: as often as "
+        "snapshot_cost allows",
+        _interval,
+    )
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     plan_code: str = _setting(
@@ -193,6 +227,8 @@ class Config:
                 values[name] = given[name]
             elif text:
                 values[name] = _parse(name, text, f.metadata["parse"])
+        if "checkpoint" in values:
+            values["checkpoint"] = os.fspath(values["checkpoint"])
         if values.get("mesh"):
             values["mesh"], values["workers"] = _ranks(values["mesh"], values.get("workers"))
         if values.get("invariant"):
@@ -233,6 +269,7 @@ class Config:
                 f"lazygt.session(snapshot_cost={self.snapshot_cost!r}): expected a share of the "
                 f"time, above 0 and at most 1"
             )
+        self._check_checkpoint()
         if self.plan_code not in {"auto", "native", "python"}:
             raise ValueError(
                 f"lazygt.session(plan_code={self.plan_code!r}): expected 'auto', 'native' or "
@@ -245,6 +282,24 @@ class Config:
             )
         if self.device not in {"auto", "cpu", "cuda"}:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
+
+    def _check_checkpoint(self) -> None:
+        every = self.checkpoint_every
+        if isinstance(every, str):
+            try:
+                seconds_of(every)
+            except ValueError as error:
+                raise ValueError(f"lazygt.session(checkpoint_every=...): {error}") from None
+        elif every is not None and (type(every) is not int or every < 1):
+            raise ValueError(
+                f"lazygt.session(checkpoint_every={every!r}): expected a number of steps, at "
+                f"least 1, or a time such as '30s'"
+            )
+        if self.checkpoint is not None and self.launcher == "dry":
+            raise ValueError(
+                f"lazygt.session(checkpoint={self.checkpoint!r}, launcher='dry'): "
+                f"nothing is computed, so there is nothing to save"
+            )
 
 
 def _ranks(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:

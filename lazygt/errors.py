@@ -10,6 +10,7 @@
     ├── WorkerFrozen        a worker process no longer answers
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
+    ├── CheckpointError     a checkpoint that can't be resumed, or a folder that can't hold any
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
     GatherWarning (UserWarning)  an op took whole what lay in blocks, which nobody asked for
@@ -22,6 +23,7 @@ exceptions, raised by torch at the call.
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 from functools import cache
 from typing import Any, ClassVar
@@ -214,6 +216,24 @@ class ProtocolError(LazyGTError):
 
 class SecurityError(LazyGTError):
     """A configuration that would let strangers reach the session."""
+
+
+class CheckpointError(LazyGTError):
+    """A checkpoint can't be resumed, and nothing of it was loaded; or a folder can't hold any.
+
+    Attributes:
+        path: of the file, or of the folder.
+        why: what is wrong with it.
+        torn: the file was not written to its end, or has lost it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], why: str, torn: bool = False) -> None:
+        self.path, self.torn = os.fspath(path), torn
+        self.why = why
+        super().__init__(f"checkpoint {self.path}: {why}")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path, self.why, self.torn)
 
 
 class GraphError(LazyGTError):

@@ -18,6 +18,8 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from lazygt import native
+from lazygt.checkpoint.program import CheckpointRecord, Checkpoints
+from lazygt.checkpoint.saved import Saved
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
@@ -66,6 +68,7 @@ class Session:
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
+        self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
         self._link = open_link(config, self.mesh, COPIER)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
@@ -92,6 +95,9 @@ class Session:
             config, self._virtual_mesh, self.recorder, self._client, self._planner, self._tiers,
             self._history,
         )  # fmt: skip
+        if self._checkpoints is not None:
+            mesh = self._virtual_mesh
+            self._checkpoints.connect(self.recorder, self._client, mesh, config)
         self._owner = os.getpid()
         self._closing = threading.Lock()
         self._weight_source: SessionSource | None = None
@@ -120,6 +126,8 @@ class Session:
         try:
             if kind is None and not self.recorder.closed:
                 self.synchronize()
+                if self._checkpoints is not None:
+                    self._checkpoints.end_well()
                 self.recorder.generator.restore_host_state()
         finally:
             self.close()
@@ -143,6 +151,8 @@ class Session:
         self._unhook()
         if os.getpid() == self._owner:
             self._tiers.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
             self._link.close()
         self._client.close()
         if self._console is not None:
@@ -167,6 +177,61 @@ class Session:
             self.recorder.flush("synchronize()")
             self._client.synchronize()
             self._client.raise_failure()
+
+    # -- checkpoints ---------------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Have objects saved by ``checkpoint`` and resumed by ``resume``, under these names.
+
+        Does nothing without ``lazygt.session(checkpoint=FOLDER)``, like those two.
+
+        Args:
+            objects: whatever has ``state_dict()`` and ``load_state_dict()`` (modules, optimizers,
+                schedules ...), tensors, dicts, and generators of random numbers.
+
+        Raises:
+            TypeError: an object of another kind.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.register(objects)
+
+    def resume(self) -> Saved:
+        """Load what the folder has into what is registered: the state after ``step`` steps of a run
+        that was killed, and the random generators.
+
+        Returns:
+            What was saved; its ``step`` is 0 where there is nothing yet.
+
+        Raises:
+            CheckpointError: it is damaged, or of another program, torch or lazygt. Nothing was
+                loaded.
+        """
+        self._check_used()
+        return Saved() if self._checkpoints is None else self._checkpoints.resume()
+
+    def checkpoint(self, step: int, *, now: bool = False, **values: Any) -> bool:
+        """Say that so many steps are done, and that all that is registered is as it is after them.
+
+        As often as ``checkpoint_every`` says this moment is saved, beside what comes next.
+
+        Args:
+            now: save it in any case, and wait until it is on the disk.
+            values: plain ones to be saved with it.
+
+        Returns:
+            Whether this moment is being saved, with ``now`` whether it is.
+
+        Raises:
+            CheckpointError: the folder has checkpoints that were not resumed.
+            TypeError: a state or a value can't be saved.
+        """
+        self._check_used()
+        return self._checkpoints is not None and self._checkpoints.mark(step, values, now)
+
+    @property
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """The checkpoints that were written, oldest first."""
+        return [] if self._checkpoints is None else list(self._checkpoints.records)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
         """Have the values of handles computed; where they are now.

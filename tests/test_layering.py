@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"transfer"}),
     frozenset({"record"}),
-    frozenset({"session"}),
+    frozenset({"session", "checkpoint"}),
     frozenset({"parallel"}),
     frozenset({"observe"}),
     frozenset({"cli", "lightning"}),

@@ -297,6 +297,15 @@ class Answers(Reports):
         while self.entries.swapping:
             self._take_next()
 
+    def wait_snapped(self) -> None:
+        """Wait until all workers have taken the snapshot that they were asked for.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        while self.recovery is not None and self.recovery.journal.cutting:
+            self._take_next()
+
     def pump(self) -> None:
         """Take the answers that are there already."""
         cutting = self.recovery is not None and self.recovery.journal.cutting

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lazygt.errors import ExecutionError
 from lazygt.runtime.answers import Answers
 from lazygt.runtime.messages import Failure, Renew, Write
 from lazygt.runtime.plan_records import PlanRecord
-from lazygt.runtime.recovery.journal import Renewed, SwappedIn
+from lazygt.runtime.recovery.journal import Renewed, Snapshot, SwappedIn
 from lazygt.runtime.recovery.recover import Recovery
 
 
@@ -35,11 +35,25 @@ class Orders(Answers):
         self._shipped(entry, messages[0], len(messages))
         entry.sent = True
 
-    def _snap(self, recovery: Recovery) -> None:
+    def _snap(self, recovery: Recovery, then: Callable[[Snapshot], object] | None = None) -> None:
         """Have the workers take a snapshot. What is told after it needs nothing of before."""
         for entry in self.entries:
             entry.begin_anew()
-        recovery.snap(self._seq)
+        recovery.snap(self._seq, then)
+
+    def snap(self, then: Callable[[Snapshot], object]) -> bool:
+        """Have the workers take a snapshot here; whether they take any.
+
+        Args:
+            then: is told of it when all have, unless recovery turns itself off before.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting for one that is being taken.
+        """
+        self.wait_snapped()
+        if self.recovery is not None:
+            self._snap(self.recovery, then)
+        return self.recovery is not None
 
     def _renew(self, since: int) -> None:
         """Have the workers form a new process group, once all have answered what they were sent.

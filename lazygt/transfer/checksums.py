@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +15,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from lazygt.runtime.crc32 import crc32 as _crc32
 
 THREADS = 4
 _JOB_BYTES = 2 << 20  # pieces share a job: handing one over costs as much as copying 200 KB
@@ -26,20 +27,6 @@ _NOWHERE = ctypes.addressof(ctypes.c_ubyte())  # of an empty tensor; nothing is 
 Checksum = Callable[[Tensor], int]
 A = TypeVar("A")
 B = TypeVar("B")
-
-
-def _fastest_crc32() -> Callable[..., int]:
-    """ISA-L's, which is ten times as fast, where the package ``isal`` is there; else zlib's."""
-    for name in ("isal.isal_zlib", "zlib"):
-        try:
-            crc32: Callable[..., int] = importlib.import_module(name).crc32
-        except ImportError:
-            continue
-        return crc32
-    raise ImportError("this Python has no zlib")
-
-
-_crc32 = _fastest_crc32()
 
 
 class Copy(NamedTuple):

@@ -1,12 +1,19 @@
 """Each example, in a short form, as a user starts it; lazy and eager must print one result."""
 
+import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import lazygt
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
@@ -79,14 +86,73 @@ def test_gpt_agrees_with_eager() -> None:
     assert writing(lazy) == writing(eager)
 
 
-@pytest.mark.parametrize("eager", ["", "--eager"])
-def test_gpt_resumes_where_it_stopped(tmp_path: Path, eager: str) -> None:
-    whole = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 {eager}")
-    checkpoint = f"--checkpoint {tmp_path / 'gpt.bin'} --sample 0 {eager}"
+def test_gpt_resumes_where_it_stopped(tmp_path: Path) -> None:
+    whole = run_example("train_gpt.py", f"{TINY_GPT} --sample 0")
+    checkpoint = f"--checkpoint {tmp_path / 'run'} --sample 0"
     run_example("train_gpt.py", f"{TINY_GPT} {checkpoint} --steps 4 --schedule-steps 6")
-    rest = run_example("train_gpt.py", f"{TINY_GPT} {checkpoint} --resume")
+    rest = run_example("train_gpt.py", f"{TINY_GPT} {checkpoint} --schedule-steps 6")
     assert "resumed at step 4" in rest
     assert losses(rest) == losses(whole)[-1:]
+
+
+@pytest.mark.parametrize("kind", ["--launcher inline", "--workers 1", "--mesh data=2 --fsdp"])
+def test_gpt_killed_at_random_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
+    draw = random.Random(seed := random.SystemRandom().randrange(1 << 32))
+    print(f"seed {seed}")  # of a test that has failed
+    command = f"{TINY_GPT} --steps 24 --log-every 1 --sample 0 {kind} --checkpoint"
+    run_example("train_gpt.py", f"{command} {tmp_path / 'calm'}")
+    for _ in range(2):
+        kill_example("train_gpt.py", f"{command} {tmp_path / 'killed'}", draw)
+    run_example("train_gpt.py", f"{command} {tmp_path / 'killed'}")
+    calm, killed = (lazygt.resume(tmp_path / name) for name in ("calm", "killed"))
+    assert calm.step == killed.step == 24
+    assert set(calm) == set(killed) == {"model", "optimizer", "schedule", "batches"}
+    for name in calm:
+        assert digest(calm[name]) == digest(killed[name]), name
+
+
+def kill_example(name: str, arguments: str, draw: random.Random) -> None:
+    """Start an example, and kill it at some moment of some step."""
+    program = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / name), *arguments.split()],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LAZYGT_CHECKPOINT_EVERY": "2",
+             "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert program.stdout is not None
+        steps = (line for line in program.stdout if line.startswith("step"))
+        for _ in zip(steps, range(draw.randrange(1, 12)), strict=False):
+            pass
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(timeout=draw.uniform(0, 0.05))
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def digest(state: Any) -> str:
+    """SHA-256 of a state, with the bytes of its tensors."""
+    told = hashlib.sha256()
+
+    def tell(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            told.update(repr((value.shape, value.stride(), value.dtype)).encode())
+            told.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                told.update(repr(key).encode())
+                tell(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                tell(each)
+        else:
+            told.update(repr(value).encode())
+
+    tell(state)
+    return told.hexdigest()
 
 
 def test_gpt_reads_a_file(tmp_path: Path) -> None:
@@ -97,9 +163,9 @@ def test_gpt_reads_a_file(tmp_path: Path) -> None:
     assert len(writing(output).strip("\n")) <= 5
 
 
-def test_gpt_refuses_resume_without_a_checkpoint() -> None:
-    with pytest.raises(AssertionError, match="--resume needs --checkpoint PATH"):
-        run_example("train_gpt.py", "--resume")
+def test_gpt_refuses_a_checkpoint_without_a_session() -> None:
+    with pytest.raises(AssertionError, match="--checkpoint is a session's: leave --eager out"):
+        run_example("train_gpt.py", "--eager --checkpoint run")
 
 
 def test_gpt_refuses_fsdp_without_an_axis_for_it() -> None:

@@ -53,6 +53,9 @@ class Link(Protocol):
     def fetch_arena(self, rank: int) -> Arena | None:
         """The arena in which a worker leaves large fetched values."""
 
+    def snapshot_arena(self, rank: int) -> Arena:
+        """A mapping of the memory in which a worker's snapshots lie, for who closes it."""
+
     def encode(self, message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
         """A message as ``send`` takes it; see ``wire.encode``."""
 
@@ -110,6 +113,10 @@ class InlineLink:
     def last_step(self, rank: int) -> int:
         """Never called; as ``replace``."""
         raise LazyGTError("an inline worker has not died; please report this")
+
+    def snapshot_arena(self, rank: int) -> Arena:
+        """Never called; as ``replace``."""
+        raise LazyGTError("an inline worker takes no snapshots; please report this")
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         """One that calls the worker's known runs."""

@@ -125,6 +125,10 @@ class ProcessLink:
         """The client's mapping of the arena that a worker owns, or None without shared memory."""
         return self._pool.workers[rank].fetch
 
+    def snapshot_arena(self, rank: int) -> Arena:
+        """A mapping of the memory in which a worker's snapshots lie, for who closes it."""
+        return self._pool.snapshot_arena(rank)
+
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """Queue a message for a worker. Does not wait; the frames are copied.
 

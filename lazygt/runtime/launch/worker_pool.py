@@ -164,6 +164,10 @@ class WorkerPool:
         """The step that a worker noted last, in a run that is watched."""
         return read_note(self._snapshots[rank])
 
+    def snapshot_arena(self, rank: int) -> Arena:
+        """Another mapping of the memory in which a worker's snapshots lie."""
+        return Arena.attach(os.dup(self._snapshots[rank]))
+
     def _know_workers(self) -> None:
         self.boxes = [worker.boxes for worker in self.workers if worker.boxes is not None]
         pids = (os.getpid(), *(worker.process.pid for worker in self.workers))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.runtime.launch.link import Link
@@ -28,7 +29,15 @@ from lazygt.runtime.messages import (
 )
 from lazygt.runtime.plan_records import swap_message
 from lazygt.runtime.recovery.doubts import Doubts
-from lazygt.runtime.recovery.journal import Cut, Entry, Journal, Ran, Renewed, SwappedIn
+from lazygt.runtime.recovery.journal import (
+    Cut,
+    Entry,
+    Journal,
+    Ran,
+    Renewed,
+    Snapshot,
+    SwappedIn,
+)
 from lazygt.runtime.wire import Buffer, decode
 
 #: Deaths at one run after which it is not tried again.
@@ -135,6 +144,12 @@ class Recovery:
         #: when the next snapshot is due
         self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
         self._begun = 0.0
+        #: whether snapshots are taken rather where the program has marked a step's end
+        self.waits_for_marks = False
+        #: who reads the committed snapshot, which stays until then
+        self.reader: Future[Any] | None = None
+        #: is told of the snapshot that is being taken
+        self._then: Callable[[Snapshot], object] | None = None
 
     # -- what happens --------------------------------------------------------------------
 
@@ -159,11 +174,15 @@ class Recovery:
         if len(self.journal.entries) % _WEIGHED_EVERY == 0:
             self._journaled = self.journal.nbytes
         full = self._journaled + kept_bytes > self._journal_bytes
+        if self.reader is not None and not self.reader.done():
+            if not full:
+                return False
+            wait([self.reader])
         return full or time.monotonic() >= self._due
 
-    def snap(self, seq: int) -> None:
-        """Have all ranks take a snapshot after this run."""
-        self._begun = time.monotonic()
+    def snap(self, seq: int, then: Callable[[Snapshot], object] | None = None) -> None:
+        """Have all ranks take a snapshot after this run; ``then`` is told of it."""
+        self._begun, self._then = time.monotonic(), then
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
         message = self._link.encode(Snap(self.journal.cut(seq), committed))
@@ -177,8 +196,12 @@ class Recovery:
         parts = self.journal.committed.parts.values()
         self._journaled = 0
         slowest = max(part.nanoseconds for part in parts) / 1e9
-        self._due = self._begun + max(slowest / self._cost, _LEAST_SECONDS)
+        pause = max(slowest / self._cost, _LEAST_SECONDS)
+        self._due = self._begun + (2 * pause if self.waits_for_marks else pause)
         self._client.quiet_until = 0.0 if self.under_way else self._due
+        then, self._then = self._then, None
+        if then is not None:
+            then(self.journal.committed)
         return self.journal.committed.seq
 
     def is_again(self, seq: int) -> bool:

@@ -129,7 +129,7 @@ class Snapshots:
         flat = memory.view(row.offset, row.nbytes)
         if not row.borrowed or self._device.type != "cpu":
             flat = torch.empty(row.nbytes, dtype=torch.uint8, device=self._device).copy_(flat)
-        return _laid_out(flat, row.meta)
+        return laid_out(flat, row.meta)
 
 
 def _extent_bytes(meta: TensorMeta) -> int:
@@ -150,7 +150,7 @@ def _memory_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return plain.as_strided((meta.extent,), (1,), 0).view(torch.uint8)
 
 
-def _laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """The tensor of this meta on these bytes."""
     if not meta.numel:
         return meta.empty(flat.device)

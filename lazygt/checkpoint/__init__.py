@@ -1,0 +1,1 @@
+"""Checkpoints: what a program registers, saved while it runs, resumed when it was killed."""

@@ -1,0 +1,203 @@
+"""A checkpoint that was read: what was registered, by name, and into which objects it may go."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from lazygt.checkpoint import states
+from lazygt.checkpoint.states import Leaf
+from lazygt.checkpoint.values import placements_of, tensor_of
+from lazygt.config import VERSION
+from lazygt.errors import CheckpointError
+from lazygt.graph.mesh import Sharding
+from lazygt.graph.placement import Replicate
+from lazygt.record.annotate import mesh_of, restore_sharding
+from lazygt.record.context import current_session
+from lazygt.record.recorder import Recorder
+from lazygt.record.tensor import is_lazy, storage_of, view_of
+from lazygt.runtime.recovery.checkpoint_file import CheckpointFile
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """The first section of a file; the others are the values of the leaves.
+
+    Attributes:
+        states: by name, without their tensors.
+        classes: of the objects that were registered, by name.
+        generators: see ``generators``.
+    """
+
+    states: dict[str, bytes]
+    classes: dict[str, str]
+    generators: bytes
+    leaves: list[Leaf]
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint can be resumed with alone: others compute other bits."""
+    return {"lazygt": VERSION, "torch": str(torch.__version__)}
+
+
+class Saved(Mapping[str, Any]):
+    """What a run has saved, by the name it was registered under: of a module or an optimizer its
+    ``state_dict()``, with tensors on the CPU.
+
+    Attributes:
+        step: the step with which the run was saved; 0: there is nothing, a run begins.
+        path: of the file; None: there is none.
+        settings: of the session that saved it.
+    """
+
+    def __init__(self, file: CheckpointFile | None = None) -> None:
+        self.step = 0
+        self.path: Path | None = None
+        self.settings: dict[str, str] = {}
+        self._file, self._contents = file, Contents({}, {}, b"", [])
+        if file is not None:
+            self.path = file.path
+            _check_versions(file)
+            self.step = int(file.about["step"])
+            self.settings = file.about["settings"]
+            self._contents = msgspec.msgpack.decode(file.section(0), type=Contents)
+
+    # -- reading -------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        return self._state(self._contents.states[name], self._on_cpu)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents.states)
+
+    def __len__(self) -> int:
+        return len(self._contents.states)
+
+    def __repr__(self) -> str:
+        where = "nothing" if self.path is None else f"{self.path} of step {self.step}"
+        return f"<lazygt checkpoint {where}: {', '.join(self) or 'empty'}>"
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """The names of what was registered; the others are values that came with the step."""
+        return frozenset(self._contents.classes)
+
+    def _state(self, data: bytes, tensor: Callable[[int], Any]) -> Any:
+        try:
+            return states.decoded(data, tensor)
+        except pickle.UnpicklingError as error:
+            assert self.path is not None
+            raise CheckpointError(
+                self.path, f"it has something of class {error}, which no checkpoint has"
+            ) from error
+
+    def _on_cpu(self, number: int) -> Tensor:
+        assert self._file is not None
+        return tensor_of(self._contents.leaves[number], self._file.section(number + 1))
+
+    # -- loading -------------------------------------------------------------------------
+
+    def load(self, **objects: Any) -> None:
+        """Give objects the states that were saved under these names, and the random generators
+        theirs. What was on the workers goes to the workers of the open session.
+
+        Raises:
+            CheckpointError: they are not what was registered then. Nothing was loaded.
+        """
+        for name, given in objects.items():
+            self._check(name, given)
+        here = self._here()
+        # what checks least first: whatever raises leaves models and optimizers as they are
+        for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
+            states.load(objects[name], self._state(self._contents.states[name], here))
+        for name, given in objects.items():
+            self._place(name, given)
+        set_generators(self._state(self._contents.generators, self._on_cpu))
+
+    def _check(self, name: str, given: Any) -> None:
+        if name not in self._contents.classes:
+            raise CheckpointError(
+                self.path or "",
+                f"it is of another program: nothing was registered as {name!r}, but "
+                f"{', '.join(map(repr, self._contents.classes)) or 'nothing'}. Nothing was loaded",
+            )
+        state = self._state(self._contents.states[name], self._contents.leaves.__getitem__)
+        states.check(self.path, name, given, self._contents.classes[name], state)
+
+    def _here(self) -> Callable[[int], Tensor]:
+        """Tensors where they belong; each is brought there once."""
+        in_session = current_session() is not None
+        known: dict[int, Tensor] = {}
+
+        def here(number: int) -> Tensor:
+            if number not in known:
+                value, lazy = self._on_cpu(number), self._contents.leaves[number].lazy
+                known[number] = value.to("lazygt") if lazy and in_session else value.clone()
+            return known[number]
+
+        return here
+
+    def _place(self, name: str, given: Any) -> None:
+        """Have tensors lie as they lay, where nobody has said how they are to."""
+        state = self._state(self._contents.states[name], self._contents.leaves.__getitem__)
+        for tensor, leaf in states.pairs(states.state_of(given), state):
+            if not is_lazy(tensor) or view_of(tensor) is not None:
+                continue
+            placements = placements_of(leaf)
+            same_mesh = str(mesh_of(tensor)) == self.settings["mesh"]
+            cut = any(not isinstance(placement, Replicate) for placement in placements)
+            if cut and same_mesh and storage_of(tensor).placed is None:
+                restore_sharding(tensor, Sharding(placements))
+
+
+def _is_checked(given: Any) -> bool:
+    return isinstance(given, torch.nn.Module | torch.optim.Optimizer | Tensor)
+
+
+def _check_versions(file: CheckpointFile) -> None:
+    for name, version in versions().items():
+        if (saved := file.about.get(name)) != version:
+            raise CheckpointError(
+                file.path,
+                f"it was saved by {name} {saved}, and this is {name} {version}, which may compute "
+                f"other bits. Nothing was loaded. Resume it with {name} {saved}",
+            )
+
+
+# -- random numbers ------------------------------------------------------------------------
+
+
+def generators(recorder: Recorder) -> dict[str, Any]:
+    """The states of the generators that a program draws from without naming one."""
+    workers = recorder.generator.get_state() if recorder.generator.holds else None
+    on_cpu = recorder.worker_device == "cpu"
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "workers": workers,
+        # on CPUs it is one stream, and one place has its state
+        "torch": None if on_cpu and workers is not None else torch.default_generator.get_state(),
+        "device": recorder.worker_device,
+    }
+
+
+def set_generators(state: dict[str, Any]) -> None:
+    """Have the generators go on from these states; no sync point."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if state["torch"] is not None:
+        torch.set_rng_state(state["torch"])
+    workers = state["workers"]
+    if workers is None:
+        return
+    if state["device"] == "cpu":
+        torch.set_rng_state(workers)
+    elif isinstance(recorder := getattr(current_session(), "recorder", None), Recorder):
+        recorder.generator.set_state(workers)

@@ -1,0 +1,149 @@
+"""A checkpoint on the disk: one file, and every byte of it under a checksum.
+
+    | header | section 0 | section 1 | ... | index |
+
+The index says where sections are and what they come to. The header, written last, says where the
+index is and how long the file is: one that ends before is *torn*.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from lazygt.errors import CheckpointError
+from lazygt.runtime.crc32 import crc32
+
+_MAGIC = b"lazygt checkpt 1"
+#: magic, bytes of the file, where the index begins, its bytes, its checksum; the header's own
+_HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
+_HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
+_ALIGNMENT = 64
+#: written, and checked while it is in a core's cache
+_BLOCK = 1 << 20
+
+
+class _Section(msgspec.Struct, frozen=True):
+    """Where it begins, its bytes, and the checksum of these and of what fills up after them."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+class _Index(msgspec.Struct, frozen=True):
+    about: dict[str, Any]
+    sections: list[_Section]
+
+
+def write(file: IO[bytes], about: Mapping[str, Any], sections: Iterable[memoryview]) -> None:
+    """Write a checkpoint into an empty file, and have it on the disk.
+
+    Args:
+        about: plain values that describe it.
+        sections: of bytes; each is let go of before the next is asked for.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    file.write(bytes(_HEADER_BYTES))
+    rows, end = [], _HEADER_BYTES
+    for data in sections:
+        rows.append(_write_section(file, data, end))
+        end = _next(rows[-1])
+    index = msgspec.msgpack.encode(_Index(dict(about), rows))
+    file.write(index)
+    header = _HEADER.pack(_MAGIC, end + len(index), end, len(index), crc32(index))
+    file.seek(0)
+    file.write(header + _HEADER_CRC.pack(crc32(header)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_section(file: IO[bytes], data: memoryview, offset: int) -> _Section:
+    crc = 0
+    for begin in range(0, len(data), _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        file.write(block)
+        crc = crc32(block, crc)
+    section = _Section(offset, len(data), crc)
+    rest = bytes(_next(section) - offset - len(data))
+    file.write(rest)
+    return _Section(offset, len(data), crc32(rest, crc))
+
+
+def _next(section: _Section) -> int:
+    """Where the section after this one begins."""
+    return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file is one of these, or the beginning of one."""
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+    return _MAGIC.startswith(head) or not any(head)
+
+
+class CheckpointFile:
+    """A checkpoint that is there, whole: all of it has been read and checked.
+
+    Raises:
+        CheckpointError: it is not as it was written.
+        OSError: it can't be read.
+
+    Attributes:
+        about: what was said of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            begin, length, crc = self._header(file.read(_HEADER_BYTES), size)
+            # private, so that tensors may lie on it
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        index = self._data[begin : begin + length]
+        if crc32(index) != crc:
+            raise self._damaged("its index")
+        told = msgspec.msgpack.decode(index, type=_Index)
+        self.about, self._sections = told.about, told.sections
+        for number, section in enumerate(self._sections):
+            if crc32(self._data[section.offset : _next(section)]) != section.crc:
+                raise self._damaged(f"section {number}")
+
+    def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
+        """Where the index begins, its bytes and its checksum."""
+        if len(header) < _HEADER_BYTES or not any(header):
+            raise CheckpointError(self.path, "it was never written to its end", torn=True)
+        magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
+        if (
+            magic != _MAGIC
+            or _HEADER_CRC.pack(crc32(header[: _HEADER.size])) != (header[_HEADER.size :])
+        ):
+            raise self._damaged("its header")
+        if size < nbytes:
+            raise CheckpointError(self.path, f"it has lost {nbytes - size:,} bytes", torn=True)
+        if size > nbytes:
+            raise self._damaged(f"its end: {size - nbytes:,} bytes more than were written")
+        return begin, length, crc
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            self.path,
+            f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
+            f"this file to go on from the checkpoint before it, if there is one",
+        )
+
+    def __len__(self) -> int:
+        return len(self._sections)
+
+    def section(self, number: int) -> memoryview:
+        """A section's bytes, which may be written: the file stays as it is."""
+        section = self._sections[number]
+        return self._data[section.offset : section.offset + section.nbytes]
