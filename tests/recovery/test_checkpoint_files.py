@@ -115,43 +115,37 @@ def test_a_folder_is_one_sessions_alone(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).whole == [1]
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A killed client's DataLoader processes outlive it for a while."""
-    folder = CheckpointFolder(tmp_path)
-    awake, asleep = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(asleep)
-        os.read(awake, 1)
-        os._exit(0)
-    os.close(awake)
-    try:
-        folder.close()
-        CheckpointFolder(tmp_path).close()
-    finally:
-        os.close(asleep)
-        os.waitpid(child, 0)
+PROGRAM = """
+import os, sys
+from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder
+folder = CheckpointFolder(sys.argv[1])
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+"""
 
 
-def test_another_process_holds_it_until_it_ends(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder\n"
-        "folder = CheckpointFolder(sys.argv[1]); print('here', flush=True); sys.stdin.read()\n"
-    )
+def test_a_killed_process_lets_go_though_a_child_of_it_lives(tmp_path: Path) -> None:
+    """As the processes of a DataLoader do, for a while."""
     other = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert other.stdin is not None
     assert other.stdout is not None
-    assert other.stdout.readline() == "here\n"
+    child = int(other.stdout.readline())
     with pytest.raises(CheckpointError, match=f"process {other.pid}"):
         CheckpointFolder(tmp_path)
     other.kill()
-    other.communicate()
-    CheckpointFolder(tmp_path)
+    other.wait()
+    CheckpointFolder(tmp_path).close()
+    os.kill(child, 0)  # it is there
+    other.stdin.close()
+    other.stdout.read()  # until it has ended
+    other.stdout.close()
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])

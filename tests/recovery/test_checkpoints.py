@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import signal
 import threading
 import warnings
 from pathlib import Path
@@ -19,13 +21,19 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.checkpoint import program, saved
-from lazygt.runtime.recovery import checkpoint_folder
+from lazygt.runtime.recovery import checkpoint_folder, recover
 from lazygt.runtime.recovery.checkpoint_file import CheckpointFile
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 6
 INLINE: dict[str, Any] = {"launcher": "inline"}
+
+
+@pytest.fixture(autouse=True)
+def at_marks_alone(snapshots: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are not taken by the clock: while one is, a mark is passed over."""
+    monkeypatch.setattr(recover, "_LEAST_SECONDS", 1e9)
 
 
 class Run:
@@ -133,10 +141,9 @@ def test_what_is_written_beside_the_steps_is_that_moment(
             run.step()
             told[step + 1] = digest(run.model.parameters())
     with lazygt.session(checkpoint=tmp_path, checkpoint_every=1, **layout.settings) as s:
-        run = Run(s, layout)
-        run.go(1)
-        writes = HeldWrites(monkeypatch)
-        for step in range(1, 4):
+        run, writes = Run(s, layout), HeldWrites(monkeypatch)
+        run.step()
+        for step in range(1, 5):
             run.step()
             assert s.checkpoint(step + 1) == (step == 1)
             s.synchronize()
@@ -151,6 +158,7 @@ class HeldWrites:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may, written = threading.Event(), program._written
+        self._monkeypatch = monkeypatch
 
         def held(*given: Any) -> Any:
             assert self._may.wait(60)
@@ -160,6 +168,21 @@ class HeldWrites:
 
     def go_on(self) -> None:
         self._may.set()
+
+    def when_waited_for(self, s: lazygt.Session) -> threading.Event:
+        """Go on when a recovery waits for them; set then."""
+        waited, recovery = threading.Event(), s._client.recovery
+        assert recovery is not None
+        assert recovery.reader is not None
+
+        def wait(readers: list[Any]) -> None:
+            assert readers == [recovery.reader]
+            waited.set()
+            self.go_on()
+            recovery.reader.result()
+
+        self._monkeypatch.setattr(recover, "wait", wait)
+        return waited
 
 
 # -- one process, no workers: what is refused, and what is told ----------------------------
@@ -504,3 +527,109 @@ def test_a_failed_value_is_raised_and_not_saved(tmp_path: Path) -> None:
             s.checkpoint(2, now=True)
         small.weight.data = torch.ones(2, 3)
         assert s.checkpoint(3, now=True)
+
+
+# -- beside worker processes ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one worker", "fully sharded"])
+def test_workers_that_die_while_a_moment_is_written_change_no_byte(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = LAYOUTS[name]
+    with lazygt.session(checkpoint=tmp_path, checkpoint_every=1, **layout.settings) as s:
+        run = Run(s, layout)
+        writes = HeldWrites(monkeypatch)
+        run.step()
+        s.synchronize()
+        told = digest(run.model.parameters())
+        assert s.checkpoint(1)
+        s._client.wait_snapped()
+        for rank in range(s.mesh.world_size):
+            os.kill(s.worker_pids[rank], signal.SIGKILL)
+            run.step()
+            s.synchronize()
+        writes.go_on()
+    assert len(s.recoveries) == s.mesh.world_size
+    state = lazygt.resume(tmp_path)
+    assert state.step == 1
+    assert digest(state["model"].values()) == told
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_before_its_snapshot_takes_it_again(tmp_path: Path) -> None:
+    layout = LAYOUTS["one worker"]
+    whole = undisturbed(layout)
+    with lazygt.session(checkpoint=tmp_path, checkpoint_every=3, **layout.settings) as s:
+        run = Run(s, layout)
+        run.go(2)
+        run.step()
+        s.synchronize()
+        os.kill(s.worker_pids[0], signal.SIGSTOP)
+        assert s.checkpoint(3)
+        os.kill(s.worker_pids[0], signal.SIGKILL)
+        s.synchronize()
+    assert [each.step for each in s.checkpoints] == [3]
+    with lazygt.session(checkpoint=tmp_path, **layout.settings) as s:
+        run = Run(s, layout)
+        run.go(STEPS)
+        assert run.told() == whole
+
+
+@pytest.mark.slow
+def test_no_snapshot_is_taken_over_one_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a due one; where the journal is full, the program waits for the disk."""
+    with lazygt.session(
+        checkpoint=tmp_path, checkpoint_every=1, threads=1, journal_bytes=1 << 20
+    ) as s:
+        weight = torch.zeros(64)
+        s.register(weight=weight)
+        writes = HeldWrites(monkeypatch)
+        assert s.checkpoint(1)
+        s._client.wait_snapped()
+        before = s.stats()["snapshots"]
+        assert s._client.recovery is not None
+        s._client.recovery._due = 0.0
+        for _ in range(3):
+            weight.add_(1)
+            s.synchronize()
+        assert s.stats()["snapshots"] == before
+        waiting = writes.when_waited_for(s)
+        for _ in range(40):
+            weight.add_(torch.ones(1 << 14, device="cpu").to("lazygt")[:64])
+            s.flush()
+        assert waiting.is_set()
+        s.synchronize()
+        assert s.stats()["snapshots"] > before
+        assert weight.tolist() == [43.0] * 64
+    assert lazygt.resume(tmp_path)["weight"].tolist() == [0.0] * 64
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_with_the_values(tmp_path: Path) -> None:
+    two, one = LAYOUTS["fully sharded"], LAYOUTS["one worker"]
+    with lazygt.session(checkpoint=tmp_path, **two.settings) as s:
+        run = Run(s, two)
+        run.go(2)
+        s.checkpoint(2, now=True)
+        told = run.told()
+    settings = {**one.settings, "mesh": {"ranks": 1}}
+    with lazygt.session(checkpoint=tmp_path, **settings) as s:
+        with pytest.warns(RuntimeWarning, match=r"saved with mesh ranks=2 \(now ranks=1\)"):
+            run = Run(s, one)
+        assert run.told() == told
+        run.go(3)
+
+
+@pytest.mark.slow
+def test_memory_without_room_for_snapshots_leaves_checkpoints(tmp_path: Path) -> None:
+    with lazygt.session(checkpoint=tmp_path, threads=1) as s:
+        weight = torch.arange(8.0)
+        s.register(weight=weight)
+        with pytest.warns(RuntimeWarning, match="death of a worker loses values"):
+            s._client._recover_no_more("there is no room")
+        assert s.checkpoint(1, now=True)
+    assert lazygt.resume(tmp_path)["weight"].tolist() == list(range(8))
