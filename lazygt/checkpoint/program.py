@@ -131,7 +131,7 @@ class Checkpoints:
             "compile": about.compile,
         }
         self._due = time.monotonic() + LEAST_SECONDS
-        if client.recovery is not None:
+        if client.recovery is not None and about.checkpoint_every is None:
             client.recovery.waits_for_marks = True
 
     # -- what the program says -----------------------------------------------------------
@@ -148,15 +148,13 @@ class Checkpoints:
         self._check_mark(step, values)
         with self._recorder.lock, DEFER_INTERRUPT:
             self._heed()
-            if self._mesh.ranks.world_size > 1:
+            if self._mesh.ranks.world_size > 1 and self._recorder.trace.step.ops:
                 # where plans end decides how ranks add up: never by what the clock says
                 self._recorder.flush("checkpoint")
             self._marks += 1
-            if now:
-                self._finish()
-                saved = self._save(step, values) and self._finish()
-            else:
-                saved = self._is_due() and self._save(step, values)
+            saved = self._save_now(step, values) if now else self._is_due()
+            if saved and not now:
+                self._save(step, values)
         self._tell_of_problem()
         return saved
 
@@ -172,10 +170,10 @@ class Checkpoints:
                 f"{_listed(self._objects)} are here. Nothing was loaded. Register all of them "
                 f"before resume()",
             )
-        self.resumed = True
         if file is not None:
             saved.load(**self._objects)
             self._tell_of_settings(saved)
+        self.resumed = True
         return saved
 
     def _check_mark(self, step: int, values: Mapping[str, Any]) -> None:
@@ -212,16 +210,32 @@ class Checkpoints:
     # -- a moment ------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        if self._pending is not None or self._writing is not None:
+        recovery = self._client.recovery
+        if self._pending or self._writing or (recovery is not None and recovery.journal.cutting):
             return False
         if self._every is not None:
             return self._marks >= self._every
         return time.monotonic() >= self._due
 
-    def _save(self, step: int, values: Mapping[str, Any]) -> bool:
-        recovery = self._client.recovery
-        if recovery is not None and recovery.journal.cutting:
-            return False
+    def _save_now(self, step: int, values: Mapping[str, Any]) -> bool:
+        """Save this moment and wait until it is on the disk; whether it is.
+
+        Raises:
+            ExecutionError: it has values that could not be computed.
+        """
+        self._finish()
+        recovers = self._client.recovery is not None
+        self._save(step, values)
+        saved = self._finish()
+        if recovers and self._client.recovery is None:  # it turned itself off meanwhile
+            self._save(step, values)
+            saved = self._finish()
+        if not saved:
+            self._client.raise_failure()
+        return saved
+
+    def _save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begin to save this moment."""
         self._begun, self._marks = time.monotonic(), 0
         with torch.no_grad():
             captured, texts, random_state = self._captured(values)
@@ -234,7 +248,6 @@ class Checkpoints:
         if not self._client.snap(partial(self._snapped, moment)):
             self._pending = None
             self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
-        return True
 
     def _captured(self, values: Mapping[str, Any]) -> tuple[Captured, dict[str, bytes], bytes]:
         captured = Captured(self._recorder, self._mesh)

@@ -120,8 +120,7 @@ def load(given: Any, state: Any) -> None:
 
 def class_of(given: Any) -> str:
     """What kind of object it is, as checkpoints have it."""
-    cls = Tensor if isinstance(given, Tensor) else type(given)
-    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+    return (Tensor if isinstance(given, Tensor) else type(given)).__qualname__
 
 
 # -- texts ---------------------------------------------------------------------------------

@@ -126,6 +126,8 @@ os.register_at_fork(after_in_child=_forked)
 def _take_lock(path: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError as error:
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
         raise CheckpointError(
@@ -135,8 +137,6 @@ def _take_lock(path: Path, lock: int) -> None:
         ) from error
     except OSError as error:
         raise CheckpointError(path, f"it can't be locked: {error}") from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def _number(name: str | Path) -> int:
