@@ -197,7 +197,8 @@ class Session:
 
     def resume(self) -> Saved:
         """Load what the folder has into what is registered: the state after ``step`` steps of a run
-        that was killed, and the random generators.
+        that was killed, and the random generators. What draws after it goes on with their streams:
+        call it right before the first step.
 
         Returns:
             What was saved; its ``step`` is 0 where there is nothing yet.
