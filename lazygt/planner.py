@@ -128,6 +128,16 @@ class Planner:
         self.forget(dropped)
         return plan
 
+    def once(
+        self,
+        steps: list[TrieNode],
+        outputs: tuple[int, ...],
+        sites: Sites,
+        kinds: tuple[str, ...],
+    ) -> CachedPlan:
+        """The plan of some steps that the trie does not keep; ``forget`` it afterwards."""
+        return self._planned(steps, outputs, sites, kinds)
+
     def forget(self, dropped: Sequence[CachedPlan]) -> None:
         """Plans that the trie has let go of; what stands at another place of it is kept."""
         if dropped:
@@ -247,7 +257,7 @@ class Planner:
             stages: gets the graph after each pass, if it is a list.
             decided: gets how each axis of the mesh was decided.
         """
-        given = [_stored(step) for step in steps if step.input is not None]
+        given = [stored(step) for step in steps if step.input is not None]
         marked = any(node.op in MARKS for node in recorded.nodes)
         if self._mesh.ranks.world_size > 1 and (marked or any(given)):
             return *self._sharded(recorded, steps, given, stages, decided), None
@@ -327,7 +337,7 @@ def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
     return frozenset(number for number, step in enumerate(ops) if step.backward)
 
 
-def _stored(step: TrieNode) -> Sharding | None:
+def stored(step: TrieNode) -> Sharding | None:
     """How the input that enters at a step lies on the mesh; see ``Trace.enter``."""
     sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
     return sharding

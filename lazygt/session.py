@@ -102,9 +102,10 @@ class Session:
         self._closing = threading.Lock()
         self._weight_source: SessionSource | None = None
         self._idle = self._submitter.idle = Idle(self, config.default_device)
-        hooks = [register_optimizer_step_post_hook(self._submitter.after_step)]
-        if self._virtual_mesh.ranks.world_size > 1:
-            hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
+        hooks = [
+            register_optimizer_step_pre_hook(self._submitter.before_step),
+            register_optimizer_step_post_hook(self._submitter.after_step),
+        ]
         #: takes the hooks away, at the latest when nobody has the session any more
         self._unhook = weakref.finalize(self, _remove, hooks)
         _overseer.opened(self)

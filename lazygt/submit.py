@@ -24,6 +24,7 @@ from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
 from lazygt.record.trace import Trace
 from lazygt.record.trie import Provenance, TrieNode
+from lazygt.rewind import Recorded, Rewind
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
@@ -36,6 +37,8 @@ from lazygt.runtime.wire import Buffer
 #: What torch's own ops raise: a call that waits for its op raises no other class.
 _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
                                 NotImplementedError, torch.OutOfMemoryError)  # fmt: skip
+#: So often it is looked which runs need not be remembered for a rewind any more.
+_FORGET_EVERY = 8
 _RUN_TAG = Run.__struct_config__.tag
 
 
@@ -76,6 +79,11 @@ class Submitter:
         #: a value may have several blocks on a worker
         self._in_blocks = bool(config.invariant)
         self._flushes_on_backward = config.flush_on_backward
+        #: what undoes a failed step; None: nothing does
+        self.rewind: Rewind | None = None
+        if client.recovery is not None and not self._in_blocks:
+            self.rewind = Rewind(recorder, client, planner, config.max_ahead)
+            client.undo = self.rewind.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
         #: who looks at which optimizers step, until that is clear
         self.idle: Idle | None = None
@@ -130,6 +138,10 @@ class Submitter:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step: what was loaded of its state lies as its parameters do."""
+        if self.rewind is not None:
+            self.rewind.before_step(optimizer)
+        if not self._may_shard:
+            return
         loaded = [
             (value, parameter)
             for parameter, state in optimizer.state.items()
@@ -172,23 +184,23 @@ class Submitter:
 
     def go_on(
         self,
-        seq: int,
-        base: int,
-        kept: CachedPlan | None,
-        step: TrieNode,
-        call_sites: Sequence[CallSite | None],
+        recorded: tuple[Any, ...],
         fetch: Storage,
         unsent: list[Buffer] | None,
         told: list[memoryview] | None,
     ) -> Any:
         """The number of a run that C++ has made ready: it can't send it, the answer takes a while,
         or there is more to it.
+
+        Args:
+            recorded: as ``Recorded``, but for a step and call sites where that has provenance.
         """
         with DEFER_INTERRUPT:
-            entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
-            backward = self._recorder.backward_call_site
-            provenance = Provenance(step, call_sites, backward, made_of)
+            seq, base, kept, step, call_sites, *rest = recorded
+            provenance = self._provenance(step, call_sites, kept)
+            entry = None if kept is None else kept.entry
             self._client.expect(seq, entry, provenance, base, 1)
+            self._note(Recorded(seq, base, kept, provenance, *rest))
             self._client.go_on(unsent, told, "item")
             if entry is not None:
                 self.ran(entry)
@@ -252,17 +264,31 @@ class Submitter:
             The number of the run, its outputs, what its steps are, and where the blocks of the
             fetched value lie.
         """
-        entry, made_of = (None, ((),)) if kept is None else (kept.entry, kept.origins)
+        entry = None if kept is None else kept.entry
         wanted, regions = self._wanted(fetch, trace, kept)
         self._recorder.next_trace()
         inputs = trace.let_go_of_inputs()
-        provenance = Provenance(
-            trace.step, trace.call_sites, self._recorder.backward_call_site, made_of
-        )
+        provenance = self._provenance(trace.step, trace.call_sites, kept)
+        params, base = tuple(trace.params), self._client.next_output(0)
         seq, values = self._client.run(
-            entry, inputs, tuple(trace.params), wanted, provenance, reason, regions or (0,)
+            entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
+        frees = self._client.last_frees
+        self._note(Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown))
         return seq, values, provenance, regions
+
+    def _provenance(
+        self, step: TrieNode, call_sites: Sequence[CallSite | None], kept: CachedPlan | None
+    ) -> Provenance:
+        made_of = ((),) if kept is None else kept.origins
+        return Provenance(step, call_sites, self._recorder.backward_call_site, made_of)
+
+    def _note(self, run: Recorded) -> None:
+        if self.rewind is None:
+            return
+        self.rewind.runs.append(run)
+        if run.seq % _FORGET_EVERY == 0:
+            self.rewind.forget_answered()
 
     def _wanted(
         self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None

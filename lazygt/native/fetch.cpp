@@ -53,9 +53,10 @@ struct Fetcher::Sent {
   bool fresh = false;
 
   StepP step;
-  Ids inputs;
+  Ids inputs, frees;
   py::tuple params;
   CallSites sites;
+  Shown shown;
   int64_t seq = 0, base = 0, values = 0;
 };
 
@@ -145,6 +146,7 @@ void Fetcher::end_trace(Sent& run) {
   run.inputs = take_inputs(r);
   run.params = take_params(r);
   run.sites = take_sites(r);
+  run.shown = take_shown(r);
   add(py::handle(r.python), NAME(shipped_ops), run.step->ops);
   r.renew();
 }
@@ -157,14 +159,14 @@ RunMessage Fetcher::message(Sent& run, py::handle client) {
   if (run.values != 0) set(client, NAME(_next_id), number_object(run.base + run.values));
   set(client, NAME(_seq), number_object(run.seq));
   told.fetches = {run.fresh ? run.base + run.wanted : run.wanted};
-  auto frees = py::cast<Freed&>(get(client, NAME(_freed))).take();
+  run.frees = py::cast<Freed&>(get(client, NAME(_freed))).take();
   if (!run.entry) {
-    if (!frees.list.empty()) told.frees = {Update::WHOLE, std::move(frees.list)};
+    if (!run.frees.list.empty()) told.frees = {Update::WHOLE, run.frees.list};
     return told;
   }
   told.digest = run.digest;
-  told.inputs = update_of(py::cast<DeltaCodec&>(get(run.entry, NAME(inputs))).encode(std::move(run.inputs.list), run.base));
-  told.frees = update_of(py::cast<DeltaCodec&>(get(run.entry, NAME(frees))).encode(std::move(frees.list), run.base));
+  told.inputs = update_of(py::cast<DeltaCodec&>(get(run.entry, NAME(inputs))).encode(run.inputs.list, run.base));
+  told.frees = update_of(py::cast<DeltaCodec&>(get(run.entry, NAME(frees))).encode(run.frees.list, run.base));
   auto bits = bits_of(run.params);
   if (!same_bytes(get(run.entry, NAME(numbers)), bits)) told.params = run.params;
   set(run.entry, NAME(numbers), bits);
@@ -220,11 +222,13 @@ void Fetcher::show(Sent& run) {
 }
 
 // Where there is more to it, or it takes a while.
-c10::IValue Fetcher::in_python(const Sent& run, const CellP& cell, py::object unsent, py::object told) {
+c10::IValue Fetcher::in_python(Sent& run, const CellP& cell, py::object unsent, py::object told) {
   auto kept = run.kept ? run.kept : py::none();
   auto node = py::reinterpret_borrow<py::object>(run.step->node);
-  auto value = call_method(submitter_, "go_on", number_object(run.seq), number_object(run.base), kept, node,
-                           py::cast(run.sites), storage_of(cell), unsent, told);
+  auto recorded = py::make_tuple(number_object(run.seq), number_object(run.base), kept, node,
+                                 py::cast(run.sites), run.params, py::cast(run.inputs), py::cast(run.frees),
+                                 py::cast(std::move(run.shown)));
+  auto value = call_method(submitter_, "go_on", recorded, storage_of(cell), unsent, told);
   if (PyFloat_Check(value.ptr())) return PyFloat_AS_DOUBLE(value.ptr());
   if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
   if (PyLong_Check(value.ptr())) return number_of(value.ptr());

@@ -49,7 +49,7 @@ class Fetcher {
   void keep(const Sent& run, const RunMessage& told, py::handle recovery);
   void note(const Sent& run);
   void show(Sent& run);
-  c10::IValue in_python(const Sent& run, const CellP& cell, py::object unsent, py::object told);
+  c10::IValue in_python(Sent& run, const CellP& cell, py::object unsent, py::object told);
 
   Recorder& recorder_;
   py::handle submitter_, flush_;

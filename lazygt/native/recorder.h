@@ -31,6 +31,7 @@ struct Recorder {
   StepP step, root;
   std::vector<c10::weak_intrusive_ptr<Cell>> owners;  // of each value
   std::vector<RemoteP> inputs;
+  std::vector<c10::weak_intrusive_ptr<Cell>> entrants;  // of each input
   // the numbers that its run gets, and the user's frame of each op: those that Python has not taken
   std::vector<c10::IValue> params;
   std::vector<Mark> marks;

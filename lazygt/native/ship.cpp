@@ -83,6 +83,14 @@ CallSites take_sites(Recorder& r) {
   return sites;
 }
 
+Shown take_shown(Recorder& r) {
+  Shown shown;
+  shown.values.reserve(r.owners.size());  // the next trace is likely to have as many
+  shown.values.swap(r.owners);
+  shown.inputs.swap(r.entrants);
+  return shown;
+}
+
 Ids take_inputs(Recorder& r) {
   Ids ids;
   ids.list.reserve(r.inputs.size());
@@ -96,8 +104,20 @@ Ids take_inputs(Recorder& r) {
 }
 
 namespace {
-// (ids of its inputs, numbers, call sites) that Python has not taken
-py::tuple end(Recorder& r) { return py::make_tuple(take_inputs(r), take_params(r), take_sites(r)); }
+// (ids of its inputs, numbers, call sites) that Python has not taken, and which cells have shown it
+py::tuple end(Recorder& r) {
+  return py::make_tuple(take_inputs(r), take_params(r), take_sites(r), take_shown(r));
+}
+
+// As storages; None: it is gone.
+py::list living_storages(const std::vector<c10::weak_intrusive_ptr<Cell>>& cells) {
+  py::list all;
+  for (const auto& weak : cells) {
+    auto cell = weak.lock();
+    all.append(cell ? storage_of(cell) : py::none());
+  }
+  return all;
+}
 
 // -- what handles show of a run ------------------------------------------------------------------
 
@@ -151,6 +171,9 @@ void bind_ship(py::module_& m, py::class_<Recorder, std::unique_ptr<Recorder, py
   py::class_<Living>(m, "Living")
       .def_property_readonly("numbers", &numbers)
       .def_property_readonly("storages", &storages);
+  py::class_<Shown>(m, "Shown")
+      .def_property_readonly("values", [](const Shown& shown) { return living_storages(shown.values); })
+      .def_property_readonly("inputs", [](const Shown& shown) { return living_storages(shown.inputs); });
   py::class_<CallSites>(m, "CallSites")
       .def(py::init(&sites_of))
       .def("__len__", [](const CallSites& sites) { return sites.marks.size(); })

@@ -16,6 +16,11 @@ struct Living {
   std::vector<int32_t> numbers;
 };
 
+// The cells that have shown each value and each input of a trace, so far as they live.
+struct Shown {
+  std::vector<c10::weak_intrusive_ptr<Cell>> values, inputs;
+};
+
 // What handles show of the outputs of a plan: planner.CachedPlan says more of it.
 struct Outputs {
   std::vector<int32_t> numbers;  // of the trace's values, in order
@@ -31,6 +36,7 @@ py::object numbers(const Living& living);
 Ids take_inputs(Recorder& r);  // the ids of all blocks
 py::tuple take_params(Recorder& r);
 CallSites take_sites(Recorder& r);
+Shown take_shown(Recorder& r);
 
 // Shows a run's values. What the plan makes in vain stays in `values`.
 void rebind(const Outputs& outputs, const Living& living, Values& values, const CallSites& sites,

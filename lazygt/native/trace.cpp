@@ -45,6 +45,7 @@ void Recorder::begin(uint64_t number, StepP first, py::handle new_trace) {
   owners.clear();
   params.clear();
   inputs.clear();
+  entrants.clear();
   marks.clear();
   marks_taken = 0;
   trace = new_trace.ptr();
@@ -57,6 +58,7 @@ void Recorder::settle() {
     params.resize(std::min(params.size(), size_t(step->params) - taken));
   }
   inputs.resize(std::min(inputs.size(), size_t(step->inputs)));
+  entrants.erase(entrants.begin() + std::min(entrants.size(), size_t(step->inputs)), entrants.end());
   while (marks_taken + marks.size() < size_t(step->ops)) marks.push_back(user_mark());
   reserve(*step);
 }
@@ -102,6 +104,7 @@ void Recorder::enter(const CellP& cell) {
     next = made.get();
   }
   inputs.push_back(cell->remote);
+  entrants.emplace_back(cell);
   step = StepP::reclaim_copy(next);
   cell->index = ~(step->inputs - 1);
   cell->serial = cell->entered = serial;

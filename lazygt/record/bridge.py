@@ -118,7 +118,7 @@ class NativeTrace(Trace):
     def seal(self) -> None:
         """It has ended, and C++ begins another one."""
         self._step, self._serial = self.step, self.serial
-        self._ids, params, sites = self._native.end()
+        self._ids, params, sites, self.shown = self._native.end()
         self._native = None
         # most often Python has taken nothing before
         self._params = [*self._params, *params] if self._params else params

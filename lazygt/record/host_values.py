@@ -17,6 +17,7 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.source import expand, is_library, user_call_site
 from lazygt.record.tensor import (
+    Held,
     LazyTensor,
     Owner,
     is_lazy,
@@ -87,6 +88,7 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
     """Give a whole, unviewed handle the values of a CPU tensor (``copy_``)."""
     storage = storage_of(t)
     meta = storage.meta
+    before = None if storage.blank else Held.of(storage)
     value = source.detach().resolve_conj().resolve_neg().to(meta.dtype)
     if tuple(value.shape) != meta.shape:
         value = value.expand(meta.shape)
@@ -94,6 +96,8 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
         storage.set_host(value.clone().reshape(meta.shape))
     else:
         storage.set_remote(storage.owner.upload(value, meta))
+    if before is not None:
+        storage.owner.overwritten(storage, before)
 
 
 # -- single numbers ------------------------------------------------------------------------

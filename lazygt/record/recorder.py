@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import (
     DEVICE_0,
     STRIDED,
+    Held,
     LazyTensor,
     State,
     Storage,
@@ -65,6 +67,8 @@ class Recorder:
         self.generator = self._make_generator(worker_device)
         self.closed = False
         self.trace = self._make_trace()
+        #: is told of storages that got another value by no op of a trace
+        self.on_overwritten: Callable[[Storage, Held], None] | None = None
         #: ops of the traces before this one
         self.shipped_ops = 0
         self._known: dict[int, tuple[OpFacts, Handler | None, str | None]] = {}
@@ -302,6 +306,11 @@ class Recorder:
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
         """Take a copy of a CPU tensor for the workers."""
         return self.sink.upload(source, meta)
+
+    def overwritten(self, storage: Storage, before: Held) -> None:
+        """A storage has got another value as a whole, by no op of a trace."""
+        if self.on_overwritten is not None:
+            self.on_overwritten(storage, before)
 
     def keep_sharding(self, t: LazyTensor, before: Storage) -> None:
         """Lay a handle's values as the user has laid another storage's of that shape, unless

@@ -23,6 +23,8 @@ from lazygt.record.trace import TraceOwner
 
 _SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
 _GPU_STATE_BYTES = 16
+#: The ops by which workers are handed the stream.
+SEEDS = frozenset({_SEED, _SET})
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -52,6 +54,8 @@ class SessionGenerator:
         self._owner = owner
         self._on_cpu = device_type == "cpu"
         self.holds = False
+        #: the state that the workers were handed last
+        self._taken: torch.Tensor | None = None
 
     def before_draw(self, args: Args, kwargs: Kwargs | None) -> tuple[Args, Kwargs | None]:
         """A draw is about to be recorded: the workers need the state.
@@ -72,9 +76,17 @@ class SessionGenerator:
         """Hand the state to the workers, before a lazy draw."""
         if self._on_cpu:
             to_client()
-            self._record_state(torch.default_generator.get_state())
+            self._taken = torch.default_generator.get_state()
+            self._record_state(self._taken)
         else:
             self.manual_seed(torch.initial_seed())
+
+    def take_back(self) -> None:
+        """The workers were not handed the state after all: the op that does so is undone."""
+        if self._on_cpu and self._taken is not None:
+            torch.default_generator.set_state(self._taken)
+            drop()
+        self.holds = False
 
     def manual_seed(self, seed: int) -> None:
         """Begin a stream; no sync point. The seed is data, not part of a plan.

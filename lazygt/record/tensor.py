@@ -69,6 +69,9 @@ class Owner(Protocol):
     def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
         """Take a copy of a CPU tensor for the workers."""
 
+    def overwritten(self, storage: Storage, before: Held) -> None:
+        """A storage has got another value as a whole, by no op of a trace."""
+
     def flush(self, reason: str) -> None:
         """Ship what is recorded, without waiting for it."""
 
@@ -140,6 +143,32 @@ class Storage:
         if not hasattr(self, "_addresses"):
             self._addresses = new_range(self.meta.extent * self.meta.dtype.itemsize)
         return self._addresses
+
+
+class Held(NamedTuple):
+    """What a storage shows that no op of the trace has made.
+
+    Attributes:
+        key, sharding: the workers' value.
+        host: or the client's.
+    """
+
+    key: int | None
+    sharding: Sharding | None
+    host: torch.Tensor | None
+
+    @property
+    def known(self) -> bool:
+        """Whether it is anything."""
+        return self.key is not None or self.host is not None
+
+    @staticmethod
+    def of(storage: Storage) -> Held:
+        """What it shows now."""
+        remote = storage.remote
+        if remote is None:
+            return Held(None, None, storage.host)
+        return Held(remote.id, remote.sharding, None)
 
 
 if NATIVE is None:

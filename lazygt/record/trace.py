@@ -6,7 +6,7 @@ import itertools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,6 +73,27 @@ class Living(NamedTuple):
     numbers: tuple[int, ...]
 
 
+class Shown:
+    """The storages that have shown the values and the inputs of a trace, by their numbers."""
+
+    def __init__(
+        self,
+        values: Sequence[weakref.ref[Storage] | None],
+        inputs: Sequence[weakref.ref[Storage]],
+    ) -> None:
+        self._values, self._inputs = values, inputs
+
+    @property
+    def values(self) -> list[Storage | None]:
+        """Of its values; None: it is gone, or nothing has."""
+        return [None if shown_by is None else shown_by() for shown_by in self._values]
+
+    @property
+    def inputs(self) -> list[Storage | None]:
+        """Of its inputs; None: it is gone."""
+        return [entered() for entered in self._inputs]
+
+
 class TraceOwner(Owner, Protocol):
     """What those need of a recorder who record besides it."""
 
@@ -93,10 +114,12 @@ class Trace:
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
         split: how many ops more there are since some are written as several.
+        shown: which storages have shown it, once it has ended.
     """
 
     __slots__ = ("_repeat", "call_sites", "first_miss", "forward_ops", "inference", "inputs",
-                 "owner", "params", "serial", "split", "step", "storages", "trie")  # fmt: skip
+                 "owner", "params", "serial", "shown", "split", "step", "storages",
+                 "trie")  # fmt: skip
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -109,6 +132,7 @@ class Trace:
         self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self.forward_ops: dict[int, int] = {}
         self.split = 0
+        self.shown: Shown
         self._repeat: Repeat | None = None
 
     @property
@@ -334,6 +358,7 @@ class Trace:
             The ids of all their blocks.
         """
         held, self.inputs = self.inputs, []
+        self.shown = Shown(self.storages, [storage for storage, _ in held])
         for storage, _ in held:
             entered = storage()
             if entered is not None and entered.serial == self.serial and entered.index < 0:

@@ -332,9 +332,9 @@ class Provenance:
 
     def is_last(self, number: int) -> bool:
         """Whether a step of the plan is the op that was recorded last."""
-        return self._op(number, 0) == len(self.call_sites) - 1
+        return self.op_of(number, 0) == len(self.call_sites) - 1
 
-    def _op(self, number: int, rank: int) -> int:
+    def op_of(self, number: int, rank: int) -> int:
         """The recorded op behind a step of a rank's plan."""
         origins = self._origins(rank)
         try:
@@ -354,7 +354,7 @@ class Provenance:
         return tuple(lines[origin] for origin in origins) if origins else lines
 
     def __call__(self, number: int, rank: int) -> tuple[str, tuple[str, ...], str]:
-        number = self._op(number, rank)
+        number = self.op_of(number, rank)
         steps = self.step.path()
         lines = lines_of(steps, self.call_sites, self.backward)
         graph: Graph = build_graph(steps, (), lines, ())

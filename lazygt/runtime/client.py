@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from time import monotonic
 from typing import Any
 
 import torch
 
+from lazygt.errors import ExecutionError
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
@@ -53,6 +54,8 @@ class Client(Orders):
         self.numbers = number_reader() if link.world_size == 1 else None
         self._next_id = 1
         self._freed = Freed()
+        #: what the last run has freed
+        self.last_frees: Collection[int] = ()
 
     def close(self) -> None:
         """Forget what failed: a raised error holds the frames that it went through, and these the
@@ -144,7 +147,7 @@ class Client(Orders):
         puts, buffers = self._uploads.take()
         run = Run(self._seq, base=base, puts=puts, fetches=fetches)
         run.timed = self.observer is not None and self.observer.wants_timings
-        frees = self._freed.take()
+        self.last_frees = frees = self._freed.take()
         if entry is None:
             run.frees = (0, tuple(frees)) if frees else None
         else:
@@ -182,6 +185,42 @@ class Client(Orders):
                 encoded[told] = self.link.encode(run, buffers)
             messages.append(encoded[told])
         return messages
+
+    # -- back to before a run --------------------------------------------------------------
+
+    def rewind(
+        self, seq: int, undone: Sequence[int], rank: int, node: int, error: ExecutionError
+    ) -> bool:
+        """Have all ranks as they were before a run, but for what was uploaded since.
+
+        Args:
+            undone: the values that were made since: they have failed.
+            rank, node, error: what for.
+
+        Returns:
+            Whether that was possible: a snapshot may have been taken since.
+
+        Raises:
+            WorkerDied, WorkerFrozen: a worker is gone, and can't be replaced.
+        """
+        if self.recovery is None or not self.recovery.reaches(seq):
+            return False
+        self._uploads.unread_since(seq)
+        failure = Failure(node, error.kind, error.detail, seq)
+        self.recovery.rewind(seq, [(key, failure) for key in undone])
+        self._failures.undone(seq, node, error, self.link.world_size)
+        self._snap(self.recovery)
+        return True
+
+    def revive(self, ids: Set[int], freed: Set[int]) -> dict[int, RemoteValue]:
+        """Speak again of values of which nobody did any more.
+
+        Args:
+            freed: what workers were told to free, and have again.
+        """
+        for key in sorted({*self._freed.take(), *freed} - ids):
+            self._freed.add(key)
+        return {key: RemoteValue(key, self._freed) for key in ids}
 
     # -- fetches -------------------------------------------------------------------------
     def raise_failure(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lazygt.errors import CollectiveMismatch, ExecutionError, execution_error
 from lazygt.runtime.messages import COLLECTIVE_ERROR, MISMATCH, Failure
@@ -35,6 +36,17 @@ class _Break:
         return next((e for e in self.errors if e.kind != COLLECTIVE_ERROR), self.errors[0])
 
 
+class FirstFailed(NamedTuple):
+    """What failed in the oldest run in which anything has.
+
+    Attributes:
+        nodes: (rank, node, error) of each failure.
+    """
+
+    seq: int
+    nodes: list[tuple[int, int, ExecutionError]]
+
+
 class Failures:
     """The failures that are still to be raised, and the errors made of those before."""
 
@@ -47,6 +59,8 @@ class Failures:
         self._break: _Break | None = None
         #: id of an error -> why the ranks had broken
         self._breaks: dict[int, _Break] = {}
+        #: run -> what has failed there, until somebody is told or it is undone
+        self._origins: dict[int, FirstFailed] = {}
         #: whether ranks were found to hold different plans
         self.mismatched = False
 
@@ -116,6 +130,9 @@ class Failures:
         follows = error.kind in SHARED and errors
         if not same and not follows:
             self.unraised.append(error)
+        if error.kind not in SHARED:
+            origin = self._origins.setdefault(key[0], FirstFailed(key[0], []))
+            origin.nodes.append((rank, node, error))
         self._errors[key] = error = next((e for e in same if e.rank != rank), error)
         if len(self._errors) > _KEPT:
             _, forgotten = self._errors.popitem(last=False)
@@ -141,9 +158,28 @@ class Failures:
         earlier = self._breaks.get(id(broken.cause), broken)
         return broken.cause if earlier is broken else self._cause(earlier)
 
+    def first_failed(self) -> FirstFailed | None:
+        """What failed first of all that nobody was told of."""
+        return self._origins[min(self._origins)] if self._origins else None
+
+    def told(self) -> None:
+        """Somebody is told of what has failed so far: it is no reason to undo anything later."""
+        self._origins.clear()
+
+    def undone(self, seq: int, node: int, error: ExecutionError, ranks: int) -> None:
+        """Nothing has failed but for what was made after one op, whichever rank says so."""
+        for rank in range(ranks):
+            self._errors[(seq, rank, node)] = error
+        self._origins.clear()
+        self.unraised.clear()
+
     def drop(self, error: ExecutionError) -> None:
         """Do not raise this one: the caller reports it in another way."""
         self.unraised = deque(e for e in self.unraised if e is not error)
+        for seq, origin in list(self._origins.items()):
+            origin.nodes[:] = [row for row in origin.nodes if row[2] is not error]
+            if not origin.nodes:
+                del self._origins[seq]
 
 
 def _made(rank: int, failure: Failure, what: tuple[str, tuple[str, ...], str]) -> ExecutionError:

@@ -204,7 +204,8 @@ class Restore(Part, tag=14):
         epoch: how many recoveries there were, this one among them.
         group: number of the process group to join.
         number: of the snapshot; 0: of the beginning.
-        values, failed, next_dynamic, generator: see ``Snapped``.
+        values, next_dynamic, generator: see ``Snapped``.
+        failed: values that count as failed where they are not in memory any more.
     """
 
     epoch: Count

@@ -120,13 +120,16 @@ class Orders(Answers):
             raise self.recovery.last
 
     # -- errors --------------------------------------------------------------------------
+
     def _raise(self, error: ExecutionError) -> NoReturn:
         """Raise a failure, or the one on another rank that is its cause, and neither again."""
         if self.link.world_size > 1:
             # The rank that is the cause may not have answered yet. And when all have, they can
             # form a new group: what the user does next does not come too late for that.
             self.synchronize()
-        raise self._failures.take(error).with_traceback(None)  # it may have been raised before
+        raised = self.undo() or self._failures.take(error)
+        self._failures.told()
+        raise raised.with_traceback(None)  # it may have been raised before
 
     def drop_failure(self, rank: int, failure: Failure) -> None:
         """Do not raise this failure again: the caller reports it in another way."""

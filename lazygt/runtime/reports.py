@@ -13,7 +13,7 @@ from typing import Any
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
 from lazygt.runtime.console import Observer
-from lazygt.runtime.failures import Describe, Failures
+from lazygt.runtime.failures import Describe, Failures, FirstFailed
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import Captured, Done, Left, Relaid, Snapped
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords
@@ -86,6 +86,9 @@ class Reports:
         #: see ``RunsInFlight``
         self.quiet_until = inf
         self.recovery: Recovery | None = None
+        #: called before an error is raised: has all as it was before an op failed, whose error it
+        #: returns
+        self.undo: Callable[[], ExecutionError | None] = _nothing_to_undo
         #: called when workers were replaced
         self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
         self._uploads, self._fetches, self._failures = uploads, Fetches(link), Failures()
@@ -101,6 +104,27 @@ class Reports:
         self._group = 0
         #: id of the first value for which ranks may not have met, once one has left the group
         self._broken_since: int | None = None
+
+    @property
+    def next_run(self) -> int:
+        """The number of the next run."""
+        return self._seq + 1
+
+    @property
+    def oldest_open(self) -> int:
+        """The oldest run that some rank has not answered, or in which something has failed."""
+        first = self._failures.first_failed()
+        failed = self.next_run if first is None else first.seq
+        return min(next(iter(self._in_flight), self.next_run), failed)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an op has failed and nobody is told."""
+        return self._failures.first_failed() is not None
+
+    def first_failed(self) -> FirstFailed | None:
+        """What failed in the oldest run in which anything has, unless somebody is told."""
+        return self._failures.first_failed()
 
     def _left(self, told: Left) -> None:
         """A rank has left the group in a run; those before it may be under way on other ranks."""
@@ -204,3 +228,7 @@ class Reports:
             self.observer.message("recover", "runs", record.ranks[0], self._seq, 0, str(record))
         for told in self.on_recovery:
             told(record)
+
+
+def _nothing_to_undo() -> None:
+    return None

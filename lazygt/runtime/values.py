@@ -156,6 +156,13 @@ class Uploads:
         if rank in self._unread.get(offset, ()):
             self.was_read(offset, rank, seq)
 
+    def unread_since(self, seq: int) -> None:
+        """Runs from this one on are undone: what they had done with is still to be read."""
+        for offset in [offset for offset, read in self._kept.items() if read >= seq]:
+            del self._kept[offset]
+            self.kept_bytes -= self._sizes[offset]
+            self._unread[offset] = set(range(self._readers))
+
     def covered(self, seq: int) -> None:
         """There is a snapshot of after this run: what was read until then is not needed again."""
         for offset in [offset for offset, read in self._kept.items() if read <= seq]:

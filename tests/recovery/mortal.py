@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
+import pytest
+
+import lazygt
 from lazygt.errors import WorkerDied
 from lazygt.graph.ops import undispatched
+from lazygt.runtime.launch import opening
+from lazygt.runtime.recovery.recover import Recovery
 from lazygt.runtime.shared_memory import Arena, create_memory
 from lazygt.runtime.wire import Buffer, Part, encode
 from lazygt.runtime.worker import Worker
@@ -122,3 +129,29 @@ class MortalLink:
 
     def close(self) -> None:
         self._worker.close()
+
+
+def _is_due(recovery: Recovery, snapshots: bool, kept_bytes: int) -> bool:
+    return snapshots and not recovery.journal.cutting
+
+
+@contextmanager
+def mortal_session(
+    faults: Sequence[Fault] = (), snapshots: bool = False
+) -> Iterator[tuple[lazygt.Session, MortalLink]]:
+    """A session whose only worker is in this process.
+
+    Args:
+        snapshots: whether they are taken, after every run.
+    """
+    links: list[MortalLink] = []
+
+    def open_mortal(config: Any, mesh: Any, copier: str) -> MortalLink:
+        links.append(MortalLink(faults, config.shm_threshold))
+        return links[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(opening.LAUNCHERS, "mortal", open_mortal)
+        patch.setattr(Recovery, "is_due", partialmethod(_is_due, snapshots))
+        with lazygt.session(launcher="mortal", compile="off", shm_threshold=1024) as s:
+            yield s, links[0]

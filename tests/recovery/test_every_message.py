@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partialmethod
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import lazygt
-from lazygt.runtime.launch import opening
 from lazygt.runtime.recovery import snapshot
-from lazygt.runtime.recovery.recover import Recovery
-from tests.recovery.mortal import Fault, MortalLink
+from tests.recovery.mortal import Fault, mortal_session
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,34 +66,40 @@ def values_in_python(s: lazygt.Session) -> list[torch.Tensor]:
     return [picked, x, found, whole, again, big.t(), torch.rand(3), torch.rand(3, device="cpu")]
 
 
+def failed_step(s: lazygt.Session) -> list[torch.Tensor]:
+    """A batch is bad, and nobody sees that before the optimizer has stepped."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(8, 4))
+    model.to("lazygt")
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        x = torch.randint(0, 8, (6, 2), device="cpu")
+        x[0, 0] = 99 if step == 2 else 1
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x.to("lazygt")), torch.randint(0, 4, (6,)))
+        loss.backward()
+        opt.step()
+        with pytest.raises(IndexError) if step == 2 else nullcontext():
+            loss.item()
+    state = [v for each in opt.state.values() for v in each.values()]
+    return [*model.parameters(), *state, torch.get_rng_state()]
+
+
 PROGRAMS: dict[str, Callable[[lazygt.Session], list[torch.Tensor]]] = {
     "training": training,
     "values in Python": values_in_python,
+    "failed step": failed_step,
 }
-
-
-def is_due(recovery: Recovery, snapshots: bool, kept_bytes: int) -> bool:
-    return snapshots and not recovery.journal.cutting
 
 
 class Outcome:
     """What a program came to, and the messages that it took."""
 
     def __init__(self, program: str, faults: Sequence[Fault] = (), snapshots: bool = False) -> None:
-        links: list[MortalLink] = []
-
-        def open_mortal(config: Any, mesh: Any, copier: str) -> MortalLink:
-            links.append(MortalLink(faults, config.shm_threshold))
-            return links[0]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(opening.LAUNCHERS, "mortal", open_mortal)
-            patch.setattr(Recovery, "is_due", partialmethod(is_due, snapshots))
-            torch.manual_seed(11)
-            with lazygt.session(launcher="mortal", compile="off", shm_threshold=1024) as s:
-                self.digest = digest(PROGRAMS[program](s))
-            self.recoveries = s.recoveries
-        self.messages, self.lives = len(links[0].messages), links[0].lives
+        torch.manual_seed(11)
+        with mortal_session(faults, snapshots) as (s, link):
+            self.digest = digest(PROGRAMS[program](s))
+        self.recoveries = s.recoveries
+        self.messages, self.lives = len(link.messages), link.lives
 
 
 def test_where_memory_is_short_no_snapshot_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lazygt.runtime.messages import Snapped
+from lazygt.runtime.messages import Failure, Snapped
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.wire import Buffer, size_of
 
@@ -77,6 +77,8 @@ class Journal:
         self.committed = Snapshot()
         self.entries: list[Entry] = []
         self.cutting = False
+        #: values that have failed, besides those of which the snapshot says so
+        self.failed: list[tuple[int, Failure]] = []
         #: bytes of the first entries, and of how many
         self._nbytes, self._counted = 0, 0
         #: the snapshot that is being taken
@@ -120,15 +122,46 @@ class Journal:
         if len(taken.parts) < self._ranks:
             return False
         self.committed, self._next, self.cutting = taken, None, False
+        self.failed.clear()
         at = self.entries.index(Cut(taken.number))
         self.entries = self.entries[at + 1 :]
         self._nbytes = self._counted = 0
         return True
 
+    def give_up_cut(self) -> None:
+        """The snapshot that is being taken is not wanted: it would have what has failed."""
+        self._next, self.cutting = None, False
+
+    def rewind(
+        self, seq: int, uploads: Sequence[Ran], failed: Sequence[tuple[int, Failure]]
+    ) -> None:
+        """All is undone from a run on.
+
+        Args:
+            uploads: what was uploaded since.
+            failed: values that were made since.
+        """
+        at = next(at for at, entry in enumerate(self.entries) if _is_run(entry, seq))
+        swaps = [entry for entry in self.entries[at:] if isinstance(entry, SwappedIn)]
+        self.entries[at:] = [*swaps, *uploads]
+        self.failed += failed
+        if self._next is not None and self._next.seq >= seq:
+            self.give_up_cut()
+        self._nbytes = self._counted = 0
+
+    def since(self, seq: int) -> list[Ran]:
+        """The runs from one on."""
+        runs = [entry for entry in self.entries if isinstance(entry, tuple)]
+        return [run for run in runs if run[0] >= seq]
+
     def restart(self) -> None:
         """The ranks go back to the committed snapshot: what they took of a later one is void."""
         if self._next is not None:
             self._next.parts.clear()
+
+
+def _is_run(entry: Entry, seq: int) -> bool:
+    return isinstance(entry, tuple) and entry[0] == seq
 
 
 def _nbytes(entry: Entry) -> int:

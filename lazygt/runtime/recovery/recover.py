@@ -20,6 +20,7 @@ from lazygt.runtime.messages import (
     TO_CLIENT,
     TO_WORKER,
     Done,
+    Failure,
     Renew,
     Restore,
     Restored,
@@ -93,6 +94,10 @@ class RunsInFlight(Protocol):
     def take(self, message: tuple[int, list[memoryview]]) -> None:
         """Act on what a worker says."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether an op has failed and nobody is told."""
+
     def waiting_for(self, seq: int) -> Set[int]:
         """The ranks that have not answered a run."""
 
@@ -134,8 +139,9 @@ class Recovery:
         self.last: WorkerDied | WorkerFrozen
         #: whether one is being done at this moment
         self.active = False
-        #: what a recovery is for that has not come to its end
-        self._unfinished: WorkerDied | WorkerFrozen | None = None
+        #: whether one has not come to its end, and what it is for; None: to undo runs
+        self._unfinished = False
+        self._cause: WorkerDied | WorkerFrozen | None = None
         #: the last run that each rank has answered since it was restored
         self._answered: dict[int, int] = {}
         #: runs that are done again
@@ -161,7 +167,7 @@ class Recovery:
     @property
     def under_way(self) -> bool:
         """Whether one has begun and not come to its end."""
-        return self._unfinished is not None
+        return self._unfinished
 
     def is_due(self, kept_bytes: int) -> bool:
         """Whether it is time for a snapshot.
@@ -191,6 +197,10 @@ class Recovery:
     def took(self, rank: int, part: Snapped) -> int | None:
         """A rank has taken its part of a snapshot; the run that the snapshot covers, if it is
         whole now."""
+        full = self.journal.nbytes > self._journal_bytes
+        if self._client.failed and self._then is None and not full:
+            self.journal.give_up_cut()  # there would be no way back to before that
+            self._due = self._client.quiet_until = time.monotonic() + _LEAST_SECONDS
         if not self.journal.took(rank, part):
             return None
         parts = self.journal.committed.parts.values()
@@ -220,8 +230,8 @@ class Recovery:
         Raises:
             WorkerDied, WorkerFrozen: as ``recover``.
         """
-        if self._unfinished is not None and not self.active:
-            self._recover(self._unfinished)
+        if self._unfinished and not self.active:
+            self._recover(self._cause)
 
     def recover(self, error: WorkerDied | WorkerFrozen) -> None:
         """Replace dead workers, and have all ranks where they were.
@@ -233,31 +243,59 @@ class Recovery:
         self._judge(error)
         self._recover(error)
 
-    def _recover(self, error: WorkerDied | WorkerFrozen) -> None:
+    def reaches(self, seq: int) -> bool:
+        """Whether there is a way back to before a run: no snapshot was taken since."""
+        return self.journal.committed.seq < seq
+
+    def rewind(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
+        """Have all ranks as they were before a run, but for what was uploaded since.
+
+        Args:
+            failed: values that were made since.
+
+        Raises:
+            WorkerDied, WorkerFrozen: a worker dies again and again, or can't be replaced.
+        """
+        since = map(self._uploads_alone, self.journal.since(seq))
+        self.journal.rewind(seq, [run for run in since if run is not None], failed)
+        self._recover(None)
+
+    def _uploads_alone(self, run: Ran) -> Ran | None:
+        """A run that does nothing but take what is uploaded with it; None: nothing is."""
+        frames = run[2][0]
+        message = decode(frames, TO_WORKER)
+        assert isinstance(message, Run)
+        if not message.puts:
+            return None
+        alone = self._link.encode(Run(message.seq, puts=message.puts), frames[1:])
+        return run[0], None, [alone] * self._link.world_size
+
+    def _recover(self, error: WorkerDied | WorkerFrozen | None) -> None:
+        """Replace the dead workers, if there are any, and have all ranks do the journal again."""
         begin, at, replaced, runs = time.monotonic(), time.time(), set[int](), 0
-        self._unfinished = self.last = error
+        self._unfinished, self._cause = True, error
         self._client.quiet_until = 0.0
         self.active = True
         try:
-            while self._unfinished is not None:
-                lost = {self._unfinished.rank, *self._link.lost}
-                replaced |= lost
-                self._replace(lost, self._unfinished)
+            while self._unfinished:
+                replaced |= self._replace()
                 try:
                     self._restore()
                     runs = self._replay()
-                    self._unfinished = None
+                    self._unfinished = False
                 except (WorkerDied, WorkerFrozen) as another:
                     self._judge(another)
-                    self._unfinished = another
+                    self._cause = another
         finally:
             self.active = False
-        seconds = time.monotonic() - begin
         self._link.refill()
         self._client.quiet_until = 0.0 if self.journal.cutting else self._due
-        why = str(error).split(". ")[0]
-        self.records.append(RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds))
-        self._client.recovered(self.records[-1])
+        if self._cause is not None:
+            seconds, why = time.monotonic() - begin, str(error or self._cause).split(". ")[0]
+            record = RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds)
+            self.records.append(record)
+            self.last = self._cause
+            self._client.recovered(record)
 
     def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
         """Give up on a run that has killed its worker too often."""
@@ -267,23 +305,33 @@ class Recovery:
         self._deaths[seq] += 1
         if self._deaths[seq] < _POISON:
             return
-        self._unfinished = None
+        self._unfinished = False
         if not isinstance(error, WorkerDied):
             raise error
         what = self._client.step_of(seq, error.rank, self._link.last_step(error.rank))
         during = f"{_POISON} processes died in this run, the last of them at {what}."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
-    def _replace(self, ranks: set[int], error: WorkerDied | WorkerFrozen) -> None:
+    def _replace(self) -> set[int]:
+        """Replace the processes that have ended, if any; their ranks."""
+        ended = self._link.lost
+        lost = set(ended)
+        if self._cause is None and ended:
+            self._cause = next(iter(ended.values()))
+        if self._cause is not None:
+            lost.add(self._cause.rank)
+            self.last = self._cause
         self._epoch += 1
         number = self._client.new_group()
         try:
-            for rank in ranks:
+            for rank in lost:
                 self._link.replace(rank, number)
                 self._client.forget_fetches(rank)
         except OSError as failure:
-            self._unfinished = None
-            raise error from failure
+            self._unfinished = False
+            assert self._cause is not None
+            raise self._cause from failure
+        return lost
 
     def _restore(self) -> None:
         """Have every rank where the last snapshot was taken."""
@@ -294,8 +342,9 @@ class Recovery:
         committed, ranks = self.journal.committed, range(self._link.world_size)
         for rank in ranks:
             restore = Restore(self._epoch, self._client.group, committed.number)
+            restore.failed = tuple(self.journal.failed)
             if (part := committed.parts.get(rank)) is not None:
-                restore.values, restore.failed = part.values, part.failed
+                restore.values, restore.failed = part.values, (*part.failed, *restore.failed)
                 restore.next_dynamic, restore.generator = part.next_dynamic, part.generator
             self._link.send(rank, self._link.encode(restore))
         waiting = set(ranks)

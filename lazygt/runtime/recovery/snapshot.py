@@ -86,7 +86,10 @@ class Snapshots:
             raise MemoryError(f"{needed:,} bytes to copy, and {room:,} bytes of memory are left")
 
     def restore(self, restore: Restore, store: Store) -> None:
-        """Have the values of a snapshot again, and no others."""
+        """Have the values of a snapshot again, and no others but those that count as failed
+        where they are lost, and are still here."""
+        here = ((key, store.values.get(key)) for key, _ in restore.failed)
+        kept = {key: value for key, value in here if isinstance(value, torch.Tensor)}
         store.clear()
         known = self._tables.get(restore.number)
         self._forget_all_but(restore.number)
@@ -98,7 +101,7 @@ class Snapshots:
         for row in restore.values:
             store.put(row.id, self._value(row), row.offset if row.borrowed else None)
         for key, failure in restore.failed:
-            store.put(key, Failed(failure))
+            store.put(key, kept.get(key, Failed(failure)))
 
     def mark(self, step: int) -> None:
         """Say which step begins, to whoever looks for what killed this process."""
