@@ -104,8 +104,16 @@ def base_name(op: str) -> str:
     return name if name.endswith("__") else name.removesuffix("_")
 
 
+def _grouped_flops(matrix: torch.Tensor, other: torch.Tensor, *_: object, **__: object) -> int:
+    """Of products of groups of rows: each row, or column, is in one of them."""
+    groups = matrix.shape[0] if (matrix.dim(), other.dim()) == (3, 2) else 1
+    return 2 * matrix.numel() * other.shape[-1] // groups
+
+
 @cache
 def _formula(base: str) -> Callable[..., int] | None:
+    if base == "_grouped_mm":
+        return _grouped_flops
     # torch has attention's formulas under the names of the kernels for GPUs only
     packet = getattr(torch.ops.aten, base.replace("_for_cpu", ""), None)
     return flop_registry.get(packet)

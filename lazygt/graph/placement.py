@@ -39,8 +39,10 @@ that outlive the run, and get memory of their own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import gcd
 from typing import Any
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
@@ -99,15 +101,20 @@ class StridedShard:
     What a value ``[L, N, E]`` in S(1) is, seen as ``[L * N, E]``: ``outer`` is L. Seen as
     ``[L, N * E]`` it is S(1) where ranks have as many of N; else ``inner`` is E, with one
     ``outer``. It lies so between two ops alone: no input, output or annotation has this placement.
+
+    Where the groups are of several sizes, ``widths`` has them, in parts of the dim of which there
+    are ``outer``: of 256 queries, 128 keys and 128 values (2, 1, 1). ``inner`` is 1 then.
     """
 
     dim: int
     outer: int
     inner: int = 1
+    widths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         within = f"*{self.inner}" if self.inner > 1 else ""
-        return f"S({self.dim}/{self.outer}{within})"
+        groups = "+".join(map(str, self.widths)) or str(self.outer)
+        return f"S({self.dim}/{groups}{within})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +159,37 @@ def around(placement: Cut) -> tuple[int, int]:
 
 def whole_groups(placement: StridedShard, parts: int) -> bool:
     """Whether blocks of the whole dim are so many groups of it each."""
-    return placement.inner == 1 and placement.outer % parts == 0
+    return placement.inner == 1 and placement.outer % parts == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
     """By how much the cut dim is larger than what is in blocks."""
     outer, inner = around(placement)
     return outer * inner
+
+
+def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
+    """The placement of pieces of a dim that are each in blocks."""
+    unit = gcd(*sizes)
+    if len(sizes) == 1 or not unit:
+        return Shard(dim)
+    if len(set(sizes)) == 1:
+        return StridedShard(dim, len(sizes))
+    widths = tuple([size // unit for size in sizes])
+    return StridedShard(dim, sum(widths), widths=widths)
+
+
+def uneven(placement: Placement) -> bool:
+    """Whether a placement has groups of several sizes."""
+    return isinstance(placement, StridedShard) and bool(placement.widths)
+
+
+def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
+    """The sizes of the groups of a dim of ``size``: of each a rank has one block."""
+    if not isinstance(placement, StridedShard):
+        return (size,)
+    unit = size // placement.outer
+    return tuple([width * unit for width in placement.widths]) or (unit,) * placement.outer
 
 
 def shard_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -176,6 +207,14 @@ def block_size(size: int, parts: int, index: int) -> int:
     return stop - start
 
 
+def held(placement: Cut, size: int, parts: int, index: int) -> int:
+    """Elements that rank ``index`` has of a dim of ``size``."""
+    if uneven(placement):
+        return sum([block_size(group, parts, index) for group in group_sizes(placement, size)])
+    count = groups(placement)
+    return count * block_size(size // count, parts, index)
+
+
 def local_shape(
     shape: tuple[int, ...], placement: Placement, parts: int, index: int
 ) -> tuple[int, ...]:
@@ -184,8 +223,7 @@ def local_shape(
         return (0,)
     if not isinstance(placement, Cut):
         return shape
-    outer = groups(placement)
-    block = outer * block_size(shape[placement.dim] // outer, parts, index)
+    block = held(placement, shape[placement.dim], parts, index)
     return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
 
 

@@ -7,6 +7,7 @@ size, and run by all ranks in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -91,3 +92,75 @@ def check_numbers(program: Program, ranks: int, close: float = 1e-5) -> None:
     expected = run_whole(without_places(program.graph), program.inputs, program.params)
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=close, atol=close, equal_nan=True)
+
+
+# -- programs whose best plan is known -------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """A program, where its tensors lie, and the fewest bytes that a rank can send."""
+
+    body: Body
+    tensors: Sequence[Tensor]
+    placements: Sequence[Placement]
+    best: Callable[[int], float]
+    pinned: bool = False
+
+
+class Programs(dict[str, Known]):
+    """Programs by name, each recorded once."""
+
+    def known(
+        self,
+        tensors: Sequence[Tensor],
+        placements: Sequence[Placement],
+        best: Callable[[int], float],
+        pinned: bool = False,
+    ) -> Callable[[Body], Body]:
+        """Add a function as a program, under its name."""
+
+        def add(body: Body) -> Body:
+            self[body.__name__] = Known(body, tensors, placements, best, pinned)
+            return body
+
+        return add
+
+    @cache  # noqa: B019 - it lives as long as its module
+    def program(self, name: str) -> Program:
+        """What it records."""
+        body, tensors, placements, _, pinned = self[name]
+        return recorded(body, tensors, placements, pinned)
+
+    def check_bytes(self, name: str, ranks: int) -> None:
+        """Assert that rank 0 sends no more than it has to."""
+        best, made = self[name].best(ranks), self.program(name)
+        assert ring(made, ranks) <= best * 1.001 + 4, exchanged(made, ranks)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) / 4
+
+
+def weight(*shape: int) -> Tensor:
+    return draw(*shape).requires_grad_()
+
+
+def whole_numbers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
+
+
+def sent(nbytes: int, ranks: int) -> float:
+    """Around a ring by a gather of so many bytes, or by a reduction to blocks."""
+    return nbytes * (ranks - 1) / ranks
+
+
+def moved(nbytes: int, ranks: int) -> float:
+    """By an exchange of the blocks of so many bytes."""
+    return sent(nbytes, ranks) / ranks
+
+
+def reduced(nbytes: int, ranks: int) -> float:
+    return 2 * sent(nbytes, ranks)

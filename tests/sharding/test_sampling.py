@@ -38,7 +38,7 @@ def test_samples_are_those_of_one_device_and_logits_stay() -> None:
         sent = sum(one.nbytes for one in s.last_plan.collectives)
         for a, b in zip(drawn, expected, strict=True):
             assert torch.equal(a.cpu(), b)
-    pair = 16 * 2 * ROWS
+    pair = 8 * 2 * ROWS  # four bytes of a number, four of its place
     assert sent == pair + pair + 5 * pair + 2 * ROWS * 4  # and the largest and the sum of softmax
 
 

@@ -33,8 +33,10 @@ from lazygt.graph.placement import (
     StridedShard,
     around,
     block_size,
+    group_sizes,
     groups,
     shard_bounds,
+    uneven,
     whole_groups,
 )
 from lazygt.graph.shapes import Shapes
@@ -209,8 +211,12 @@ class Builder:
         """The shape of what this rank has of a value of global ``shape``."""
         if not isinstance(placement, Cut):
             return shape
-        outer = groups(placement)
-        block = outer * self.block(shape[placement.dim] // outer)
+        size = shape[placement.dim]
+        if uneven(placement):
+            block = sum([self.block(group) for group in group_sizes(placement, size)])
+        else:
+            count = groups(placement)
+            block = count * self.block(size // count)
         return (*shape[: placement.dim], block, *shape[placement.dim + 1 :])
 
     # aten ops
@@ -381,6 +387,8 @@ class Builder:
         """
         if have == want:
             return value
+        if uneven(have) or uneven(want):
+            return self._convert_uneven(value, tuple(shape), have, want)
         match have, want:
             case (StridedShard(), Replicate()) | (Replicate() | Partial(), StridedShard()):
                 return self._reshard_strided(value, tuple(shape), have, want)
@@ -407,6 +415,25 @@ class Builder:
             case Partial(op), _:
                 return self.convert(self.all_reduce(value, op), shape, Replicate(), want)
         raise GraphError(f"no way from {have} to {want}")
+
+    def _convert_uneven(
+        self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
+    ) -> Ref:
+        """``convert`` where one of the two has groups of several sizes: group by group, unless both
+        cut its dim."""
+        if isinstance(have, Cut) and isinstance(want, Cut) and have.dim == want.dim:
+            return self._exchange_strided(value, shape, have, want)
+        cut = have if uneven(have) else want
+        assert isinstance(cut, StridedShard)
+        source, target = (Shard(cut.dim) if one == cut else one for one in (have, want))
+        pieces, at = [], 0
+        for size in group_sizes(cut, shape[cut.dim]):
+            whole = (*shape[: cut.dim], size, *shape[cut.dim + 1 :])
+            count = self.local(whole, source)[cut.dim]
+            piece = self.slice(value, cut.dim, at, count)
+            pieces.append(self.convert(piece, whole, source, target))
+            at += count
+        return self.joined(pieces, cut.dim)
 
     def _reshard_strided(
         self, value: Ref, shape: tuple[int, ...], have: Placement, want: Placement
@@ -440,8 +467,8 @@ class Builder:
             whole = self.convert(value, shape, have, Replicate())
             return self.convert(whole, shape, Replicate(), want)
         between = Shard(max(others, key=lambda dim: shape[dim]))
-        value = self._exchanged(value, shape, have, between)
-        return self._exchanged(value, shape, between, want)
+        value = self.convert(value, shape, have, between)
+        return self.convert(value, shape, between, want)
 
     def _exchanged(self, value: Ref, shape: tuple[int, ...], have: Cut, want: Cut) -> Ref:
         """``convert`` by one all-to-all, of an interleaved dim seen as three."""

@@ -32,8 +32,7 @@ from lazygt.graph.placement import (
     Replicate,
     StridedShard,
     around,
-    block_size,
-    groups,
+    held,
     whole_groups,
 )
 from lazygt.passes.sharding.cost_tables import Table
@@ -148,7 +147,9 @@ def reshard_seconds(
         return math.inf
     if not kind:
         return 0.0
-    took = collective_seconds(machine, kind, payload(kind, nbytes, parts), parts)
+    count = max(map(_group_count, (source, target)))
+    of_each = -(-payload(kind, nbytes, parts) // count)
+    took = count * collective_seconds(machine, kind, of_each, parts)
     if not (kind == "all_to_all" and isinstance(source, Cut) and isinstance(target, Cut)):
         return took
     if _in_one(source, target, parts):
@@ -157,6 +158,11 @@ def reshard_seconds(
     if share is None:
         return 2 * took  # by way of another dim
     return collective_seconds(machine, "send_recv", math.ceil(share * nbytes), parts)
+
+
+def _group_count(placement: Placement) -> int:
+    """How many collectives it takes to move a value: one for each group of another size."""
+    return len(placement.widths) or 1 if isinstance(placement, StridedShard) else 1
 
 
 def _in_one(source: Cut, target: Cut, parts: int) -> bool:
@@ -183,8 +189,8 @@ def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
     """The part of a value, from 0 to 1, that the rank with the largest block has."""
     if meta is None or not isinstance(placement, Cut):
         return 1.0
-    size = meta.shape[placement.dim] // groups(placement)
-    return block_size(size, parts, 0) / size if size else 1.0
+    size = meta.shape[placement.dim]
+    return held(placement, size, parts, 0) / size if size else 1.0
 
 
 def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:

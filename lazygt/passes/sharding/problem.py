@@ -26,6 +26,9 @@ from lazygt.passes.sharding.strategies import StrategiesOf, StrategyCatalogue, S
 
 R = Replicate()
 _WHOLE = Annotation(R)
+#: How much more a byte counts of what grew of something smaller: all of it could be made of that,
+#: and made whole it leaves to others what carries collectives. Only work of many ops is divided.
+_DEARER = 4
 #: Which operands of a node.
 Places = tuple[int, ...]
 
@@ -85,8 +88,9 @@ def build_problem(
     catalogue = StrategyCatalogue(graph, metas, strategies_of, parts, machine)
     annotations = infer_annotations(graph, metas, catalogue.entries, catalogue.numbers, annotations)
     users = _users(graph, len(metas))
-    entries = open_strategies(graph, metas, users, catalogue, annotations, explore, whole)
+    entries, grown = open_strategies(graph, metas, users, catalogue, annotations, explore, whole)
     build = _Build(graph, metas, entries, ReshardingCosts(machine, parts))
+    build.weigh(grown)
     allowed = _allowed(graph, outputs)
     for value, of_value in enumerate(users):
         if of_value or value in allowed:
@@ -168,6 +172,11 @@ class _Build:
                  if entry.costs.any()}  # fmt: skip
         for number, entry in enumerate(entries):
             self._charge(number, entry.costs if id(entry) in works else None)
+
+    def weigh(self, grown: Collection[int]) -> None:
+        """Count what is moved of values that could as well be made whole by every rank."""
+        for value in grown:
+            self._nbytes[value] *= _DEARER
 
     def value(
         self,

@@ -18,6 +18,7 @@ What is reached is a bit mask a value, with one bit a placement.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from heapq import heappop, heappush
 from operator import and_, or_
 from typing import NamedTuple
@@ -28,10 +29,23 @@ from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, takes_whole
 from lazygt.passes.sharding.placement_bits import SUMS, Bits, partial_bit, same_blocks, union
 from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.seeds import find_seeds
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.wishes import Masks, Reach, Spared, Step, Wishes, spared_values
 
 Pins = tuple[Placement | None, ...]
+
+
+class Opened(NamedTuple):
+    """What there is to choose from.
+
+    Attributes:
+        entries: of each node.
+        grown: values that are cut only because smaller ones are.
+    """
+
+    entries: list[StrategySet]
+    grown: Collection[int]
 
 
 def open_strategies(
@@ -42,7 +56,7 @@ def open_strategies(
     annotations: Mapping[int, Annotation],
     explore: bool,
     whole: Collection[int] = (),
-) -> list[StrategySet]:
+) -> Opened:
     """The entry of each node with the strategies that may be chosen for it.
 
     A strategy that breaks a pin is left out where another keeps it. So is one that has every rank
@@ -79,7 +93,7 @@ def open_strategies(
             opened = known[key] = propagation.opened(entry, _Asked(*asked))
         is_free = at in whole and _keeps(entry.strategies[0], pins)
         opened_entries.append(_with_whole(opened, entry) if is_free else opened)
-    return opened_entries
+    return Opened(opened_entries, spared.grown)
 
 
 class _Asked(NamedTuple):
@@ -149,7 +163,9 @@ class _Propagation:
         explore: bool,
     ) -> None:
         self._explore = explore
-        self._metas = metas
+        self._graph, self._metas, self._annotations = graph, metas, annotations
+        #: nodes that put gradients among zeros -> what their sum may be
+        self._seeds: Mapping[int, StridedShard] = {}
         self._catalogue, self._bits = catalogue, Bits()
         self._places = [(node, node.refs(), results) for node, results in graph.numbered()]
         self._users = users
@@ -185,6 +201,21 @@ class _Propagation:
         later: set[int] = set()
         for at in range(len(self._places)):
             later.update([user for user in self._follow(at) if user <= at])
+        self._follow_on(later)
+        self._follow_on(self._sow())
+
+    def _sow(self) -> set[int]:
+        """Let what reached values be interleaved where seeds are; the nodes that it reaches."""
+        nodes, metas, annotations = self._graph, self._metas, self._annotations
+        seeds = find_seeds(nodes, metas, self._catalogue, annotations, self._reached, self._bits)
+        self._seeds = seeds.results
+        for at in seeds.results:
+            self._seen[at] = None
+        for value, placements in seeds.values.items():
+            self._reached[value] |= reduce(or_, map(self._bits.cut, placements))
+        return {*seeds.results, *[at for value in seeds.values for at in self._users[value]]}
+
+    def _follow_on(self, later: set[int]) -> None:
         while later:
             waiting, queued, later = sorted(later), later, set()  # a sorted list is a heap
             while waiting:
@@ -222,10 +253,10 @@ class _Propagation:
 
     def _widen(self, at: int, masks: Masks) -> None:
         """Look for strategies of a node that take operands interleaved, as they were reached."""
-        bits = self._bits
-        if bits.interleaved and any(mask & bits.interleaved for mask in masks):
-            placements = tuple(map(bits.found, masks))
-            self._numbers[at] = self._catalogue.strided(self._catalogue.numbers[at], placements)
+        bits, wanted = self._bits, self._seeds.get(at)
+        if wanted or (bits.interleaved and any(mask & bits.interleaved for mask in masks)):
+            number, placements = self._catalogue.numbers[at], tuple(map(bits.found, masks))
+            self._numbers[at] = self._catalogue.strided(number, placements, wanted)
 
     def _merge(self, values: Sequence[int], masks: Masks) -> list[int]:
         """Note what reaches values that it did not reach before; those values."""
@@ -291,7 +322,7 @@ class _Propagation:
             return kept.keep(lambda _, strategy: isinstance(strategy.inputs[0], Partial))
         divides = self._divides(kept, masks)
         useless = not divides and any(mask & ~SUMS for mask in masks)
-        granted = wishes and (useless or not entry.heavy)
+        granted = wishes and (useless or entry.attends or not entry.heavy)
         asked = tuple(map(or_, masks, wishes)) if granted else masks
         if self._explore:
             kept = kept.keep(

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from lazygt.graph.placement import Cut, around, shard_bounds
+from lazygt.graph.placement import (
+    Cut,
+    StridedShard,
+    around,
+    group_sizes,
+    shard_bounds,
+    uneven,
+)
 
 #: Rows of a dim, from the first to before the last.
 Rows = tuple[int, int]
@@ -131,6 +138,8 @@ def blocks(size: int, parts: int, start: int = 0) -> tuple[Ranges, ...]:
 
 def ranges_of(cut: Cut, size: int, parts: int) -> tuple[Ranges, ...]:
     """What each rank has of a dim of ``size`` that is cut so."""
+    if uneven(cut):
+        return blocks_of_each(group_sizes(cut, size), parts)
     outer, inner = around(cut)
     group = size // (outer * inner)
     bounds = [shard_bounds(group, parts, rank) for rank in range(parts)]
@@ -138,10 +147,15 @@ def ranges_of(cut: Cut, size: int, parts: int) -> tuple[Ranges, ...]:
     return tuple([tuple([(at + a * inner, at + b * inner) for at in starts]) for a, b in bounds])
 
 
+def _count(cut: Cut) -> int:
+    """The groups of a cut dim."""
+    return len(cut.widths) or cut.outer if isinstance(cut, StridedShard) else 1
+
+
 @lru_cache(maxsize=1024)
 def rows_between(have: Cut, want: Cut, size: int, parts: int) -> RowExchange | None:
     """From one cut of a dim of ``size`` to another one; None where it takes too many pieces."""
-    if max(around(have)[0], around(want)[0]) > MOST_PIECES:
+    if max(_count(have), _count(want)) > MOST_PIECES:
         return None
     move = RowExchange(have.dim, ranges_of(have, size, parts), ranges_of(want, size, parts))
     return move if move.is_worth_it else None

@@ -16,7 +16,8 @@ from lazygt.graph.placement import Cut, Replicate, StridedShard
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
-from lazygt.passes.sharding.rules.base import Metas, Strategy
+from lazygt.passes.sharding.rules import packed
+from lazygt.passes.sharding.rules.base import Call, Metas, Strategy
 from lazygt.passes.sharding.rules.strided import strided_strategies
 
 #: The strategies of a node, with or without the one that is R everywhere.
@@ -36,6 +37,8 @@ class StrategySet:
         heavy: whether the node is a matmul, a convolution or an attention.
         works: whether there is anything to do, unlike in a view.
         only_cuts_results: whether some take whole operands to blocks.
+        attends: whether it is an attention, for which whole keys may weigh more than to exchange
+            the blocks that there are for those of heads.
         takes_sums: whether what may come as a partial sum is taken so and not otherwise.
     """
 
@@ -45,6 +48,7 @@ class StrategySet:
     heavy: bool
     works: bool
     only_cuts_results: bool
+    attends: bool
     takes_sums: bool
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
@@ -76,6 +80,7 @@ class StrategyCatalogue:
     Attributes:
         entries: one a kind of node, then those that were asked for later.
         numbers: of each node, which entry is its own.
+        firsts: of each kind the first node.
         parts: ranks of the axis.
     """
 
@@ -85,31 +90,32 @@ class StrategyCatalogue:
         self._metas, self.parts, self._machine = metas, parts, machine
         kinds: dict[tuple[Any, ...], int] = {}
         self.numbers: list[int] = []
-        self._firsts: list[Node] = []
+        self.firsts: list[Node] = []
         for node in graph.nodes:
             kind = _signature(node, metas)
             number = kinds.setdefault(kind, len(kinds))
-            if number == len(self._firsts):
-                self._firsts.append(node)
+            if number == len(self.firsts):
+                self.firsts.append(node)
             self.numbers.append(number)
-        self._costs = graph_costs(_apart(self._firsts, metas, graph.params))
+        self._costs = graph_costs(_apart(self.firsts, metas, graph.params))
         self.entries = [
             self._entry(number, _every(node, strategies_of(node)))
-            for number, node in enumerate(self._firsts)
+            for number, node in enumerate(self.firsts)
         ]
-        self._wider: dict[tuple[int, Reached], int] = {}
+        self._wider: dict[tuple[int, Reached, StridedShard | None], int] = {}
 
-    def strided(self, number: int, reached: Reached) -> int:
+    def strided(self, number: int, reached: Reached, wanted: StridedShard | None = None) -> int:
         """The entry of a kind of node with the strategies that take operands interleaved besides.
 
         Args:
             number: of the entry without such strategies.
             reached: for each operand the placements that it may have.
+            wanted: what the gradient is to be that it puts among zeros.
         """
-        key = number, reached
+        key = number, reached, wanted
         index = self._wider.get(key)
         if index is None:
-            node, strategies = self._firsts[number], self.entries[number].strategies
+            node, strategies = self.firsts[number], self.entries[number].strategies
             more = {
                 (strategy.inputs, strategy.outputs): strategy
                 for place, placements in enumerate(reached)
@@ -118,13 +124,25 @@ class StrategyCatalogue:
                     node, self._metas, self.parts, strategies, place, placement
                 )
             }
+            joined = self._of_groups(node, reached, wanted)
+            more |= {} if joined is None else {(joined.inputs, joined.outputs): joined}
             index = self._wider[key] = len(self.entries) if more else number
             if more:
                 self.entries.append(self._entry(number, (*strategies, *more.values())))
         return index
 
+    def _of_groups(
+        self, node: Node, reached: Reached, wanted: StridedShard | None
+    ) -> Strategy | None:
+        """The strategy that makes what is interleaved of several operands, or for several nodes."""
+        if wanted is not None:
+            return packed.put_among(Call(node, self._metas, self.parts), wanted)
+        if node.op == packed.CAT:
+            return packed.joined_as(Call(node, self._metas, self.parts), reached)
+        return None
+
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
-        node, cost, parts = self._firsts[number], self._costs[number], self.parts
+        node, cost, parts = self.firsts[number], self._costs[number], self.parts
         operands = [self._metas[value] for value in node.refs()]
         seconds = [
             0.0 if node.op in MARKS
@@ -140,6 +158,7 @@ class StrategyCatalogue:
             _is_heavy(node),
             bool(costs.any()),
             bool(operands) and any(map(_only_cuts_results, strategies)),
+            "attention" in node.op,
             node.op == REDUCE_AS,
         )
 

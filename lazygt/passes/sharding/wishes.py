@@ -86,6 +86,8 @@ class Wishes:
         self._sources: dict[tuple[int, Masks], Masks] = {}
         self._others: dict[tuple[int, Masks], Masks | None] = {}
         self.changed: set[int] = set()
+        #: values wished for since the last look back
+        self._late: set[int] = set()
         self._kinds = kinds_of(reach.steps)
         for step in reversed(reach.steps):
             kind = self._kinds[step.kind]
@@ -94,11 +96,13 @@ class Wishes:
                     self._wish(value, sums)
             if not kind.ends:
                 self._look_back(step, kind.through)
+        self._late.clear()
         for step in reach.steps:
             if not self._kinds[step.kind].ends:
                 self._look_ahead(step)
-            elif any(step.masks) and not any(self._passed(step.kind, step.masks)):
+            elif any(step.masks) and self._is_detour(step):
                 self._look_aside(step)
+        self._look_behind(reach.steps)
 
     def of_operands(self, step: Step) -> Masks:
         """What each operand of a node is wished to be; nothing where nothing."""
@@ -150,6 +154,24 @@ class Wishes:
         ]
         return tuple(union(makers, places, through))
 
+    def _look_behind(self, steps: Sequence[Step]) -> None:
+        """From other blocks of operands to what these are views of: keys are exchanged before they
+        are repeated for several queries."""
+        if not self._late:
+            return
+        for step in reversed(steps):
+            if self._kinds[step.kind].through and not self._late.isdisjoint(step.results):
+                self._look_back(step, through=True)
+
+    def _is_detour(self, step: Step) -> bool:
+        """Whether other blocks of what reached a node may be worth their exchange: where it has no
+        use for those there are, or is an attention that has none for those of its keys."""
+        passed = self._passed(step.kind, step.masks)
+        if not any(passed):
+            return True
+        unused = any(mask & ~SUMS & ~used for mask, used in zip(step.masks, passed, strict=False))
+        return unused and self._entries[step.kind].attends
+
     def _look_aside(self, step: Step) -> None:
         """From operands to other blocks of them, at a node that has no use for those there are."""
         blocks = ~SUMS & ~self._bits.interleaved
@@ -199,9 +221,10 @@ class Wishes:
                 if any(map(and_, map(cut, strategy.inputs), asked))
             ]
             others: Masks | None = None
-            if any(mask & ~SUMS for mask in asked) and not any(
+            is_cheap = not self._entries[step.kind].attends and any(
                 self._is_cheap(step.node, strategy) for strategy in taken
-            ):
+            )
+            if any(mask & ~SUMS for mask in asked) and not is_cheap:
                 makers = [strategy.inputs for strategy in strategies if _keeps_blocks(strategy)]
                 wanted = tuple(union(makers, len(asked), cut))
                 others = wanted if any(wanted) else None
@@ -226,6 +249,7 @@ class Wishes:
         wish &= ~self._values[value] | SUMS
         if wish and value not in self._whole:
             self._masks[value] = self._masks.get(value, 0) | wish
+            self._late.add(value)
 
 
 def _common_sums(masks: Masks) -> int:

@@ -11,8 +11,10 @@ from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
     creation,
     derived,
+    enlarged,
     extremes,
     foreach,
+    grouped,
     indexing,
     internal,
     kernels,
@@ -105,6 +107,7 @@ _FAMILIES = (
     creation,
     extremes,
     foreach,
+    grouped,
     indexing,
     internal,
     kernels,
@@ -115,6 +118,7 @@ _FAMILIES = (
     table,
     spatial,  # has more strategies for some of the table's ops, as windows has
     windows,
+    enlarged,
     views,
     write_back,
 )

@@ -33,32 +33,52 @@ from lazygt.passes.sharding.rules.reductions import identity, other_dims, passin
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-#: Whose numbers double precision has, as it has all places.
-_NARROW = frozenset({
-    torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8,
-})  # fmt: skip
+#: Numbers that four bytes have, beside four for a place.
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_NARROW = _FLOATS | {torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
-def _gathered(build: Builder, best: Ref, places: Ref, dim: int) -> tuple[Ref, Ref]:
-    """The elements of all ranks, as many of each, and their places."""
+def _gathered(build: Builder, best: Ref, places: Ref, dim: int, size: int) -> tuple[Ref, Ref]:
+    """The elements of all ranks, as many of each, and their places in a dim of ``size``."""
     dtype, count = build.meta(best).dtype, build.shape(best)[dim] * build.parts
-    if dtype not in _NARROW:
+    if not _is_narrow(dtype, size):
         return build.all_gather(best, dim, count), build.all_gather(places, dim, count)
-    wide = [
-        build.op("aten._to_copy.default", value, dtype=torch.float64) for value in (best, places)
-    ]
-    pairs = build.op("aten.stack.default", tuple(wide), len(build.shape(best)))
+    pair = (_as_bits(build, best), build.op("aten._to_copy.default", places, dtype=torch.int32))
+    pairs = build.op("aten.stack.default", pair, len(build.shape(best)))
     pairs = build.all_gather(pairs, dim, count)
     best, places = (build.op("aten.select.int", pairs, -1, which) for which in range(2))
     return (
-        build.op("aten._to_copy.default", best, dtype=dtype),
+        _of_bits(build, best, dtype),
         build.op("aten._to_copy.default", places, dtype=torch.int64),
     )
 
 
-def _comm(count: int, dtype: torch.dtype, parts: int) -> list[Collective]:
+def _is_narrow(dtype: torch.dtype, size: int) -> bool:
+    """Whether four bytes have each number, and each place in a dim of ``size``."""
+    return dtype in _NARROW and size <= torch.iinfo(torch.int32).max
+
+
+def _as_bits(build: Builder, value: Ref) -> Ref:
+    """Narrow numbers as int32: whole ones as they are, others by the bits of their float32."""
+    if build.meta(value).dtype not in _FLOATS:
+        whole: Ref = build.op("aten._to_copy.default", value, dtype=torch.int32)
+        return whole
+    wide = build.op("aten._to_copy.default", value, dtype=torch.float32)
+    bits: Ref = build.op("aten.view.dtype", wide, torch.int32)
+    return bits
+
+
+def _of_bits(build: Builder, bits: Ref, dtype: torch.dtype) -> Ref:
+    """What ``_as_bits`` was made of."""
+    if dtype in _FLOATS:
+        bits = build.op("aten.view.dtype", build.contiguous(bits), torch.float32)
+    value: Ref = build.op("aten._to_copy.default", bits, dtype=dtype)
+    return value
+
+
+def _comm(count: int, dtype: torch.dtype, parts: int, size: int) -> list[Collective]:
     """What `_gathered` exchanges of so many elements a rank."""
-    sizes = [16] if dtype in _NARROW else [dtype.itemsize, 8]
+    sizes = [8] if _is_narrow(dtype, size) else [dtype.itemsize, 8]
     return [Collective("all_gather", count * size * parts) for size in sizes]
 
 
@@ -76,11 +96,11 @@ def _topk(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         assert best is not None
         assert places is not None
         places = build.op("aten.add.Scalar", places, build.rank_offset(size))
-        best, places = _gathered(build, best, places, dim)
+        best, places = _gathered(build, best, places, dim, size)
         values, which = build.rerun(node, [best])
         return values, build.op("aten.gather.default", places, dim, which)
 
-    comm = _comm(call.result().numel, call.result().dtype, parts)
+    comm = _comm(call.result().numel, call.result().dtype, parts, size)
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
@@ -103,7 +123,7 @@ def _place(op: str, both: bool) -> Rule:
             results = [best, place] if both else [place]
             return results if keeps else [build.op("aten.squeeze.dim", m, dim) for m in results]
 
-        comm = _comm(call.result().numel, call.meta("self").dtype, parts)
+        comm = _comm(call.result().numel, call.meta("self").dtype, parts, shape[dim])
         return [*passing, call.strategy(R, self=S(dim)).by(lower, comm)]
 
     return strategies
@@ -112,7 +132,7 @@ def _place(op: str, both: bool) -> Rule:
 def _first_of_all(build: Builder, value: Ref, op: str, dim: int, size: int) -> tuple[Ref, Ref]:
     """The extreme of all blocks along ``dim`` (kept), and its global place."""
     top, place = _first_extremes(build, value, op, dim, size)
-    tops, places = _gathered(build, top, place, dim)
+    tops, places = _gathered(build, top, place, dim, size)
     best, which = build.op(f"aten.{op}.dim", tops, dim, True)
     return best, build.op("aten.gather.default", places, dim, which)
 
@@ -140,7 +160,7 @@ def _multinomial(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     strategies = []
     for cut in shardable_dims(meta.shape):
         strategy = call.strategy(R if cut == dim else S(cut), self=S(cut))
-        comm = _comm(call.result().numel, meta.dtype, parts) if cut == dim else []
+        comm = _comm(call.result().numel, meta.dtype, parts, meta.shape[dim]) if cut == dim else []
         strategies.append(strategy.by(_sampled(meta, cut), comm))
     return strategies
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.builder import bound
-from lazygt.passes.sharding.rules import spatial
+from lazygt.passes.sharding.rules import enlarged, spatial
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -74,6 +74,7 @@ def _convolution(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         *(zeros_when_empty(call, strategy) for strategy in strategies),
         *incoming,
         *spatial.by_rows(call),
+        *enlarged.by_rows(call),
         *_linear_strategies(call),
     ]
 
@@ -129,7 +130,7 @@ def _convolution_backward(node: Node, metas: Metas, parts: int) -> Sequence[Stra
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
         strategies.append(strategy.by(_fewer_groups_backward(outgoing)))
     split = [zeros_when_empty(call, strategy) for strategy in strategies]
-    by_rows = spatial.backward_by_rows(call)
+    by_rows = [*spatial.backward_by_rows(call), *enlarged.backward_by_rows(call)]
     return [*split, *incoming, *by_rows, call.strategy(P, grad_output=P)]
 
 

@@ -1,24 +1,32 @@
 """Tensors side by side along a dim that is in blocks: joined, and taken apart again.
 
-Of equal tensors in blocks each rank has a block of every one of them: their cat is interleaved, and
+Of tensors in blocks each rank has a block of every one of them: their cat is interleaved, and
 nobody sends anything. The blocks of a whole, such as the product with a weight of queries, keys and
 values, are exchanged for those of each of its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
-from lazygt.graph.placement import StridedShard
+from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
 from lazygt.passes.sharding.rows import RowExchange, blocks, blocks_of_each
 from lazygt.passes.sharding.rules.base import Call, Metas, S, Strategy, Values, row_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
+#: More groups than these are not worth their placement.
+_MOST_GROUPS = 1024
+CAT = "aten.cat.default"
 _SLICES = frozenset({"aten.slice.Tensor", "aten.slice_copy.Tensor"})
+#: Ops of two halves of a dim.
+HALVES = frozenset({"aten.glu.default", "aten.glu_backward.default"})
+#: Ops that put a gradient where its piece was.
+PUTS_AMONG = frozenset({"aten.slice_backward.default"})
 #: Ops that may take apart what is side by side.
 TAKES_APART = _SLICES | {
     f"aten.{name}"
@@ -28,12 +36,34 @@ TAKES_APART = _SLICES | {
 }  # fmt: skip
 
 
-def side_by_side(call: Call, dim: int) -> list[Strategy]:
-    """Tensors of one size in blocks: each rank has its block of each of them."""
+def joined(call: Call, dim: int) -> list[Strategy]:
+    """Tensors in blocks: each rank has its block of each of them."""
     sizes = [meta.shape[dim] for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    if len(sizes) < 2 or len(set(sizes)) > 1 or sizes[0] < 2:
+    if len(sizes) < 2 or min(sizes) < 2:
         return []
-    return [call.strategy(StridedShard(dim, len(sizes)), tensors=S(dim))]
+    return [call.strategy(side_by_side(dim, sizes), tensors=S(dim))]
+
+
+def joined_as(call: Call, reached: Sequence[Sequence[StridedShard]]) -> Strategy | None:
+    """The same, where some of the tensors are interleaved along the dim: the groups of them all.
+
+    Args:
+        reached: the interleaved placements that each tensor may have.
+    """
+    result, dim = call.result(), call.dim("dim", len(call.result().shape))
+    cuts: list[Placement] = []
+    sizes: list[int] = []
+    for value, placements in zip(call.node.refs(), reached, strict=True):
+        meta = call.metas[value]
+        if meta is None or len(meta.shape) != len(result.shape) or meta.dtype != result.dtype:
+            return None
+        along = [one for one in placements if one.dim == dim and one.inner == 1]
+        cut = along[0] if along else S(dim)
+        cuts.append(cut)
+        sizes += group_sizes(cut, meta.shape[dim])
+    if all(isinstance(cut, Shard) for cut in cuts) or len(sizes) > _MOST_GROUPS:
+        return None
+    return call.strategy(side_by_side(dim, sizes), tensors=cuts)
 
 
 def taken_apart_in_blocks(call: Call, dim: int) -> list[Strategy]:
@@ -70,31 +100,74 @@ def taken_apart(call: Call, placement: StridedShard) -> Strategy | None:
     dim = call.dim("dim", len(call.shape("self")))
     if placement.dim != dim or placement.inner != 1:
         return None
-    group = call.shape("self")[dim] // placement.outer
-    pieces = [_groups_of(call, which, dim, group) for which in range(len(call.node.results))]
-    outputs = [S(dim) if stop - start == 1 else StridedShard(dim, stop - start)
-               for start, stop in pieces]  # fmt: skip
-    if any(start >= stop for start, stop in pieces):
+    sizes = group_sizes(placement, call.shape("self")[dim])
+    pieces = [_between(sizes, *piece) for piece in pairwise(borders(call, dim))]
+    if not pieces or any(start >= stop for start, stop in pieces):
         return None
+    outputs = [side_by_side(dim, sizes[start:stop]) for start, stop in pieces]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        block = build.block(group)
+        at = _starts(map(build.block, sizes))
         return [
-            build.op("aten.slice.Tensor", operands[0], dim, start * block, stop * block)
+            build.op("aten.slice.Tensor", operands[0], dim, at[start], at[stop])
             for start, stop in pieces
         ]
 
     return call.strategy(outputs, self=placement).by(lower)
 
 
-def _groups_of(call: Call, which: int, dim: int, group: int) -> tuple[int, int]:
-    """The groups that a piece is, from the first to before the last; empty: it is no such piece."""
-    metas = [call.result(number) for number in range(which + 1)]
-    start = sum(meta.shape[dim] for meta in metas[:-1])
-    if call.node.op in _SLICES:
+def halves(call: Call, placement: StridedShard) -> Strategy | None:
+    """The strategy of an op of two halves that are each in blocks."""
+    dim = call.dim("dim", len(call.shape("self")))
+    if placement != StridedShard(dim, 2):
+        return None
+    if call.has("grad_output"):
+        return call.strategy(placement, grad_output=S(dim), self=placement)
+    return call.strategy(S(dim), self=placement)
+
+
+def put_among(call: Call, placement: StridedShard) -> Strategy | None:
+    """The strategy of a gradient that is put among zeros, into groups that are each in blocks."""
+    shape = tuple(call["input_sizes"])
+    dim = call.dim("dim", len(shape))
+    if placement.dim != dim or placement.inner != 1 or call["step"] != 1:
+        return None
+    if not type(call["start"]) is type(call["end"]) is int:
+        return None
+    sizes = group_sizes(placement, shape[dim])
+    start, stop = _between(sizes, *slice(call["start"], call["end"]).indices(shape[dim])[:2])
+    if start >= stop:
+        return None
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        at = _starts(map(build.block, sizes))
+        after = [0, 0] * (len(shape) - 1 - dim)
+        padding = (*after, at[start], at[-1] - at[stop])
+        return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
+
+    pieces = side_by_side(dim, sizes[start:stop])
+    return call.strategy(placement, grad_output=pieces).by(lower)
+
+
+def borders(call: Call, dim: int) -> list[int]:
+    """Where the pieces begin into which an op cuts, and where the last one ends; empty: they are
+    not of neighbours."""
+    if call.node.op in HALVES:
         size = call.shape("self")[dim]
-        start, _, step = slice(call["start"], call["end"], call["step"]).indices(size)
-        if step != 1:
-            return 0, 0
-    stop = start + metas[-1].shape[dim]
-    return (0, 0) if start % group or stop % group else (start // group, stop // group)
+        return [0, size // 2, size]
+    if call.node.op not in _SLICES:
+        return _starts([meta.shape[dim] for meta in call.node.results if meta is not None])
+    size = call.shape("self")[dim]
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(size)
+    return [start, max(start, stop)] if step == 1 else []
+
+
+def _between(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+    """The groups of these sizes from place ``start`` to ``stop``; empty: no group begins there."""
+    at = _starts(sizes)
+    return (at.index(start), at.index(stop)) if start in at and stop in at else (0, 0)
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    """Where groups of these sizes begin, and where the last one ends."""
+    return [*accumulate(sizes, initial=0)]

@@ -20,6 +20,7 @@ from lazygt.passes.sharding.rules.base import (
     PPROD,
     Call,
     Collective,
+    LocalLowering,
     Lowering,
     Metas,
     P,
@@ -204,7 +205,7 @@ def _norm(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     order, nbytes = _order(call.args), call.result().nbytes
     if type(order) in (int, float) and 0 < order < float("inf"):
         comm = [Collective("all_reduce", nbytes)]
-        return strategies + _met(call, dims, _norm_lower(order), comm)
+        return strategies + _met(call, dims, local_lowering(_norm_lower(order)), comm)
     comm = [Collective("all_gather", nbytes * parts)]
     for dim in shardable_dims(call.shape("self")):
         if dim in dims:
@@ -264,7 +265,7 @@ def _norm_lower(order: float) -> Lowering:
 
 
 def _met(
-    call: Call, dims: frozenset[int], lower: Lowering, comm: Sequence[Collective]
+    call: Call, dims: frozenset[int], lower: LocalLowering, comm: Sequence[Collective]
 ) -> list[Strategy]:
     """The strategies that split a dim which is reduced."""
     split = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]

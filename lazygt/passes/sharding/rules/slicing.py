@@ -52,7 +52,7 @@ def _cat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     strategies = [call.strategy(S(d), tensors=S(d)) for d in split]
     if set(ranks) == {len(shape)} and partials(call, bools=True):
         strategies += _joined_in_blocks(call, dim)
-        strategies += packed.side_by_side(call, dim)
+        strategies += packed.joined(call, dim)
     return strategies + [
         call.strategy(placement, tensors=placement) for placement in partials(call)
     ]

@@ -80,12 +80,13 @@ def _windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
     shape, kernel = call.shape("input"), call.shape("weight")[2:]
     if call["transposed"] or call["groups"] < 1:
         return []
-    steps = [_each(call[name], len(kernel)) for name in ("stride", "padding", "dilation")]
+    steps = [each(call[name], len(kernel)) for name in ("stride", "padding", "dilation")]
     sizes = zip(shape[2:], result[2:], kernel, *steps, strict=True)
     return [_Window(space, *each) for space, each in enumerate(sizes)]
 
 
-def _each(given: Sequence[int], count: int) -> Sequence[int]:
+def each(given: Sequence[int], count: int) -> Sequence[int]:
+    """One a dim of space."""
     return given if len(given) == count else [given[0]] * count
 
 
@@ -130,7 +131,7 @@ def _padded(build: Builder, window: _Window) -> Rows:
 
 def _unpadded(padding: Sequence[int], window: _Window) -> list[int]:
     spaces = max(len(padding), window.space + 1)
-    return [0 if at == window.space else each for at, each in enumerate(_each(padding, spaces))]
+    return [0 if at == window.space else each for at, each in enumerate(each(padding, spaces))]
 
 
 def backward_by_rows(call: Call) -> list[Strategy]:
@@ -171,10 +172,10 @@ def _back(build: Builder, gradient: Ref, window: _Window, move: RowExchange) -> 
     if before or after:
         stop = build.shape(gradient)[dim] - after
         gradient = build.op("aten.slice.Tensor", gradient, dim, before, stop)
-    return _given_back(build, gradient, move)
+    return given_back(build, gradient, move)
 
 
-def _given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
+def given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
     """An exchange of rows the other way: what each rank has for the rows that it read is added up
     where those came from."""
     dim, rank = move.dim, build.index
@@ -196,6 +197,7 @@ def _given_back(build: Builder, value: Ref, move: RowExchange) -> Ref:
         for start, count in move.given(rank):
             parts.append((build.slice(come, dim, at, count), start))
             at += count
+    parts = parts or [(build.slice(value, dim, 0, 0), 0)]
     spread = [_among(build, rows, dim, start, size) for rows, start in parts]
     return reduce(lambda a, b: build.op("aten.add.Tensor", a, b), spread)
 
@@ -219,10 +221,10 @@ def _pool_windows(call: Call, result: tuple[int, ...]) -> list[_Window]:
     shape = call.shape("self")
     if len(shape) != 4 or call["ceil_mode"]:
         return []
-    kernel = _each(call["kernel_size"], 2)
-    steps = [_each(call[name] or (), 2) if call[name] else None for name in ("stride", "padding")]
+    kernel = each(call["kernel_size"], 2)
+    steps = [each(call[name] or (), 2) if call[name] else None for name in ("stride", "padding")]
     stride, padding = steps[0] or kernel, steps[1] or [0, 0]
-    dilation = _each(call.args.get("dilation") or [1, 1], 2)
+    dilation = each(call.args.get("dilation") or [1, 1], 2)
     sizes = zip(shape[2:], result[2:], kernel, stride, padding, dilation, strict=True)
     return [_Window(space, *each) for space, each in enumerate(sizes)]
 
@@ -277,7 +279,7 @@ def _placed(window: _Window, move: RowExchange, columns: int) -> Lowering:
 
 def _pool_padding(node: Node, window: _Window) -> list[int]:
     padding: Sequence[int] = bound(node)["padding"] or (0, 0)
-    return _unpadded(_each(padding, 2), window)
+    return _unpadded(each(padding, 2), window)
 
 
 def _numbered(

@@ -35,6 +35,9 @@ def strided_strategies(
     if node.op in packed.TAKES_APART and packed.cut_dim(node, metas, parts) == placement.dim:
         strategy = packed.taken_apart(Call(node, metas, parts), placement)
         return [] if strategy is None else [strategy]
+    if node.op in packed.HALVES and packed.cut_dim(node, metas, parts) == placement.dim:
+        strategy = packed.halves(Call(node, metas, parts), placement)
+        return [] if strategy is None else [strategy]
     tensors = [metas[number] for number in node.refs()]
     wanted = (strategy for strategy in strategies if strategy.inputs[place] == Shard(placement.dim))
     made = (_instead(strategy, tensors, node.results, placement) for strategy in wanted)

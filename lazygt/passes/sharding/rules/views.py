@@ -7,11 +7,19 @@ those of the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Ref
-from lazygt.graph.placement import Cut, StridedShard, around, shard_bounds
+from lazygt.graph.placement import (
+    Cut,
+    StridedShard,
+    around,
+    group_sizes,
+    shard_bounds,
+    uneven,
+)
 from lazygt.passes.sharding.rules.base import (
     PMAX,
     PMIN,
@@ -212,6 +220,8 @@ def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: 
     A placement cuts ``[before, size, inside]`` elements along ``size``. So does another one with
     the same three, and with other ones where the blocks hold the same.
     """
+    if uneven(placement):
+        return _viewed_uneven(placement, have, made, parts)
     outer, inner = around(placement)
     before, inside = prod(have[: placement.dim]) * outer, inner * prod(have[placement.dim + 1 :])
     size = have[placement.dim] // (outer * inner)
@@ -227,6 +237,24 @@ def viewed(placement: Cut, have: tuple[int, ...], made: tuple[int, ...], parts: 
         inner = _times(inside, behind)
         if outer * size * inner == made[dim]:
             return StridedShard(dim, outer, inner)
+    return None
+
+
+def _viewed_uneven(
+    placement: Cut, have: tuple[int, ...], seen: tuple[int, ...], parts: int
+) -> Cut | None:
+    """The same, of groups of several sizes: a dim that begins where the cut one did, and has as
+    many elements in all."""
+    before, inside = prod(have[: placement.dim]), prod(have[placement.dim + 1 :])
+    outer, _ = around(placement)
+    for dim in shardable_dims(seen):
+        if prod(seen[:dim]) != before or seen[dim] % outer:
+            continue
+        sizes = [group_sizes(replace(placement, dim=at), shape[at])
+                 for at, shape in ((placement.dim, have), (dim, seen))]  # fmt: skip
+        behind = prod(seen[dim + 1 :])
+        if all(_same_blocks(a, inside, b, behind, parts) for a, b in zip(*sizes, strict=True)):
+            return replace(placement, dim=dim)
     return None
 
 

@@ -11,8 +11,11 @@ from lazygt.graph.placement import (
     Placement,
     Shard,
     StridedShard,
+    block_size,
+    group_sizes,
     local_shape,
     shard_bounds,
+    uneven,
 )
 
 Tensor = torch.Tensor
@@ -26,6 +29,11 @@ def blocks(whole: Tensor, placement: Placement, parts: int) -> list[Tensor]:
             whole.narrow(placement.dim, a, b - a).clone(memory_format=torch.contiguous_format)
             for a, b in bounds
         ]
+    if uneven(placement):
+        dim = placement.dim
+        groups = whole.split(group_sizes(placement, whole.shape[dim]), dim)
+        cut = [blocks(group, Shard(dim), parts) for group in groups]
+        return [torch.cat(pieces, dim) for pieces in zip(*cut, strict=True)]
     if isinstance(placement, StridedShard):
         apart = _in_groups(whole, placement)
         shapes = [local_shape(tuple(whole.shape), placement, parts, rank) for rank in range(parts)]
@@ -77,6 +85,8 @@ def joined(
     if isinstance(placement, StridedShard):
         for rank, piece in enumerate(pieces):
             assert tuple(piece.shape) == local_shape(shape, placement, parts, rank), f"rank {rank}"
+        if uneven(placement):
+            return _of_groups(pieces, placement, shape, parts)
         apart = [_in_groups(piece, placement) for piece in pieces]
         return torch.cat(apart, placement.dim + 1).reshape(shape)
     for piece in pieces:
@@ -86,6 +96,18 @@ def joined(
     for piece in pieces[1:]:
         torch.testing.assert_close(piece, pieces[0], equal_nan=True, rtol=0, atol=0)
     return pieces[0]
+
+
+def _of_groups(
+    pieces: list[Tensor], placement: StridedShard, shape: tuple[int, ...], parts: int
+) -> Tensor:
+    """The value whose groups, of several sizes, ranks have blocks of."""
+    sizes, dim = group_sizes(placement, shape[placement.dim]), placement.dim
+    cut = [
+        piece.split([block_size(size, parts, rank) for size in sizes], dim)
+        for rank, piece in enumerate(pieces)
+    ]
+    return torch.cat([torch.cat(of_group, dim) for of_group in zip(*cut, strict=True)], dim)
 
 
 def reduced(pieces: list[Tensor], op: str) -> Tensor:

@@ -27,13 +27,18 @@ from lazygt.graph.placement import (
 )
 from lazygt.graph.verify import verify
 from lazygt.passes.sharding.builder import Builder
-from lazygt.passes.sharding.rules import Collective, Strategy, strategies_of
-from lazygt.passes.sharding.rules.base import lower_strategy
+from lazygt.passes.sharding.rules import Collective, Strategy, packed, strategies_of
+from lazygt.passes.sharding.rules.base import Call, lower_strategy
 from lazygt.passes.sharding.rules.strided import strided_strategies
 from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep, run_node
 
 PARTS = (2, 3, 4)
+#: outer, inner and widths of interleaved placements
+INTERLEAVED = (
+    *((2, 1, ()), (3, 1, ()), (4, 1, ()), (1, 2, ()), (2, 2, ())),
+    *((3, 1, (2, 1)), (4, 1, (1, 2, 1)), (5, 1, (1, 4))),
+)
 
 
 class Case:
@@ -108,14 +113,29 @@ class Case:
                 if not isinstance(placement, Shard):
                     continue
                 size = self.metas[refs[place]].shape[placement.dim]
-                for outer, inner in ((2, 1), (3, 1), (4, 1), (1, 2), (2, 2)):
+                for outer, inner, widths in INTERLEAVED:
                     if size % (outer * inner) == 0 and size > outer * inner:
-                        wanted = StridedShard(placement.dim, outer, inner)
+                        wanted = StridedShard(placement.dim, outer, inner, widths)
                         made = strided_strategies(
                             self.node, self.metas, parts, strategies, place, wanted
                         )
                         found.update({(one.inputs, one.outputs): one for one in made})
-        return list(found.values())
+        return [*found.values(), *self._put_among(parts)]
+
+    def _put_among(self, parts: int) -> list[Strategy]:
+        """The strategies that put a gradient into a dim that is interleaved."""
+        if self.node.op not in packed.PUTS_AMONG:
+            return []
+        call = Call(self.node, self.metas, parts)
+        shape = call.result().shape
+        wanted = [
+            StridedShard(dim, outer, inner, widths)
+            for dim, size in enumerate(shape)
+            for outer, inner, widths in INTERLEAVED
+            if size % outer == 0
+        ]
+        made = [packed.put_among(call, placement) for placement in wanted]
+        return [strategy for strategy in made if strategy is not None]
 
     def check(self, parts: int, strategy: Strategy) -> None:
         """Assert that one strategy is right."""

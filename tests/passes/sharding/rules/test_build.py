@@ -9,14 +9,17 @@ from lazygt.errors import GraphError
 from lazygt.graph import parse_graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Param, Ref
-from lazygt.graph.placement import Partial, Placement, StridedShard
+from lazygt.graph.placement import Partial, Placement, StridedShard, side_by_side
 from lazygt.passes.sharding.builder import Builder
 from lazygt.passes.sharding.rules.base import PMAX, PMIN, P, R, S
 from tests.passes.sharding.rules.blocks import blocks, joined
 from tests.passes.sharding.rules.harness import PARTS
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep
 
-LABELS = (R, S(0), S(1), StridedShard(0, 2), StridedShard(0, 1, 5), P, PMAX, PMIN)
+LABELS = (
+    *(R, S(0), S(1), StridedShard(0, 2), StridedShard(0, 1, 5)),
+    *(side_by_side(0, (4, 6)), side_by_side(0, (1, 8, 1)), P, PMAX, PMIN),
+)
 
 
 @pytest.mark.parametrize("parts", PARTS)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lazygt.graph.placement import Cut, StridedShard, local_shape
+from lazygt.graph.placement import Cut, StridedShard, local_shape, side_by_side
 from lazygt.passes.sharding.rules.base import S, shardable_dims
 from lazygt.passes.sharding.rules.views import viewed
 from tests.passes.sharding.rules.blocks import blocks
@@ -66,5 +66,24 @@ def test_blocks_seen_so_are_those_of_the_whole_seen_so(parts: int) -> None:
     assert kinds == {S, StridedShard}
 
 
-def test_labels_as_text() -> None:
-    assert [str(S(1)), str(I(0, 8)), str(I(2, 1, 5))] == ["S(1)", "S(0/8)", "S(2/1*5)"]
+@pytest.mark.parametrize("parts", [2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", [(12, 6, 6), (4, 20), (6, 18), (2, 2, 20)])
+def test_groups_of_several_sizes_seen_otherwise(sizes: tuple[int, ...], parts: int) -> None:
+    placement, seen = side_by_side(1, sizes), 0
+    for made in [(6, 24), (2, 3, 24), (6, 12, 2), (3, 2, 1, 4, 6), (6, 2, 12), (144,)]:
+        wanted = viewed(placement, (6, 24), made, parts)
+        if wanted is None:
+            continue
+        whole, seen = torch.arange(144.0), seen + 1
+        mine = blocks(whole.view(6, 24), placement, parts)
+        for rank, (piece, want) in enumerate(
+            zip(mine, blocks(whole.view(made), wanted, parts), strict=True)
+        ):
+            assert torch.equal(piece.view(local_shape(made, wanted, parts, rank)), want)
+    assert seen >= 2
+
+
+def test_placements_as_text() -> None:
+    texts = ["S(1)", "S(0/8)", "S(2/1*5)", "S(1/2+1+1)", "S(0/2)", "S(0)"]
+    groups = [side_by_side(1, (64, 32, 32)), side_by_side(0, (5, 5)), side_by_side(0, (7,))]
+    assert [*map(str, (S(1), I(0, 8), I(2, 1, 5), *groups))] == texts

@@ -1,0 +1,214 @@
+"""Seeds: weights of several layers in one, each of which is best cut by itself.
+
+The product with a weight of queries, keys and values is taken apart: by ``split`` or slices, or by
+a view and ``unbind``. Its pieces are in blocks if a rank has a block of each of them in the weight.
+So from where a value is taken apart the way goes back to what the user cut. That this may be
+interleaved instead is one choice more: the solver weighs its exchange against that of activations.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.placement import Cut, Shard, StridedShard, side_by_side
+from lazygt.passes.sharding.annotations import Annotation
+from lazygt.passes.sharding.placement_bits import SUMS, Bits
+from lazygt.passes.sharding.rows import MOST_PIECES
+from lazygt.passes.sharding.rules import packed, views
+from lazygt.passes.sharding.rules.base import Call, LocalLowering, Metas
+from lazygt.passes.sharding.strategies import StrategyCatalogue
+
+_PICKS = frozenset({"aten.unbind.int", "aten.unbind_copy.int", "aten.select.int"})
+_APART = packed.TAKES_APART | _PICKS | {"aten.glu.default"}
+_ASKED = _APART | packed.PUTS_AMONG
+
+
+class Seeds(NamedTuple):
+    """Where values may be interleaved.
+
+    Attributes:
+        values: what the user cut -> the placements that it may have besides.
+        results: nodes, by number, that put gradients among zeros -> the placement of their sum.
+    """
+
+    values: Mapping[int, Collection[StridedShard]]
+    results: Mapping[int, StridedShard]
+
+
+def find_seeds(
+    graph: Graph,
+    metas: Metas,
+    catalogue: StrategyCatalogue,
+    annotations: Mapping[int, Annotation],
+    reached: Sequence[int],
+    bits: Bits,
+) -> Seeds:
+    """The seeds of a graph.
+
+    Args:
+        reached: the mask of each value: what passes where it is taken apart needs no seed.
+    """
+    cut = {
+        value: annotation.placement
+        for value, annotation in annotations.items()
+        if annotation.kind in ("given", "free") and isinstance(annotation.placement, Shard)
+    }
+    asked = {number for number, node in enumerate(catalogue.firsts) if node.op in _ASKED}
+    if not (cut and asked):
+        return Seeds({}, {})
+    search = _Search(graph, metas, catalogue, cut)
+    nodes = [at for at, number in enumerate(catalogue.numbers) if number in asked]
+    apart = _TakenApart(metas, catalogue.parts)
+    for at in nodes:
+        node = graph.nodes[at]
+        if node.op in _APART and not node.dynamic:
+            apart.add(node, reached, bits)
+    for value, dim in apart.picked:
+        search.back_beside(value, dim)
+    for value, placement in apart.groups():
+        search.back(value, placement)
+    puts = _put_together(graph, nodes, metas, catalogue.parts) if search.found else {}
+    return Seeds(search.found, puts)
+
+
+class _TakenApart:
+    """Where a graph takes values apart.
+
+    Attributes:
+        picked: (value, dim) of which single elements are taken.
+    """
+
+    def __init__(self, metas: Metas, parts: int) -> None:
+        self._metas, self._parts = metas, parts
+        self.picked: set[tuple[int, int]] = set()
+        #: (value, dim) -> where pieces of it begin and end
+        self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+
+    def add(self, node: Node, reached: Sequence[int], bits: Bits) -> None:
+        """Note what a node takes apart, unless it is cut along another dim."""
+        call = Call(node, self._metas, self._parts)
+        value, shape = node.refs()[0], call.shape("self")
+        dim = call.dim("dim", len(shape))
+        if reached[value] & ~SUMS & ~bits.cut(Shard(dim)):
+            return
+        if node.op in _PICKS:
+            self.picked.add((value, dim))
+            return
+        borders = packed.borders(call, dim)
+        if any(stop - start == 1 for start, stop in pairwise(borders)):
+            self.picked.add((value, dim))
+        else:
+            self._borders[value, dim].update(borders)
+
+    def groups(self) -> Iterator[tuple[int, Cut]]:
+        """Values with the placement in which each piece of them is in blocks."""
+        for (value, dim), borders in self._borders.items():
+            meta = self._metas[value]
+            assert meta is not None
+            placement = _within(borders, dim, meta.shape[dim])
+            if placement is not None:
+                yield value, placement
+
+
+def _within(borders: Collection[int], dim: int, size: int) -> StridedShard | None:
+    """The placement of a dim with groups between these borders, each in blocks."""
+    every = sorted({0, size, *borders})
+    sizes = [stop - start for start, stop in pairwise(every)]
+    if min(sizes, default=0) < 2 or len(sizes) > MOST_PIECES:
+        return None
+    placement = side_by_side(dim, sizes)
+    return placement if isinstance(placement, StridedShard) else None
+
+
+class _Search:
+    """The way back to what the user cut.
+
+    Attributes:
+        found: see ``Seeds.values``.
+    """
+
+    def __init__(
+        self, graph: Graph, metas: Metas, catalogue: StrategyCatalogue, cut: Mapping[int, Shard]
+    ) -> None:
+        self.found: dict[int, set[StridedShard]] = {}
+        self._graph, self._metas, self._catalogue, self._cut = graph, metas, catalogue, cut
+        self._makers: list[tuple[int, int]] = [(-1, 0)] * len(graph.inputs)
+        for number, node in enumerate(graph.nodes):
+            self._makers += [(number, place) for place in range(len(node.results))]
+        self._seen: set[tuple[int, Cut]] = set()
+
+    def back_beside(self, value: int, dim: int) -> None:
+        """Of a dim of which elements are picked: from the dim behind it, where a view made both."""
+        number, _ = self._makers[value]
+        while number >= 0 and self._graph.nodes[number].op not in views.RESHAPES:
+            before = list(self._before(value, Shard(dim)))
+            if len(before) != 1 or not isinstance(before[0][1], Shard):
+                return
+            value, dim = before[0][0], before[0][1].dim
+            number, _ = self._makers[value]
+        meta = self._metas[value]
+        if number >= 0 and meta is not None and dim + 1 < len(meta.shape):
+            self.back(value, Shard(dim + 1))
+
+    def back(self, value: int, placement: Cut) -> None:
+        """Note what the user cut that leads to a value so, if it is interleaved."""
+        waiting = [(value, placement)]
+        while waiting:
+            value, placement = waiting.pop()
+            if (value, placement) in self._seen:
+                continue
+            self._seen.add((value, placement))
+            cut = self._cut.get(value)
+            if cut is None:
+                waiting += self._before(value, placement)
+            elif isinstance(placement, StridedShard) and placement.dim == cut.dim:
+                self.found.setdefault(value, set()).add(placement)
+
+    def _before(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
+        """The operands that lead to a value so, and how they are cut."""
+        number, place = self._makers[value]
+        if number < 0:
+            return
+        node, refs = self._graph.nodes[number], self._graph.nodes[number].refs()
+        if node.op in views.RESHAPES:
+            result, have = (self._shape(which) for which in (value, refs[0]))
+            source = views.viewed(placement, result, have, self._catalogue.parts)
+            if source is not None:
+                yield refs[0], source
+            return
+        for strategy in self._catalogue.entries[self._catalogue.numbers[number]].strategies:
+            if strategy.outputs[place] != Shard(placement.dim) or strategy.comm:
+                continue
+            if strategy.lower is None or isinstance(strategy.lower, LocalLowering):
+                for ref, operand in zip(refs, strategy.inputs, strict=True):
+                    if isinstance(operand, Shard):
+                        yield ref, replace(placement, dim=operand.dim)
+
+    def _shape(self, value: int) -> tuple[int, ...]:
+        meta = self._metas[value]
+        assert meta is not None
+        return meta.shape
+
+
+def _put_together(
+    graph: Graph, nodes: Sequence[int], metas: Metas, parts: int
+) -> dict[int, StridedShard]:
+    """Of gradients that are put among zeros of one shape: side by side, each in blocks."""
+    borders: defaultdict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
+    puts = []
+    for at in nodes:
+        node = graph.nodes[at]
+        call = Call(node, metas, parts)
+        if node.op in packed.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
+            shape = tuple(call["input_sizes"])
+            dim = call.dim("dim", len(shape))
+            first, last, _ = slice(call["start"], call["end"]).indices(shape[dim])
+            borders[shape, dim].update((first, last))
+            puts.append((at, (shape, dim)))
+    placements = {key: _within(every, key[1], key[0][key[1]]) for key, every in borders.items()}
+    return {at: placement for at, key in puts if (placement := placements[key]) is not None}
