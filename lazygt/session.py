@@ -304,8 +304,7 @@ class Session:
     @property
     def recoveries(self) -> list[RecoveryRecord]:
         """The times that workers were replaced, oldest first."""
-        recovery = self._client.recovery
-        return [] if recovery is None else list(recovery.records)
+        return list(self._client.recoveries)
 
     @property
     def compiler_pid(self) -> int | None:

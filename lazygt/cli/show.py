@@ -102,6 +102,8 @@ def profile(
     typer.echo(f"{timeline.runs} runs written to {output}; open it at https://ui.perfetto.dev")
     for line, steps, seconds in timeline.by_line()[:_SLOWEST]:
         typer.echo(f"  {seconds * 1e3:10.3f} ms  {steps:6} steps  {line}")
+    for what, times, seconds in timeline.beside():
+        typer.echo(f"  {seconds * 1e3:10.3f} ms  {times:6} times  {what}")
     finish(ran)
 
 

@@ -22,9 +22,10 @@ from lazygt.history import Flush
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import Observer
-from lazygt.runtime.messages import Timings
+from lazygt.runtime.messages import Snapped, Timings
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
+from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.session import Session
 
 #: A viewer grows slow, then useless; a longer profile keeps its beginning.
@@ -49,6 +50,8 @@ class Timeline:
 
     Attributes:
         dropped: events that did not fit.
+        snapshots: parts of snapshots, by worker.
+        recoveries: the times that workers were replaced.
     """
 
     def __init__(self) -> None:
@@ -56,6 +59,8 @@ class Timeline:
         self.dropped = 0
         self._events: list[dict[str, Any]] = []
         self._runs: list[TimedRun] = []
+        self.snapshots: list[Snapped] = []
+        self.recoveries: list[RecoveryRecord] = []
         self._count = 0
         self._sessions = 0
 
@@ -132,6 +137,18 @@ class Timeline:
                 steps[lines[number]] += count
                 spent[lines[number]] += end - begin
         return [(line, steps[line], taken / 1e9) for line, taken in spent.most_common()]
+
+    def beside(self) -> list[tuple[str, int, float]]:
+        """(what, how often, seconds) of what went on beside the runs, if anything did."""
+        rows = []
+        if self.snapshots:
+            copied = sum(part.nbytes for part in self.snapshots)
+            spent = sum(part.nanoseconds for part in self.snapshots) / 1e9
+            rows.append((f"snapshots ({copied:,} bytes copied)", len(self.snapshots), spent))
+        if self.recoveries:
+            spent = sum(each.seconds for each in self.recoveries)
+            rows.append(("recoveries", len(self.recoveries), spent))
+        return rows
 
     def __repr__(self) -> str:
         return f"<lazygt timeline: {self.runs} runs, {self._count} events>"
@@ -280,6 +297,30 @@ class TimelineProbe(Observer):
         self.timeline.add(TimedRun(pid, track, run, plan, lines, timings))
         if self.timeline.full:
             self.wants_timings = False
+
+    def snapped(self, rank: int, snapped: Snapped) -> None:
+        """Draw a worker's part of a snapshot."""
+        self.timeline.snapshots.append(snapped)
+        about = {"values": len(snapped.values), "bytes copied": snapped.nbytes}
+        end = snapped.begin + snapped.nanoseconds
+        self._on_worker(rank, f"snapshot {snapped.number}", snapped.begin, end, about)
+
+    def recovered(self, run: int, record: RecoveryRecord) -> None:
+        """Draw a recovery, on the workers that were replaced."""
+        if self._before is not None:
+            self._before.recovered(run, record)
+        self.timeline.recoveries.append(record)
+        end = time.monotonic_ns()
+        begin = end - int(record.seconds * 1e9)
+        for rank in record.ranks:
+            about = {"why": record.why, "runs again": record.runs}
+            self._on_worker(rank, f"recovery of worker {rank}", begin, end, about)
+
+    def _on_worker(
+        self, rank: int, name: str, begin: int, end: int, args: Mapping[str, Any]
+    ) -> None:
+        track = self._track(_WORKERS) + rank
+        self.timeline.span(self._pids[rank], track, name, begin, end, args)
 
     def _span(self, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
         self.timeline.span(self._pid, self._track(track), name, begin, end, args)

@@ -60,7 +60,8 @@ class Answers(Reports):
 
     @property
     def _epoch(self) -> int:
-        return 0 if self.recovery is None else self.recovery.epoch
+        recovery = self.recovery or self._former
+        return 0 if recovery is None else recovery.epoch
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
         size, epoch = size_of(frames), self._epoch

@@ -74,7 +74,13 @@ class Client(Orders):
         """Copy a CPU tensor now; it travels with the next run. Its layout will be ``meta``'s."""
         self.counts.bytes_uploaded += meta.nbytes
         key = self._new_ids(1)
-        self._uploads.add(key, source, meta)
+        try:
+            self._uploads.add(key, source, meta)
+        except MemoryError as error:
+            if self.recovery is None:
+                raise
+            self._recover_no_more(f"there is no memory for an upload beside those kept: {error}")
+            self._uploads.add(key, source, meta)
         return RemoteValue(key, self._freed)
 
     def adopt(self, key: int) -> RemoteValue:
@@ -209,7 +215,8 @@ class Client(Orders):
         failure = Failure(node, error.kind, error.detail, seq)
         self.recovery.rewind(seq, [(key, failure) for key in undone])
         self._failures.undone(seq, node, error, self.link.world_size)
-        self._snap(self.recovery)
+        if (recovery := self.recovery) is not None:  # it may have been turned off meanwhile
+            self._snap(recovery)
         return True
 
     def revive(self, ids: Set[int], freed: Set[int]) -> dict[int, RemoteValue]:

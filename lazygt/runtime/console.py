@@ -9,8 +9,9 @@ from typing import IO, TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from lazygt.runtime.failures import Describe
-    from lazygt.runtime.messages import Timings
+    from lazygt.runtime.messages import Snapped, Timings
     from lazygt.runtime.plan_records import PlanRecord
+    from lazygt.runtime.recovery.recover import RecoveryRecord
 
 
 class InstructionLog:
@@ -119,6 +120,12 @@ class Observer:
     ) -> None:
         """A worker has done a timed run, of a plan whose steps ``describe`` knows."""
 
+    def snapped(self, rank: int, snapped: Snapped) -> None:
+        """A worker has taken its part of a snapshot."""
+
+    def recovered(self, run: int, record: RecoveryRecord) -> None:
+        """Workers were replaced; ``run`` was the last that there was."""
+
     def close(self) -> None:
         """The session is closed."""
 
@@ -140,6 +147,10 @@ class Console(Observer):
         """See ``InstructionLog``."""
         if self._log is not None:
             self._log.write(direction, kind, rank, run, size, why)
+
+    def recovered(self, run: int, record: RecoveryRecord) -> None:
+        """A line of the log."""
+        self.message("recover", "runs", record.ranks[0], run, 0, str(record))
 
     def waiting(self, what: str) -> None:
         """See ``WaitLine``."""

@@ -310,7 +310,9 @@ class Snapped(Part, tag=15):
         failed: those that could not be computed.
         next_dynamic: the id that the next result of a data-dependent op will have.
         generator: the generator's state.
-        nbytes, nanoseconds: what was copied, and how long all of it took.
+        nbytes: what was copied.
+        begin, nanoseconds: when all of it began, by the host's monotonic clock, and how long it
+            took.
         error: why there is none.
     """
 
@@ -320,6 +322,7 @@ class Snapped(Part, tag=15):
     next_dynamic: Count = 0
     generator: bytes = b""
     nbytes: Count = 0
+    begin: Count = 0
     nanoseconds: Count = 0
     error: str = ""
 

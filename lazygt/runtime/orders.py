@@ -114,10 +114,11 @@ class Orders(Answers):
 
     def _check_writing(self) -> None:
         """Raise what a worker was replaced for while it was asked to write."""
-        if self.recovery is not None and self._writing != self._epoch:
-            self._writing = self._epoch
+        recovery = self.recovery or self._former
+        if recovery is not None and self._writing != recovery.epoch:
+            self._writing = recovery.epoch
             self._written.clear()
-            raise self.recovery.last
+            raise recovery.last
 
     # -- errors --------------------------------------------------------------------------
 

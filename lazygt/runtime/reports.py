@@ -89,6 +89,11 @@ class Reports:
         #: called before an error is raised: has all as it was before an op failed, whose error it
         #: returns
         self.undo: Callable[[], ExecutionError | None] = _nothing_to_undo
+        #: the one that was turned off
+        self._former: Recovery | None = None
+        #: why it is to be turned off when it has come to its end
+        self._no_more = ""
+        self.recoveries: list[RecoveryRecord] = []
         #: called when workers were replaced
         self.on_recovery: list[Callable[[RecoveryRecord], object]] = []
         self._uploads, self._fetches, self._failures = uploads, Fetches(link), Failures()
@@ -165,13 +170,20 @@ class Reports:
         if told.error:
             self._recover_no_more(f"worker {rank} could not take a snapshot: {told.error}")
             return
+        if self.observer is not None:
+            self.observer.snapped(rank, told)
         covered = self.recovery.took(rank, told)
         if covered is not None:
             self._uploads.covered(covered)
 
     def _recover_no_more(self, why: str) -> None:
         """From here on a worker's death loses values; say so, once."""
-        self.recovery, self.quiet_until = None, inf
+        assert self.recovery is not None
+        if self.recovery.under_way:  # it needs what it has
+            self._no_more = why
+            return
+        self.recovery.doubts.believe()
+        self._former, self.recovery, self.quiet_until = self.recovery, None, inf
         self._uploads.keep_no_more()
         warnings.warn(
             f"lazygt: {why}. From here on the death of a worker loses values: save what matters. "
@@ -196,11 +208,13 @@ class Reports:
         """The oldest run that a rank has not answered."""
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
 
-    def step_of(self, seq: int, rank: int, step: int) -> str:
-        """What a step of a run is, what it asks for, and the user's line."""
+    def step_of(self, seq: int, rank: int, step: int | None) -> str:
+        """What a step of a run is, what it asks for, and the user's line; None: it is not known."""
         run = self._in_flight[seq]
         if run.entry is None or run.describe is None:
             return "the upload of its values"
+        if step is None:
+            return f"one of its {len(run.entry.plans[run.entry.of(rank)].steps.graph.nodes)} steps"
         op, inputs, where = run.describe(step, rank)
         nodes = run.entry.plans[run.entry.of(rank)].steps.graph.nodes
         fresh = nodes[step].fresh if step < len(nodes) else ()
@@ -223,11 +237,17 @@ class Reports:
     def recovered(self, record: RecoveryRecord) -> None:
         """Workers were replaced, and all is as it was."""
         self.entries.swapping.clear()
+        self.recoveries.append(record)
         _log.warning("%s", record)
         if self.observer is not None:
-            self.observer.message("recover", "runs", record.ranks[0], self._seq, 0, str(record))
+            self.observer.recovered(self._seq, record)
         for told in self.on_recovery:
             told(record)
+
+    def settled(self) -> None:
+        """All journaled runs are done again."""
+        if self._no_more:
+            self._recover_no_more(self._no_more)
 
 
 def _nothing_to_undo() -> None:

@@ -38,7 +38,7 @@ ALIGNMENT = 256
 
 _PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8sQ")
-_NOTE = struct.Struct("<Q")
+_NOTE = struct.Struct("<QQ")
 _NOTE_AT = 64  # in the header's page
 _MAGIC = b"lazygt\x00\x01"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14); not named by Python's mmap module
@@ -114,9 +114,9 @@ class Arena:
             self._in_use += size
         return Slot(offset, nbytes)
 
-    def note(self, number: int) -> None:
-        """Write a number that `read_note` reads, whatever becomes of this process."""
-        os.pwrite(self.fd, _NOTE.pack(number), _NOTE_AT)
+    def note(self, first: int, second: int) -> None:
+        """Write two numbers that `read_note` reads, whatever becomes of this process."""
+        os.pwrite(self.fd, _NOTE.pack(first, second), _NOTE_AT)
 
     def claim(self, offset: int, nbytes: int) -> None:
         """Allocate a given range, in which a process that was here before has left something.
@@ -301,9 +301,10 @@ def create_memory(initial_bytes: int = 64 << 20) -> int:
     return fd
 
 
-def read_note(fd: int) -> int:
-    """The number that the owner of an arena noted last."""
-    return int(_NOTE.unpack(os.pread(fd, _NOTE.size, _NOTE_AT))[0])
+def read_note(fd: int) -> tuple[int, int]:
+    """The two numbers that the owner of an arena noted last."""
+    first, second = _NOTE.unpack(os.pread(fd, _NOTE.size, _NOTE_AT))
+    return first, second
 
 
 def tensor_over(

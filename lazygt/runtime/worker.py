@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,7 +261,8 @@ class Worker:
         inputs = self._inputs(executor.schedule, ids, frees)
         done.releases.extend(self.store.free(frees))
         if run.timed:
-            mark = None if self._snapshots is None else self._snapshots.mark
+            kept = self._snapshots
+            mark = None if kept is None else partial(kept.mark, run.seq)
             executor = TimedExecutor(executor.plain, mark)
         if known.checked != self._group:
             known.checked = self._group

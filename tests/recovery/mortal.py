@@ -80,7 +80,7 @@ class MortalLink:
     def refill(self) -> None:
         """There are no spares."""
 
-    def last_step(self, rank: int) -> int:
+    def last_step(self, rank: int) -> tuple[int, int]:
         raise AssertionError("no run kills it again and again")
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:

@@ -39,8 +39,8 @@ class Link(Protocol):
     def refill(self) -> None:
         """Have as many spare processes as there are to be."""
 
-    def last_step(self, rank: int) -> int:
-        """The step at which a worker was last in a timed run, also when it has died since."""
+    def last_step(self, rank: int) -> tuple[int, int]:
+        """The run that a worker did last with times taken, and the step of it at which it was."""
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:
         """C++'s way to get numbers from its only worker; None: there is none.
@@ -110,7 +110,7 @@ class InlineLink:
     def refill(self) -> None:
         """There are none."""
 
-    def last_step(self, rank: int) -> int:
+    def last_step(self, rank: int) -> tuple[int, int]:
         """Never called; as ``replace``."""
         raise LazyGTError("an inline worker has not died; please report this")
 

@@ -110,8 +110,8 @@ class ProcessLink:
         """
         self._pool.refill()
 
-    def last_step(self, rank: int) -> int:
-        """The step at which a worker was last in a timed run."""
+    def last_step(self, rank: int) -> tuple[int, int]:
+        """The run that a worker did last with times taken, and the step of it."""
         return self._pool.last_step(rank)
 
     def native_fetcher(self, make: Any, *whose: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,12 +19,14 @@ import zmq
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.base import Boot, Launcher, Process
 from lazygt.runtime.launch.channel import Address, Client, new_token
+from lazygt.runtime.launch.death_watch import DeathWatch
 from lazygt.runtime.launch.limits import check_limits
 from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.procfs import OOMKills
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan
 from lazygt.runtime.shared_memory import Arena, create_memory, read_note
+from lazygt.uncollected import uncollected
 
 _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its group
 _TERMINATE_SECONDS = 1.0
@@ -91,6 +94,10 @@ class WorkerPool:
         #: memfds in which snapshots lie, by rank
         self._snapshots: list[int] = []
         self._oom_kills = OOMKills()
+        #: held while processes are started, also by the watch for deaths while nobody waits
+        self._starting = threading.RLock()
+        self._death_watch: DeathWatch | None = None
+        self._ending = False
 
     def start(self, spec: LinkSpec, launcher: Launcher) -> None:
         """Start the workers, without waiting for them.
@@ -122,6 +129,9 @@ class WorkerPool:
         self._know_workers()
         self._spares_wanted = spec.spares
         self.refill()
+        if spec.snapshots:
+            self._death_watch = DeathWatch(self._living, self.prepare)
+            self._death_watch.start()
 
     def replace(self, rank: int, group_number: int) -> None:
         """Have a spare process, or a new one, in the place of one that has ended, or is ended here.
@@ -132,14 +142,17 @@ class WorkerPool:
         Raises:
             OSError: none can be started.
         """
-        before = self.workers[rank]
-        before.process.kill()
-        before.process.wait(_KILL_SECONDS)
-        spare = self._spare(rank, group_number)
-        self.workers[rank] = spare or self._launch(rank, rank, group_number)
-        before.resources.close()
+        with self._starting:
+            before = self.workers[rank]
+            before.process.kill()
+            before.process.wait(_KILL_SECONDS)
+            spare = self._spare(rank, group_number)
+            self.workers[rank] = spare or self._launch(rank, rank, group_number)
+            before.resources.close()
         self._watch_worker(rank)
         self._know_workers()
+        if self._death_watch is not None:
+            self._death_watch.look_again()
 
     def refill(self) -> None:
         """Start as many spare processes as there are to be.
@@ -147,8 +160,30 @@ class WorkerPool:
         Raises:
             OSError: one can't be started.
         """
-        while len(self._spares) < self._spares_wanted:
-            self._spares.append(self._launch(next(self._places), None))
+        self._have_spares(self._spares_wanted)
+
+    def prepare(self) -> None:
+        """Start a process for each worker that has died, before anybody asks for it.
+
+        It loads what it needs while the program goes on. Called on a thread of its own.
+        """
+        with uncollected(), self._starting:
+            if self._ending:
+                return
+            dead = len(self.workers) - len(self._living())
+            with suppress(OSError):  # whoever replaces the worker tries again, and says so
+                self._have_spares(dead)
+
+    def _have_spares(self, count: int) -> None:
+        with self._starting:
+            while len(self._spares) < count:
+                self._spares.append(self._launch(next(self._places), None))
+
+    def _living(self) -> list[int]:
+        """The pidfds of the workers that have not ended."""
+        with self._starting:
+            processes = [worker.process for worker in self.workers]
+            return [process.pidfd for process in processes if process.status() is None]
 
     def _spare(self, rank: int, group_number: int) -> WorkerProcess | None:
         """A spare process that has taken a rank, if there is one."""
@@ -160,8 +195,8 @@ class WorkerPool:
             spare.resources.close()
         return None
 
-    def last_step(self, rank: int) -> int:
-        """The step that a worker noted last, in a run that is watched."""
+    def last_step(self, rank: int) -> tuple[int, int]:
+        """The run and the step that a worker noted last, in a run that is watched."""
         return read_note(self._snapshots[rank])
 
     def snapshot_arena(self, rank: int) -> Arena:
@@ -246,6 +281,11 @@ class WorkerPool:
 
     def end(self, orderly: Collection[int], stuck: Collection[int]) -> None:
         """End all processes: some in good order, the stuck ones at once, the rest by hanging up."""
+        with self._starting:
+            self._ending = True
+        death_watch, self._death_watch = self._death_watch, None
+        if death_watch is not None:
+            death_watch.end()
         for rank, worker in enumerate(self.workers):
             if rank in stuck:
                 worker.process.kill()

@@ -59,6 +59,10 @@ class Doubts:
             return set()
         return set(self._waiting_for(answer.seq) - {rank})
 
+    def believe(self) -> None:
+        """From here on nothing is in doubt: nobody is replaced any more."""
+        self._waiting_for = lambda seq: set()
+
     def take(self) -> list[Told]:
         """All that is held back; nothing is in doubt any more."""
         held, self._held = self._held, []

@@ -7,6 +7,7 @@ fetched again, and what comes of it is not looked at.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -41,8 +42,12 @@ from lazygt.runtime.recovery.journal import (
 )
 from lazygt.runtime.wire import Buffer, decode
 
+_log = logging.getLogger("lazygt")
+
 #: Deaths at one run after which it is not tried again.
 _POISON = 3
+#: The same where no run is under way: the snapshot's values, or runs of before, may be what kills.
+_HOPELESS = 10
 #: Seconds between two snapshots at least: workers look again at what comes after one, and doing a
 #: second's runs again takes a second at most.
 _LEAST_SECONDS = 1.0
@@ -104,8 +109,8 @@ class RunsInFlight(Protocol):
     def under_way(self, rank: int) -> int | None:
         """The oldest run that a rank has not answered."""
 
-    def step_of(self, seq: int, rank: int, step: int) -> str:
-        """What a step of a run is, what it asks for, and the user's line."""
+    def step_of(self, seq: int, rank: int, step: int | None) -> str:
+        """What a step of a run is, what it asks for, and the user's line; None: it is not known."""
 
     def drop_answer(self, rank: int, done: Done) -> None:
         """An answer comes that will be given again."""
@@ -115,6 +120,9 @@ class RunsInFlight(Protocol):
 
     def recovered(self, record: RecoveryRecord) -> None:
         """Workers were replaced, and all is as it was."""
+
+    def settled(self) -> None:
+        """All journaled runs are done again."""
 
 
 class Recovery:
@@ -129,7 +137,6 @@ class Recovery:
     def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
         self.journal = Journal(link.world_size)
         self.doubts = Doubts(client.waiting_for)
-        self.records: list[RecoveryRecord] = []
         self._client, self._link = client, link
         self._cost, self._journal_bytes = cost, journal_bytes
         #: bytes of the journal when it was weighed last
@@ -146,7 +153,12 @@ class Recovery:
         self._answered: dict[int, int] = {}
         #: runs that are done again
         self._again: Counter[int] = Counter()
-        self._deaths: Counter[int] = Counter()
+        #: by run and rank
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        #: in this recovery, of what ranks were to have again
+        self._deaths_between = 0
+        #: whether ranks are being brought back, and do no run yet
+        self._restoring = False
         #: when the next snapshot is due
         self._due = client.quiet_until = time.monotonic() + _LEAST_SECONDS
         self._begun = 0.0
@@ -275,12 +287,15 @@ class Recovery:
         begin, at, replaced, runs = time.monotonic(), time.time(), set[int](), 0
         self._unfinished, self._cause = True, error
         self._client.quiet_until = 0.0
+        self._deaths_between, self._restoring = 0, False
         self.active = True
         try:
             while self._unfinished:
                 replaced |= self._replace()
                 try:
+                    self._restoring = True
                     self._restore()
+                    self._restoring = False
                     runs = self._replay()
                     self._unfinished = False
                 except (WorkerDied, WorkerFrozen) as another:
@@ -288,29 +303,50 @@ class Recovery:
                     self._cause = another
         finally:
             self.active = False
-        self._link.refill()
+            for raised in filter(None, (error, self._cause)):
+                raised.__traceback__ = None  # whose frames would keep the user's tensors
+        self._refill()
         self._client.quiet_until = 0.0 if self.journal.cutting else self._due
         if self._cause is not None:
             seconds, why = time.monotonic() - begin, str(error or self._cause).split(". ")[0]
-            record = RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds)
-            self.records.append(record)
             self.last = self._cause
-            self._client.recovered(record)
+            self._client.recovered(RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds))
+        self._client.settled()
 
     def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
         """Give up on a run that has killed its worker too often."""
-        seq = self._client.under_way(error.rank)
+        seq = None if self._restoring else self._client.under_way(error.rank)
         if seq is None:
+            self._judge_between(error)
             return
-        self._deaths[seq] += 1
-        if self._deaths[seq] < _POISON:
+        self._deaths[seq, error.rank] += 1
+        if self._deaths[seq, error.rank] < _POISON:
             return
         self._unfinished = False
         if not isinstance(error, WorkerDied):
             raise error
-        what = self._client.step_of(seq, error.rank, self._link.last_step(error.rank))
+        ran, step = self._link.last_step(error.rank)
+        what = self._client.step_of(seq, error.rank, step if ran == seq else None)
         during = f"{_POISON} processes died in this run, the last of them at {what}."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
+
+    def _judge_between(self, error: WorkerDied | WorkerFrozen) -> None:
+        """Give up where processes die of what they are to have again."""
+        self._deaths_between += 1
+        if self._deaths_between < _HOPELESS:
+            return
+        self._unfinished = False
+        if not isinstance(error, WorkerDied):
+            raise error
+        during = f"{_HOPELESS} processes died while values were restored, and runs done again."
+        raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
+
+    def _refill(self) -> None:
+        """Have spare processes again. Without one the next recovery takes longer, no more."""
+        try:
+            self._link.refill()
+        except OSError as error:
+            _log.warning("no spare process could be started: %s", error)
 
     def _replace(self) -> set[int]:
         """Replace the processes that have ended, if any; their ranks."""
@@ -399,7 +435,7 @@ class Recovery:
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        message.timed = self._deaths[seq] == _POISON - 1  # which step is it that kills?
+        message.timed = self._deaths[seq, rank] == _POISON - 1  # which step is it that kills?
         if rank not in self._client.waiting_for(seq):
             message.fetches = ()
         return self._link.encode(message, frames[1:])

@@ -68,6 +68,7 @@ class Snapshots:
             next_dynamic,
             generator.numpy().tobytes(),
             copied,
+            begin,
             time.monotonic_ns() - begin,
         )
 
@@ -103,9 +104,9 @@ class Snapshots:
         for key, failure in restore.failed:
             store.put(key, kept.get(key, Failed(failure)))
 
-    def mark(self, step: int) -> None:
-        """Say which step begins, to whoever looks for what killed this process."""
-        self._memory.note(step)
+    def mark(self, run: int, step: int) -> None:
+        """Say which step of a run begins, to whoever looks for what killed this process."""
+        self._memory.note(run, step)
 
     def _forget_all_but(self, number: int) -> None:
         """Give back the room of all snapshots but one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from lazygt.errors import WorkerDied
 from lazygt.runtime.launch.procfs import OOMKills
+from tests.memory_group import memory_group
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)
@@ -84,24 +84,7 @@ def test_the_error_says_what_to_do() -> None:
 @pytest.mark.anew  # all of a group's memory is its own
 @pytest.mark.timeout(100)
 def test_a_worker_that_the_kernel_kills() -> None:
-    group = _group()
-    client = [sys.executable, "-c", IN_A_GROUP, str(group)]
-    try:
+    with memory_group() as group:
+        client = [sys.executable, "-c", IN_A_GROUP, str(group)]
         ended = subprocess.run(client, capture_output=True, text=True, timeout=600, check=False)
         assert ended.stdout.strip() == f"out of memory ({KILLED})", ended.stderr
-    finally:
-        group.rmdir()
-
-
-def _group() -> Path:
-    """A memory cgroup of our own, below that of this process."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            group = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / f"lazygt-test-{os.getpid()}"
-            try:
-                group.mkdir()
-            except OSError as error:
-                pytest.skip(f"no memory cgroup can be made here: {error}")
-            return group
-    pytest.skip("this machine has no memory cgroups of version 1, which may be made anywhere")
