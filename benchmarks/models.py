@@ -1,5 +1,6 @@
 """The models that the benchmarks train, and one training step for each."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,10 +63,10 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def mlp(width: int = 512) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )
+def mlp(width: int = 512, hidden: int = 2) -> nn.Module:
+    widths = [784, *[width] * hidden]
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*itertools.chain(*layers), nn.Linear(width, 10))
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -78,12 +79,17 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def mlp_step(
-    device: str, optimizer: str = "sgd", batch: int = 64, width: int = 512, wrap: Wrap = as_it_is
+    device: str,
+    optimizer: str = "sgd",
+    batch: int = 64,
+    width: int = 512,
+    hidden: int = 2,
+    wrap: Wrap = as_it_is,
 ) -> Step:
     """784-512-512-10, cross-entropy; the data stays on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = mlp(width)
+        model = mlp(width, hidden)
         images, labels = torch.randn(batch, 784), torch.randint(10, (batch,))
     made = optimizer_of(model, optimizer)
     forward, advance = wrap(lambda x, y: F.cross_entropy(model(x), y)), wrap(made.step)

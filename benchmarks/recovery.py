@@ -1,12 +1,14 @@
 """What recovery costs while nobody dies, and how long a death takes.
 
-Undisturbed steps with and without recovery, in turn; then workers are killed, with a spare process
-and without one; then memory over many steps.
+Undisturbed steps with and without recovery, in turn; then workers are killed: while the client waits,
+with a spare process and without one, and where all runs since the session opened are done again; then
+memory over many steps.
 """
 
 import argparse
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -20,21 +22,24 @@ from benchmarks.models import SMALL_GPT, Step, gpt_step, mlp_step
 COLUMNS = ["what", "without", "with", "x", "aim"]
 MODELS: dict[str, tuple[Callable[[str], Step], int]] = {
     "MLP 784-512-512-10, Adam": (lambda device: mlp_step(device, "adam"), 1_500),
+    "MLP 4x1024, Adam": (lambda device: mlp_step(device, "adam", width=1024, hidden=4), 200),
     "GPT d=256, batch 8": (lambda device: gpt_step(device, SMALL_GPT), 25),
 }
 WARM_STEPS = 5
+#: As the share of time for snapshots: none comes after the first.
+_SELDOM = 1e-9
 
 
 class Steps:
     """Steps of one model in sessions of one kind, a new session a round.
 
     Attributes:
-        snapshots, seconds: of all rounds together.
+        snapshots, snapshot_bytes, seconds: of all rounds together.
     """
 
     def __init__(self, make: Callable[[str], Step], steps: int, recover: str) -> None:
         self._make, self._steps, self._recover = make, steps, recover
-        self.snapshots, self.seconds = 0, 0.0
+        self.snapshots, self.snapshot_bytes, self.seconds = 0, 0, 0.0
 
     def __call__(self) -> float:
         """Milliseconds a step, the last one's loss read."""
@@ -43,13 +48,15 @@ class Steps:
             for _ in range(WARM_STEPS):
                 step().item()
             step().item()
-            before, begin = session.stats()["snapshots"], time.perf_counter()
+            before, begin = session.stats(), time.perf_counter()
             for _ in range(self._steps):
                 loss = step()
             loss.item()
             took = time.perf_counter() - begin
             self.seconds += took
-            self.snapshots += session.stats()["snapshots"] - before
+            after = session.stats()
+            self.snapshots += after["snapshots"] - before["snapshots"]
+            self.snapshot_bytes += after["snapshot_bytes"] - before["snapshot_bytes"]
         return took * 1e3 / self._steps
 
 
@@ -62,7 +69,10 @@ def undisturbed(report: Report, args: argparse.Namespace) -> None:
         factor = ratio(took["auto"], took["off"])
         report.add(f"a step of {name}", *times, f"{factor:.3f}x", "<= 1.02")
         kept = runs["auto"]
-        report.remarks.append(f"{name}: {kept.snapshots} snapshots in {kept.seconds:.1f} s")
+        copied = kept.snapshot_bytes / 2**20 / max(kept.snapshots, 1)
+        report.remarks.append(
+            f"{name}: {kept.snapshots} snapshots of {copied:.1f} MiB in {kept.seconds:.1f} s"
+        )
 
 
 def deaths(report: Report, args: argparse.Namespace) -> None:
@@ -98,6 +108,59 @@ def death(session: lazygt.Session, step: Step, idle: float) -> float:
     return time.perf_counter() - begin
 
 
+def seen(report: Report, args: argparse.Namespace) -> None:
+    """From a SIGKILL until the client, which waits for an answer, begins to recover."""
+    told = []
+    for _ in range(args.rounds):
+        with lazygt.session(threads=1, snapshot_cost=_SELDOM) as session:
+            x = torch.randn(1_000, 1_000)
+            torch.mm(x, x).sum().item()
+            killed: list[float] = []
+            killer = threading.Timer(0.2, _kill, (session.worker_pids[0], killed))
+            killer.start()
+            for _ in range(100):
+                x = torch.mm(x, x).tanh()
+            x.sum().item()
+            killer.join()
+            told.append((session.recoveries[0].at - killed[0]) * 1e3)
+    low, median, high = min(told), Measured(tuple(told)).median, max(told)
+    report.add("killed, until seen", "", f"{median:.1f} ms", "", "< 100 ms")
+    report.remarks.append(f"a death is seen after {low:.1f} to {high:.1f} ms")
+
+
+def _kill(pid: int, at: list[float]) -> None:
+    at.append(time.time())
+    os.kill(pid, signal.SIGKILL)
+
+
+def replay(report: Report, args: argparse.Namespace) -> None:
+    """A run that is done again beside the same run as the program had it done."""
+    for name, (make, steps) in MODELS.items():
+        again, recorded = [], []
+        for _ in range(args.rounds):
+            with lazygt.session(threads=1, snapshot_cost=_SELDOM, compile="off") as session:
+                step = make("lazygt")
+                for _ in range(WARM_STEPS):
+                    step().item()
+                runs, begin = sum(session.stats()["flushes"].values()), time.perf_counter()
+                for _ in range(args.steps or steps):
+                    loss = step()
+                loss.item()
+                took = time.perf_counter() - begin
+                runs = sum(session.stats()["flushes"].values()) - runs
+                os.kill(session.worker_pids[0], signal.SIGKILL)
+                (loss + 1).item()
+                (recovery,) = session.recoveries
+                recorded.append(took / runs * 1e3)
+                again.append(recovery.replay_seconds / recovery.runs * 1e3)
+        both = Measured(tuple(recorded)), Measured(tuple(again))
+        report.add(
+            f"a run of {name}: recorded, done again",
+            *(f"{took.median:.2f} ms" for took in both), f"{ratio(both[1], both[0]):.2f}x", "<= 1.0",
+        )  # fmt: skip
+        report.remarks.append(f"{name}: {recovery.runs} runs done again at once")
+
+
 def memory(report: Report, args: argparse.Namespace) -> None:
     """Resident memory of client and worker after some steps, and after many more."""
     with lazygt.session(threads=1) as session:
@@ -120,7 +183,9 @@ def memory(report: Report, args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> Report:
     report = Report("recovery", "Recovery: without, with", COLUMNS)
     undisturbed(report, args)
+    seen(report, args)
     deaths(report, args)
+    replay(report, args)
     memory(report, args)
     return report
 

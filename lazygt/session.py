@@ -414,6 +414,7 @@ class Session:
             "largest_run_message": counts.largest_run,
             "last_run_message": counts.last_run,
             "snapshots": self._client.snapshots,
+            "snapshot_bytes": counts.snapshot_bytes,
             "free_messages": 0,
             "scalar_uploads": 0,
         }

@@ -55,6 +55,7 @@ class Counts:
     plans_sent: int = 0
     largest_run: int = 0
     last_run: int = 0
+    snapshot_bytes: int = 0
 
 
 class Reports:
@@ -170,6 +171,7 @@ class Reports:
         if told.error:
             self._recover_no_more(f"worker {rank} could not take a snapshot: {told.error}")
             return
+        self.counts.snapshot_bytes += told.nbytes
         if self.observer is not None:
             self.observer.snapped(rank, told)
         covered = self.recovery.took(rank, told)

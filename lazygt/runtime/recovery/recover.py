@@ -65,6 +65,7 @@ class RecoveryRecord:
         why: how the first of them ended.
         runs: how many runs were done again.
         seconds: until the session could go on.
+        replay_seconds: of these, for doing those runs again.
     """
 
     at: float
@@ -72,6 +73,7 @@ class RecoveryRecord:
     why: str
     runs: int
     seconds: float
+    replay_seconds: float
 
     def __str__(self) -> str:
         return f"{self.why}; back after {self.seconds:.1f} s, {self.runs} runs again"
@@ -284,7 +286,8 @@ class Recovery:
 
     def _recover(self, error: WorkerDied | WorkerFrozen | None) -> None:
         """Replace the dead workers, if there are any, and have all ranks do the journal again."""
-        begin, at, replaced, runs = time.monotonic(), time.time(), set[int](), 0
+        begin, at, replaced = time.monotonic(), time.time(), set[int]()
+        runs, replay_seconds = 0, 0.0
         self._unfinished, self._cause = True, error
         self._client.quiet_until = 0.0
         self._deaths_between, self._restoring = 0, False
@@ -296,7 +299,9 @@ class Recovery:
                     self._restoring = True
                     self._restore()
                     self._restoring = False
+                    replay_begin = time.monotonic()
                     runs = self._replay()
+                    replay_seconds = time.monotonic() - replay_begin
                     self._unfinished = False
                 except (WorkerDied, WorkerFrozen) as another:
                     self._judge(another)
@@ -310,7 +315,8 @@ class Recovery:
         if self._cause is not None:
             seconds, why = time.monotonic() - begin, str(error or self._cause).split(". ")[0]
             self.last = self._cause
-            self._client.recovered(RecoveryRecord(at, tuple(sorted(replaced)), why, runs, seconds))
+            ranks = tuple(sorted(replaced))
+            self._client.recovered(RecoveryRecord(at, ranks, why, runs, seconds, replay_seconds))
         self._client.settled()
 
     def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
