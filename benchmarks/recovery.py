@@ -1,8 +1,8 @@
 """What recovery costs while nobody dies, and how long a death takes.
 
-Undisturbed steps with and without recovery, in turn; then workers are killed: while the client waits,
-with a spare process and without one, and where all runs since the session opened are done again; then
-memory over many steps.
+Undisturbed steps with and without recovery, in turn; then workers are killed: while the client
+waits, with a spare process and without one, and where all runs since the session opened are done
+again; then memory over many steps.
 """
 
 import argparse
@@ -136,29 +136,32 @@ def _kill(pid: int, at: list[float]) -> None:
 def replay(report: Report, args: argparse.Namespace) -> None:
     """A run that is done again beside the same run as the program had it done."""
     for name, (make, steps) in MODELS.items():
-        again, recorded = [], []
-        for _ in range(args.rounds):
-            with lazygt.session(threads=1, snapshot_cost=_SELDOM, compile="off") as session:
-                step = make("lazygt")
-                for _ in range(WARM_STEPS):
-                    step().item()
-                runs, begin = sum(session.stats()["flushes"].values()), time.perf_counter()
-                for _ in range(args.steps or steps):
-                    loss = step()
-                loss.item()
-                took = time.perf_counter() - begin
-                runs = sum(session.stats()["flushes"].values()) - runs
-                os.kill(session.worker_pids[0], signal.SIGKILL)
-                (loss + 1).item()
-                (recovery,) = session.recoveries
-                recorded.append(took / runs * 1e3)
-                again.append(recovery.replay_seconds / recovery.runs * 1e3)
-        both = Measured(tuple(recorded)), Measured(tuple(again))
-        report.add(
-            f"a run of {name}: recorded, done again",
-            *(f"{took.median:.2f} ms" for took in both), f"{ratio(both[1], both[0]):.2f}x", "<= 1.0",
-        )  # fmt: skip
-        report.remarks.append(f"{name}: {recovery.runs} runs done again at once")
+        pairs = [again(make, args.steps or steps) for _ in range(args.rounds)]
+        recorded, repeated = (Measured(tuple(took)) for took in zip(*pairs, strict=True))
+        times = [f"{took.median:.2f} ms" for took in (recorded, repeated)]
+        factor = ratio(repeated, recorded)
+        report.add(f"a run of {name}, and again", *times, f"{factor:.2f}x", "<= 1.0")
+
+
+def again(make: Callable[[str], Step], steps: int) -> tuple[float, float]:
+    """Milliseconds a run takes, and a run when all that the session did is done again."""
+    with lazygt.session(threads=1, snapshot_cost=_SELDOM, compile="off") as session:
+        step = make("lazygt")
+        for _ in range(WARM_STEPS):
+            step().item()
+        before, begin = _runs(session), time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        loss.item()
+        recorded = (time.perf_counter() - begin) / (_runs(session) - before)
+        os.kill(session.worker_pids[0], signal.SIGKILL)
+        (loss + 1).item()
+        (recovery,) = session.recoveries
+    return recorded * 1e3, recovery.replay_seconds / recovery.runs * 1e3
+
+
+def _runs(session: lazygt.Session) -> int:
+    return sum(session.stats()["flushes"].values())
 
 
 def memory(report: Report, args: argparse.Namespace) -> None:
@@ -175,7 +178,7 @@ def memory(report: Report, args: argparse.Namespace) -> None:
     few, many = args.memory_steps // 4, args.memory_steps
     for who, early, late in zip(("client", "worker"), *told, strict=True):
         report.add(
-            f"resident memory of the {who} after {few}, after {many} more steps",
+            f"resident memory of the {who} after {few}, {many} more steps",
             f"{early:.0f} MiB", f"{late:.0f} MiB", f"{late / early:.2f}x", "flat",
         )  # fmt: skip
 

@@ -79,6 +79,7 @@ def test_a_worker_that_dies_while_the_session_opens() -> None:
         assert torch.ones(3).sum().item() == 3
         (recovery,) = s.recoveries
         assert f"recoveries (1)\n  {recovery}" in str(lazygt.why(s))
+        assert 0 < recovery.replay_seconds < recovery.seconds
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,19 @@ def test_where_memory_is_short_no_snapshot_is_taken(monkeypatch: pytest.MonkeyPa
         assert Outcome("training", snapshots=True).digest == undisturbed.digest
 
 
+def test_a_value_is_copied_by_one_snapshot_alone() -> None:
+    with mortal_session(snapshots=True) as (s, _):
+        frozen = torch.ones(1024) * 2
+        for _ in range(2):  # a snapshot's answer is looked at by the next run
+            frozen[:2].sum().item()
+        before = s.stats()["snapshot_bytes"]
+        assert before >= 4096
+        for _ in range(3):
+            frozen[:2].sum().item()
+        assert s.stats()["snapshots"] >= 3
+        assert s.stats()["snapshot_bytes"] - before < 256
+
+
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 @pytest.mark.parametrize("snapshots", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)
