@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -85,10 +85,10 @@ class _Undone:
         seeded: the workers were handed the random stream since.
     """
 
-    again: dict[Storage, int] = field(default_factory=dict)
-    held: dict[Storage, Held] = field(default_factory=dict)
-    written: bool = False
-    seeded: bool = False
+    again: dict[Storage, int]
+    held: dict[Storage, Held]
+    written: bool
+    seeded: bool
 
 
 class Rewind:
@@ -246,36 +246,51 @@ def _undone(
     A storage shows what it got last before the op: a value of the trace, or another one. If it got
     nothing in that run, it shows what it was when it first entered since, or was overwritten.
     """
-    undone = _Undone()
-    shown, ops = runs[0].shown.values, before[-1].ops if before else 0
+    place = Position(runs[0].seq, before[-1].ops if before else 0)
+    rows = [(storage, row) for row in overwritten if (storage := row.storage()) is not None]
+    later = [(storage, row) for storage, row in rows if row.at > place]
+    again, held = _got(runs[0], before, [pair for pair in rows if pair[1].at <= place])
+    promised = {key for run in runs for key in run.promised}
+    for storage, showed in _showed(runs, later):
+        if storage not in again and showed.key not in promised and showed.known:
+            held.setdefault(storage, showed)
     first = before[-1].values if before else 0
-    place = Position(runs[0].seq, ops)
+    changed = *runs[0].shown.values[first:], *(s for run in runs[1:] for s in run.shown.values)
+    written = {storage for storage in changed if storage is not None}.union(s for s, _ in later)
+    steps = [step for run in runs for step in run.provenance.step.path()][len(before) :]
+    draws = any(step.facts is not None and step.facts.random for step in steps)
+    return _Undone(
+        again,
+        {storage: showed for storage, showed in held.items() if storage in written},
+        written=draws or not written.isdisjoint({*again, *held}),
+        seeded=any(map(_seeds, steps)),
+    )
+
+
+def _got(
+    run: Recorded, before: list[TrieNode], overwritten: Iterable[tuple[Storage, Overwritten]]
+) -> tuple[dict[Storage, int], dict[Storage, Held]]:
+    """What storages got last in the part of a run before the op: values of the trace, or others."""
     got = {
         storage: (op, number)
-        for number, (storage, op) in enumerate(zip(shown, makers(before), strict=False))
+        for number, (storage, op) in enumerate(zip(run.shown.values, makers(before), strict=False))
         if storage is not None
     }
-    rows = [(storage, row) for row in overwritten if (storage := row.storage()) is not None]
-    for storage, row in rows:
-        if row.at <= place and row.at.op > got.get(storage, (-1, 0))[0]:
+    held = {}
+    for storage, row in overwritten:
+        if row.at.op > got.get(storage, (-1, 0))[0]:
             got.pop(storage, None)
-            undone.held[storage] = row.after
-    undone.again = {storage: number for storage, (_, number) in got.items()}
-    later = [storage for run in runs[1:] for storage in run.shown.values]
-    changed = *shown[first:], *later, *[storage for storage, row in rows if row.at > place]
-    written = {storage for storage in changed if storage is not None}
-    showed = [(row.at, 0, storage, row.before) for storage, row in rows if row.at > place]
-    showed += [(at, 1, storage, held) for run in runs for at, storage, held in _entered(run)]
-    promised = {key for run in runs for key in run.promised}
-    for _, _, storage, held in sorted(showed, key=itemgetter(0, 1)):
-        if storage not in undone.again and held.key not in promised and held.known:
-            undone.held.setdefault(storage, held)
-    undone.held = {storage: held for storage, held in undone.held.items() if storage in written}
-    steps = [step for run in runs for step in run.provenance.step.path()][len(before) :]
-    undone.seeded = any(_seeds(step) for step in steps)
-    draws = any(step.facts is not None and step.facts.random for step in steps)
-    undone.written = draws or not written.isdisjoint({*undone.again, *undone.held})
-    return undone
+            held[storage] = row.after
+    return {storage: number for storage, (_, number) in got.items()}, held
+
+
+def _showed(
+    runs: Sequence[Recorded], overwritten: Iterable[tuple[Storage, Overwritten]]
+) -> Iterable[tuple[Storage, Held]]:
+    """What storages showed when they entered a run, or were overwritten; the earliest first."""
+    rows = [(row.at, 0, storage, row.before) for storage, row in overwritten]
+    rows += [(at, 1, storage, held) for run in runs for at, storage, held in _entered(run)]
+    return [(storage, held) for _, _, storage, held in sorted(rows, key=itemgetter(0, 1))]
 
 
 def _entered(run: Recorded) -> Iterable[tuple[Position, Storage, Held]]:
