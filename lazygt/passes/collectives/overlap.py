@@ -30,6 +30,7 @@ from lazygt.graph.placement import (
     WAIT,
 )
 from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.classes import by_class
 from lazygt.passes.collectives.bucket import (
     Bucket,
     Caps,
@@ -77,11 +78,11 @@ def _together(graphs: dict[int, Graph], mesh: Mesh, caps: Caps) -> dict[int, Gra
 def _connected(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]]:
     """The ranks, in groups whose members meet each other, by way of others too."""
     group = {rank: [rank] for rank in range(len(graphs))}
-    axes = {id(graph): _axes(graph) for graph in graphs}
+    axes = by_class(_axes, graphs)
     for axis in mesh.names:
         for line in mesh.lines(axis):
             for rank in line[1:]:
-                if axis in axes[id(graphs[rank])] and group[rank] is not group[line[0]]:
+                if axis in axes[rank] and group[rank] is not group[line[0]]:
                     group[line[0]] += group[rank]
                     for other in group[rank]:
                         group[other] = group[line[0]]
@@ -105,7 +106,7 @@ class _Key(NamedTuple):
 def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) -> Graph:
     """A rank's program with the buckets launched in this order."""
     units = _Units(analysis, order)
-    values = analysis.graph.values
+    metas = analysis.graph.values
     rows: list[Placed] = []
     old = placed(analysis.graph)
     for unit in units.in_order():
@@ -114,8 +115,8 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
             continue
         number, second = divmod(unit - len(old), 2)
         members = [old[analysis.collectives[place].node] for place in order[number].members]
-        flying = len(values) + number
-        halves = _halves(members, analysis, order[number], flying, mesh)
+        flying = len(metas) + number
+        halves = _halves(members, analysis, order[number], flying, mesh, metas)
         rows.append(halves[second])
     return rebuild(analysis.graph, rows)
 
@@ -264,9 +265,19 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def _halves(
-    members: Sequence[Placed], analysis: CollectiveAnalysis, bucket: Bucket, flying: int, mesh: Mesh
+    members: Sequence[Placed],
+    analysis: CollectiveAnalysis,
+    bucket: Bucket,
+    flying: int,
+    mesh: Mesh,
+    metas: Sequence[TensorMeta | None],
 ) -> tuple[Placed, Placed]:
-    """The launch and the wait of a bucket; ``flying`` is the number of what is under way."""
+    """The launch and the wait of a bucket.
+
+    Args:
+        flying: the number of what is under way.
+        metas: of the values of the graph.
+    """
     collectives = [analysis.collectives[place] for place in bucket.members]
     first = collectives[0]
     values = [arg for row in members for arg in row.node.args if type(arg) is Ref]
@@ -274,23 +285,22 @@ def _halves(
     moves = () if first.kind == ALL_REDUCE else tuple(collective.move for collective in collectives)
     args = (kind, tuple(values), moves, first.op, first.axis)
     results = [value for row in members for value in row.results]
-    metas = tuple(row.node.fresh[0] for row in members)
-    operands = [_meta(analysis.graph, value) for value in values]
+    received = tuple(row.node.fresh[0] for row in members)
+    operands = [_known(metas[value.index]) for value in values]
     source = members[0].source
-    if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == metas[0]:
+    if first.kind == ALL_REDUCE and len(members) == 1 and operands[0] == received[0]:
         target, meta = values[0].index, operands[0]
         begin = Node(LAUNCH_, args, (), (), (target,), (meta,))
         end = Node(WAIT, (ref(flying), (), (), first.axis), (), (), (flying,), (meta,))
     else:
         held = tuple(values) if _sends_from_there(first.kind, len(members)) else ()
-        length = _length(kind, operands, moves, mesh.size(first.axis), metas)
+        length = _length(kind, operands, moves, mesh.size(first.axis), received)
         begin = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
-        end = Node(WAIT, (ref(flying), held, (), first.axis), (), metas)
+        end = Node(WAIT, (ref(flying), held, (), first.axis), (), received)
     return Placed(begin, [flying], source), Placed(end, results, source)
 
 
-def _meta(graph: Graph, value: Ref) -> TensorMeta:
-    meta = graph.values[value.index]
+def _known(meta: TensorMeta | None) -> TensorMeta:
     assert meta is not None
     return meta
 

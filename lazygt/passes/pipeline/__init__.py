@@ -14,6 +14,7 @@ from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import Placement, Replicate, SingleRank
 from lazygt.passes.base import without_likenesses
+from lazygt.passes.classes import by_class
 from lazygt.passes.pipeline.schedule import ordered
 from lazygt.passes.pipeline.split import split
 from lazygt.passes.pipeline.stages import assign
@@ -62,17 +63,21 @@ def shard_stages(
     ]
     rest = Mesh(_without(mesh.names, at), _without(mesh.sizes, at))
     local = shard(_without_axis(graph, at, axis), rest, others, machine, decided)
-    graphs: list[Graph] = [graph] * mesh.world_size
-    placements: list[Placement] = []
-    why = ""
-    for line, whole in zip(mesh.lines(axis), local.graphs, strict=True):
+    stages = mesh.sizes[at]
+
+    def cut(whole: Graph) -> tuple[list[Graph], list[Placement], str]:
         # so that a dropout's mask, which all ranks draw, is of no stage
         program = without_likenesses(whole)
         assigned = assign(program, homes)
-        order, why = ordered(program, assigned, len(line))
-        parts, placements = split(program, assigned, order, axis, len(line))
+        order, why = ordered(program, assigned, stages)
+        return *split(program, assigned, order, axis, stages), why
+
+    cuts = by_class(cut, local.graphs)
+    graphs: list[Graph] = [graph] * mesh.world_size
+    for line, (parts, _, _) in zip(mesh.lines(axis), cuts, strict=True):
         for rank, part in zip(line, parts, strict=True):
             graphs[rank] = part
+    _, placements, why = cuts[-1]
     outputs = [
         output._replace(placements=(*output.placements[:at], placement, *output.placements[at:]))
         for output, placement in zip(local.outputs, placements, strict=True)

@@ -11,8 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lazygt.graph.mesh import Mesh, Placements, Sharding
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Unspecified
+from lazygt.passes.classes import by_class, classes, classified
 from lazygt.passes.sharding import rules
 from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, stored_shardings
 from lazygt.passes.sharding.cost import CPU, Machine
@@ -65,20 +67,17 @@ def shard(
         chosen: Sequence[Placement] = [R if home is None else home for home in wanted]
         if mesh.sizes[at] > 1:  # else each block is the whole value
             axis = _Axis(mesh, at, inputs, machine)
-            programs = _agreed(axis, graphs, wanted, decided)
-            graphs = [local.graph for ranks in programs for local in ranks]
+            apart = classes(graphs)
+            programs = _agreed(axis, apart, wanted, decided)
+            ranks = {id(graph): locals_ for graph, locals_ in zip(apart, programs, strict=True)}
+            graphs = classified([local.graph for graph in graphs for local in ranks[id(graph)]])
             chosen = programs[0][0].outputs
         placements = [(*had, placement) for had, placement in zip(placements, chosen, strict=True)]
     outputs = tuple([
         Sharding(had) if home is None else home._replace(placements=had)
         for had, home in zip(placements, homes, strict=True)
     ])  # fmt: skip
-    return PartitionedProgram(tuple(map(without_places, graphs)), outputs)
-
-
-def same(a: Graph, b: Graph) -> bool:
-    """Whether two ranks run the same; their graphs are different objects often."""
-    return a is b or (a.inputs == b.inputs and a == b)
+    return PartitionedProgram(tuple(by_class(without_places, graphs)), outputs)
 
 
 def _agreed(
@@ -87,7 +86,7 @@ def _agreed(
     wanted: Sequence[Placement | None],
     decided: list[AxisStep] | None = None,
 ) -> list[list[LocalProgram]]:
-    """The programs of each graph's ranks along an axis.
+    """The programs of each class's ranks along an axis.
 
     Graphs of ranks that meet on an earlier axis must agree on the placements of what they exchange
     there. Their blocks may differ in size, so they may not; then they exchange whole values.
@@ -96,10 +95,8 @@ def _agreed(
     exchanged = {_exchanged(graph, choice) for graph, choice in zip(graphs, choices, strict=True)}
     if len(exchanged) > 1:
         choices, chosen = _choices(axis, graphs, wanted, exchange_whole=True)
-    programs: list[list[LocalProgram]] = []
-    for graph, choice in zip(graphs, choices, strict=True):
-        known = programs[0] if programs and same(graph, graphs[0]) else None
-        programs.append(known or axis.partitioned(graph, choice, chosen))
+    pairs = zip(graphs, choices, strict=True)
+    programs = [axis.partitioned(graph, choice, chosen) for graph, choice in pairs]
     if decided is not None:
         strategies, local = choices[0].strategies, programs[0][0]
         decided.append(
@@ -117,11 +114,8 @@ def _choices(
     """What is decided for each graph, and the placements that the outputs of all of them get."""
     first = axis.choice(graphs[0], wanted, exchange_whole)
     chosen = axis.local(graphs[0], first, wanted, 0).outputs
-    choices = [
-        first if same(one, graphs[0]) else axis.choice(one, chosen, exchange_whole)
-        for one in graphs
-    ]
-    return choices, chosen
+    others = [axis.choice(graph, chosen, exchange_whole) for graph in graphs[1:]]
+    return [first, *others], chosen
 
 
 def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
@@ -175,11 +169,11 @@ class _Axis:
             exchange_whole: collectives of earlier axes are done with whole values.
             whole: nodes that every rank may do all of in any case, but for pins.
         """
+        metas = graph.values
         allowed = [
-            _whole_or_sharded(graph, value) if placement is None else [placement]
+            _whole_or_sharded(metas[value]) if placement is None else [placement]
             for value, placement in zip(graph.outputs, wanted, strict=True)
         ]
-        metas = graph.values
 
         def strategies(node: Node) -> Sequence[Strategy]:
             if exchange_whole and node.op in COLLECTIVES:
@@ -266,7 +260,6 @@ def _wanted(home: Sharding | None, at: int) -> Placement | None:
     return None if isinstance(placement, Unspecified) else placement
 
 
-def _whole_or_sharded(graph: Graph, value: int) -> list[Placement]:
-    meta = graph.values[value]
+def _whole_or_sharded(meta: TensorMeta | None) -> list[Placement]:
     assert meta is not None
     return [R, *(Shard(dim) for dim in shardable_dims(meta.shape))]

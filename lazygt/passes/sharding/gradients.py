@@ -86,6 +86,7 @@ class _Gradients:
         self, graph: Graph, mesh: Mesh, turn_of: Sequence[int], homes: Mapping[int, Sharding]
     ) -> None:
         self._graph, self._mesh, self._turns, self._homes = graph, mesh, turn_of, homes
+        self._metas = graph.values
         #: the turn in which each value was made
         self._born = [0] * len(graph.inputs)
         for node, turn in zip(graph.nodes, turn_of, strict=True):
@@ -129,7 +130,7 @@ class _Gradients:
         """Place values; each with the number of what it is from there on."""
         moved = {}
         for value in dict.fromkeys(values):
-            meta = self._graph.values[value]
+            meta = self._metas[value]
             assert meta is not None
             node = place_node(value, meta, Sharding(self._placements(self._homes[value])))
             rows.append(Placed(node, [self._count], source))
@@ -149,7 +150,7 @@ class _Gradients:
 
     def _sums(self) -> dict[int, _Sum]:
         """The nodes that add up gradients of parameters that are not kept whole, by number."""
-        metas = self._graph.values
+        metas = self._metas
         sums: dict[int, _Sum] = {}
         summed: set[int] = set()
         for number, ((node, results), turn) in enumerate(

@@ -9,11 +9,12 @@ from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph
 from lazygt.graph.verify import verify
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
+from lazygt.passes.classes import by_class, classified
 from lazygt.passes.collectives.bucket import CAP, Caps
 from lazygt.passes.collectives.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.annotations import stored_shardings
-from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, same, shard
+from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
 from lazygt.passes.sharding.cost import CPU, GPU
 from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.sharding.gradients import gradients_in_blocks
@@ -88,15 +89,17 @@ def programs(
         for number in numbers
     }
     caps = _caps(bucket_bytes, device, units)
-    apart = overlapped(_shared(program.graphs), mesh if workers is None else workers.workers, caps)
+    graphs = classified(program.graphs)
+    apart = overlapped(graphs, mesh if workers is None else workers.workers, caps)
     if stages is not None:
         stages.append(("overlap", apart[0]))
-    finished: dict[int, Graph] = {}
-    for rank, graph in enumerate(apart):
-        if id(graph) not in finished:
-            finished[id(graph)] = run_passes(graph, AFTER_SHARDING, check, None if rank else stages)
-            verify(finished[id(graph)])
-    return replace(program, graphs=tuple([finished[id(graph)] for graph in apart]))
+
+    def finished(graph: Graph) -> Graph:
+        whole = run_passes(graph, AFTER_SHARDING, check, stages if graph is apart[0] else None)
+        verify(whole)
+        return whole
+
+    return replace(program, graphs=tuple(by_class(finished, apart)))
 
 
 def _caps(asked: int | None, device: str, units: Mapping[int, FSDPUnit]) -> Caps:
@@ -104,11 +107,3 @@ def _caps(asked: int | None, device: str, units: Mapping[int, FSDPUnit]) -> Caps
     if asked is not None:
         return Caps(asked, asked, units)
     return Caps(CAP, CAP if device == "cuda" else WORTH_PACKING, units)
-
-
-def _shared(graphs: Sequence[Graph]) -> list[Graph]:
-    """The graphs, with one object for those that are the same."""
-    shared: list[Graph] = []
-    for graph in graphs:
-        shared.append(next((other for other in shared if same(other, graph)), graph))
-    return shared

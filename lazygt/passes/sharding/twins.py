@@ -18,6 +18,7 @@ from lazygt.graph.cost import family
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from lazygt.passes.base import Placed, placed, rebuild, written_through
+from lazygt.passes.classes import by_class, classes
 from lazygt.passes.cse import key_of, may_merge
 from lazygt.passes.dce import DeadCode
 
@@ -32,13 +33,8 @@ def reduced_once(graphs: Sequence[Graph], backward: Collection[int] = ()) -> lis
     Args:
         backward: which recorded ops, by number, are of a backward pass.
     """
-    apart = {id(graph): graph for graph in graphs}
-    twins = [_twins(graph, backward) for graph in apart.values()]
-    agreed = set.intersection(*twins) if twins else set()
-    if not agreed:
-        return list(graphs)
-    merged = {name: _merged(graph, agreed) for name, graph in apart.items()}
-    return [merged[id(graph)] for graph in graphs]
+    agreed = set.intersection(*(_twins(graph, backward) for graph in classes(graphs)))
+    return by_class(lambda graph: _merged(graph, agreed), graphs) if agreed else list(graphs)
 
 
 def _twins(graph: Graph, backward: Collection[int]) -> set[Twin]:

@@ -1,0 +1,114 @@
+"""Ranks that run the same are planned once: each has the plan that it would get alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazygt.graph.mesh import Mesh, Sharding
+from lazygt.graph.node import Graph
+from lazygt.passes import pipeline
+from lazygt.passes.collectives import overlap
+from lazygt.passes.sharding import axis, partition, twins
+from lazygt.passes.sharding import programs as whole
+from lazygt.runtime.plan import Plan
+from tests.sharding.staged import MLP, StagedGPT, recorded
+from tests.sharding.steps import PROGRAMS, SHAPES, Step, accepted
+from tests.sharding.test_random_programs import recorded as recorded_at_random
+from tests.sharding.test_random_programs import stored_at_random
+
+pytestmark = pytest.mark.timeout(300)
+
+Change = Callable[[Graph], Any]
+
+
+@contextmanager
+def every_rank_alone() -> Iterator[None]:
+    """Nothing that is made for one rank is used for another."""
+
+    def partitioned(self: Any, graph: Graph, choice: Any, wanted: Any) -> list[Any]:
+        return [self.local(graph, choice, wanted, index) for index in range(self.parts)]
+
+    def by_rank(change: Change, graphs: Sequence[Graph]) -> list[Any]:
+        return [change(graph) for graph in graphs]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axis._Axis, "partitioned", partitioned)
+        for module in (axis, whole, overlap, twins, pipeline):
+            for name, instead in (("by_class", by_rank), ("classes", list), ("classified", list)):
+                patch.setattr(module, name, instead, raising=False)
+        yield
+
+
+def plans(graph: Graph, mesh: Mesh, stored: Sequence[Sharding]) -> list[tuple[Any, ...]]:
+    """What each rank is sent, and what is told of it."""
+    graphs = whole.programs(graph, mesh, stored).graphs
+    rows = [(Plan(graph, mesh=mesh), graph.lines, graph.origins) for graph in graphs]
+    return [(plan.template.encoded, plan.sizes, *more) for plan, *more in rows]
+
+
+def agree(graph: Graph, mesh: Mesh, stored: Sequence[Sharding]) -> None:
+    by_class = plans(graph, mesh, stored)
+    with every_rank_alone():
+        alone = plans(graph, mesh, stored)
+    assert len(alone) == mesh.world_size
+    assert by_class == alone
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh"),
+    [
+        (MLP, "data=2,pipe=4"),
+        (MLP, "pipe=2,data=2,more=2"),
+        pytest.param(StagedGPT, "data=2,pipe=4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_in_stages(make: Callable[[], Any], mesh: str) -> None:
+    program = recorded(make, mesh, 2)
+    agree(program.graph, program.mesh, program.stored)
+
+
+@pytest.mark.parametrize("mesh", ["a=8", "a=2,b=2,c=2"])
+@settings(max_examples=settings().max_examples // 4)
+@given(program=PROGRAMS, sizes=SHAPES, seed=st.integers(0, 1000))
+def test_any_program(mesh: str, program: list[Step], sizes: tuple[int, ...], seed: int) -> None:
+    """With blocks of unequal sizes, too, where not all ranks are alike."""
+    ranks, draw = Mesh.parse(mesh), random.Random(seed)
+    graph, inputs, _, _ = recorded_at_random(accepted(program, sizes), sizes, ranks.names)
+    agree(graph, ranks, [stored_at_random(t, ranks, draw) for t in inputs])
+
+
+def test_what_is_done_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    program = recorded(MLP, "data=2,pipe=4", 1)
+    for module, name in (
+        (axis, "solve"), (axis, "partition"), (partition, "Builder"),
+        (overlap, "launched"), (pipeline, "split"), (whole, "run_passes"),
+    ):  # fmt: skip
+        counted(module, name)
+    done = []
+    for mesh in ("data=2,pipe=4", "data=8,pipe=4"):
+        counts.clear()
+        graphs = whole.programs(program.graph, Mesh.parse(mesh), program.stored).graphs
+        assert len({id(graph) for graph in graphs}) == 4
+        done.append(dict(counts))
+    assert done[0] == done[1]
+    assert done[0]["split"] == 1
+    assert done[0]["launched"] == 4
