@@ -7,6 +7,8 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING, TextIO
 
+from lazygt.graph.source import expand, user_call_site
+
 if TYPE_CHECKING:
     from lazygt.runtime.failures import Describe
     from lazygt.runtime.messages import Snapped, Timings
@@ -18,7 +20,8 @@ class InstructionLog:
     """Writes to the path that ``LAZYGT_LOG`` names.
 
     Fields: ``t`` (seconds since the log was opened), ``direction``, ``kind``, ``rank``, ``run``,
-    ``bytes`` (of all frames; tensors in shared memory are not in them) and ``why``.
+    ``bytes`` (of all frames; tensors in shared memory are not in them), ``why``, and ``line``: the
+    user's ``file:line`` that had it sent. ``lazygt log`` adds them up.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,6 +32,7 @@ class InstructionLog:
         """Add a line."""
         if self._file is None:
             return
+        call_site = user_call_site(1) if direction == "send" else None
         line = {
             "t": round(time.monotonic() - self._start, 6),
             "direction": direction,
@@ -37,6 +41,7 @@ class InstructionLog:
             "run": run,
             "bytes": size,
             "why": why,
+            "line": "" if call_site is None else expand(call_site),
         }
         self._file.write(json.dumps(line) + "\n")
 

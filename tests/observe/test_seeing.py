@@ -108,7 +108,7 @@ def test_the_log_has_a_line_a_message(
         s.synchronize()
         stats = s.stats()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(set(line) == {"t", "direction", "kind", "rank", "run", "bytes", "why"}
+    assert all(set(line) == {"t", "direction", "kind", "rank", "run", "bytes", "why", "line"}
                for line in lines)  # fmt: skip
     sent = [line for line in lines if line["direction"] == "send"]
     received = [line for line in lines if line["direction"] == "receive"]
@@ -118,6 +118,8 @@ def test_the_log_has_a_line_a_message(
         ("plan", "to cpu"),
         ("run", "to cpu"),
     ]
+    assert sent[0]["line"].startswith(f"{__file__}:")
+    assert not any(line["line"] for line in received)
 
 
 # -- texts -----------------------------------------------------------------------------------
