@@ -52,8 +52,8 @@ def _show(name: str, totals: Sequence[Total], most: int) -> None:
     for column in ("messages", "bytes", "ms", "ms each"):
         table.add_column(column, justify="right")
     for total in totals[:most]:
-        each = total.milliseconds / total.count
-        took = (f"{total.milliseconds:,.1f}", f"{each:,.2f}") if total.milliseconds else ("", "")
+        mean = total.milliseconds / total.count
+        took = (f"{total.milliseconds:,.1f}", f"{mean:,.2f}") if total.milliseconds else ("", "")
         table.add_row(total.name, f"{total.count:,}", f"{total.nbytes:,}", *took)
     if len(totals) > most:
         table.add_row(f"and {len(totals) - most:,} more")
