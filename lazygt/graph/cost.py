@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
-from operator import add
 from typing import Any
 
 import torch
@@ -95,7 +94,12 @@ class Cost:
         return self.bytes_read + self.bytes_written
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(add, astuple(self), astuple(other)))
+        return Cost(
+            self.flops + other.flops,
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            self.launches + other.launches,
+        )
 
 
 def base_name(op: str) -> str:

@@ -26,20 +26,22 @@ class Factor(NamedTuple):
     table: Table
 
 
+#: Stands for no table: nothing costs anything.
+NONE = -1
+
+
 class Summed(NamedTuple):
     """A sum of tables minimised over its first variable.
 
     Attributes:
-        table: the number of the minima less ``shift``; None where they are all alike.
+        table: the number of the minima less ``shift``; NONE where they are all alike.
         shift: the least of the minima.
         best: the first choice that attains each minimum.
-        entries: of the sum.
     """
 
-    table: int | None
+    table: int
     shift: float
     best: npt.NDArray[np.intp]
-    entries: int
 
 
 class CostTables:
@@ -50,6 +52,8 @@ class CostTables:
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
         self._of_array: dict[int, int] = {}
         self._parts: dict[tuple[object, ...], int] = {}
+        self._turned: dict[int, int] = {NONE: NONE}
+        self._both: dict[tuple[int, int], int] = {}
         self._sums: dict[tuple[object, ...], Summed] = {}
         self.computed = 0
 
@@ -75,6 +79,23 @@ class CostTables:
             self._parts[key] = self._intern(self._tables[table].min(axis=axis))
         return self._parts[key]
 
+    def turned(self, table: int) -> int:
+        """The number of a table of two axes with these exchanged."""
+        number = self._turned.get(table)
+        if number is None:
+            number = self._turned[table] = self._intern(self._tables[table].T)
+            self._turned[number] = table
+        return number
+
+    def plus(self, a: int, b: int) -> int:
+        """The number of the sum of two tables with the same axes."""
+        if a == NONE:
+            return b
+        number = self._both.get((a, b))
+        if number is None:
+            number = self._both[a, b] = self._intern(self._tables[a] + self._tables[b])
+        return number
+
     def value(self, table: int) -> float:
         """The only entry of a table without axes."""
         return self._tables[table].item()
@@ -86,22 +107,32 @@ class CostTables:
         line: Table = self._tables[table][tuple(at)]
         return line
 
-    def summed(self, parts: Sequence[tuple[int, Scope]], shape: Scope) -> Summed:
-        """Tables added up and minimised over axis 0.
+    def summed(
+        self, tables: tuple[int, ...], shape: Scope = (), larger: tuple[tuple[int, Scope], ...] = ()
+    ) -> Summed:
+        """Tables added up and minimised over axis 0 of the sum.
 
         Args:
-            parts: (table, the axis of the sum that each of its axes is).
-            shape: of the sum.
+            tables: of axis 0 alone, then of axis 0 and each other one.
+            shape: of the sum, where the tables don't tell.
+            larger: (table, the axis of the sum that each of its axes is).
         """
-        key = (shape, *parts)
-        number = self._sums.get(key)
-        if number is None:
-            number = self._sums[key] = self._sum(parts, shape)
-        return number
+        key = (tables, shape, larger) if shape else tables
+        summed = self._sums.get(key)
+        if summed is None:
+            summed = self._sums[key] = self._sum(tables, shape, larger)
+        return summed
 
-    def _sum(self, parts: Iterable[tuple[int, Scope]], shape: Scope) -> Summed:
+    def _sum(
+        self, tables: tuple[int, ...], shape: Scope, larger: Iterable[tuple[int, Scope]]
+    ) -> Summed:
+        parts = [(tables[0], (0,)), *[(t, (0, axis)) for axis, t in enumerate(tables[1:], 1)]]
+        parts = [(number, axes) for number, axes in parts if number != NONE]
+        if not shape:
+            sizes = [self._tables[number].shape for number, _ in parts] or [(1,)]
+            shape = sizes[0][0], *[size[1] for size in sizes if len(size) > 1]
         total = np.zeros(shape)
-        for number, axes in parts:
+        for number, axes in (*parts, *larger):
             order = sorted(range(len(axes)), key=axes.__getitem__)
             spread = [1] * len(shape)
             for axis in axes:
@@ -113,8 +144,7 @@ class CostTables:
         if math.isfinite(shift):
             least = least - shift
         alike = not least.ndim or not least.any()
-        number_or_none = None if alike else self._intern(least)
-        return Summed(number_or_none, shift, total.argmin(axis=0), total.size)
+        return Summed(NONE if alike else self._intern(least), shift, total.argmin(axis=0))
 
     def _intern(self, table: Table) -> int:
         key = table.shape, table.tobytes()
