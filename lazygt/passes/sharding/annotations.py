@@ -25,6 +25,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.base import view_source
 from lazygt.passes.sharding.builder import Builder
+from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import ENTER, PLACE, REDUCE_AS, reduce_as_node, stored_by
 from lazygt.passes.sharding.rules import pointwise
 from lazygt.passes.sharding.rules.base import Metas, Strategy, Values, shardable_dims
@@ -52,7 +53,7 @@ class Annotation:
 
 
 def infer_annotations(
-    graph: Graph,
+    chains: DefUse,
     metas: Metas,
     entries: Sequence[StrategySet],
     numbers: Sequence[int],
@@ -65,9 +66,8 @@ def infer_annotations(
         numbers: the kind of each node.
     """
     inferred = dict(annotations)
-    for (node, results), number in zip(graph.numbered(), numbers, strict=True):
-        refs = node.refs()
-        if not (refs and results) or node.dynamic or inferred.keys().isdisjoint(refs):
+    for (node, refs, results), number in zip(chains.nodes, numbers, strict=True):
+        if inferred.keys().isdisjoint(refs) or not results or node.dynamic:
             continue
         of_results = _inferred(node, metas, entries[number], inferred)
         for value, annotation in zip(results, of_results, strict=False):
@@ -90,9 +90,11 @@ def _inferred(
         interleaved = any(isinstance(placement, StridedShard) for placement in placements)
         return () if interleaved else [Annotation(placement, "pinned") for placement in placements]
     if is_elementwise(node, metas):
-        said = {known.get(value) for value in node.refs() if not _is_number(metas, value)}
-        annotation = said.pop() if len(said) == 1 else None
-        return () if annotation is None or annotation.kind != "stored" else (annotation,)
+        said = [known.get(value) for value in node.refs() if not _is_number(metas, value)]
+        annotation = said[0] if said else None
+        if annotation is None or annotation.kind != "stored":
+            return ()
+        return (annotation,) if all(one == annotation for one in said) else ()
     return ()
 
 

@@ -17,16 +17,17 @@ What is reached is a bit mask a value, with one bit a placement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from heapq import heappop, heappush
 from operator import and_, or_
 from typing import NamedTuple
 
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Graph, Node
+from lazygt.graph.node import Node
 from lazygt.graph.placement import Partial, Placement, Replicate, StridedShard
 from lazygt.passes.sharding.annotations import Annotation, takes_whole
+from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.placement_bits import SUMS, Bits, partial_bit, same_blocks, union
 from lazygt.passes.sharding.rules.base import Metas, Strategy
 from lazygt.passes.sharding.seeds import find_seeds
@@ -49,9 +50,8 @@ class Opened(NamedTuple):
 
 
 def open_strategies(
-    graph: Graph,
+    chains: DefUse,
     metas: Metas,
-    users: Sequence[Collection[int]],
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
     explore: bool,
@@ -68,32 +68,33 @@ def open_strategies(
     then their sum is reduced, not each of them.
 
     Args:
-        users: for each value the nodes that read it.
         whole: nodes, by number, that every rank may do all of in any case, but for pins.
     """
-    propagation = _Propagation(graph, metas, users, catalogue, annotations, explore)
+    propagation = _Propagation(chains, metas, catalogue, annotations, explore)
     propagation.spread()
     entries, steps = catalogue.entries, propagation.steps()
-    wishes, spared = propagation.wishes(steps), propagation.spared(steps)
+    wishes, (grown, near) = propagation.wishes(steps), propagation.spared(steps)
+    changed, of_operands, of_results = wishes.changed, wishes.of_operands, wishes.of_results
     known: dict[tuple[object, ...], StrategySet] = {}
     opened_entries = []
     for at, step in enumerate(steps):
-        entry, pins = entries[step.kind], propagation.pins(at)
+        _, refs, results, kind, masks = step
+        entry, pins = entries[kind], propagation.pins(at)
         asked = (
-            step.masks if wishes.changed.isdisjoint(step.refs) else propagation.masks(at),
-            wishes.of_operands(step),
-            wishes.of_results(step.results) if entry.only_cuts_results else (),
+            masks if changed.isdisjoint(refs) else propagation.masks(at),
+            of_operands(step),
+            of_results(results) if entry.only_cuts_results else (),
             pins,
-            not spared.grown.isdisjoint(step.results),
-            not (entry.works or spared.near.isdisjoint(step.results)),
+            not grown.isdisjoint(results),
+            not (entry.works or near.isdisjoint(results)),
         )
-        key = step.kind, asked
+        key = kind, asked
         opened = known.get(key)
         if opened is None:
             opened = known[key] = propagation.opened(entry, _Asked(*asked))
         is_free = at in whole and _keeps(entry.strategies[0], pins)
         opened_entries.append(_with_whole(opened, entry) if is_free else opened)
-    return Opened(opened_entries, spared.grown)
+    return Opened(opened_entries, grown)
 
 
 class _Asked(NamedTuple):
@@ -155,20 +156,18 @@ class _Propagation:
 
     def __init__(
         self,
-        graph: Graph,
+        chains: DefUse,
         metas: Metas,
-        users: Sequence[Collection[int]],
         catalogue: StrategyCatalogue,
         annotations: Mapping[int, Annotation],
         explore: bool,
     ) -> None:
         self._explore = explore
-        self._graph, self._metas, self._annotations = graph, metas, annotations
+        self._chains, self._metas, self._annotations = chains, metas, annotations
         #: nodes that put gradients among zeros -> what their sum may be
         self._seeds: Mapping[int, StridedShard] = {}
         self._catalogue, self._bits = catalogue, Bits()
-        self._places = [(node, node.refs(), results) for node, results in graph.numbered()]
-        self._users = users
+        self._places, self._users = chains.nodes, chains.users
         self._numbers = list(catalogue.numbers)
         self._pinned = {v: a.placement for v, a in annotations.items() if a.kind == "pinned"}
         self._stored = {v: a.placement for v, a in annotations.items() if a.kind == "stored"}
@@ -200,14 +199,15 @@ class _Propagation:
         """
         later: set[int] = set()
         for at in range(len(self._places)):
-            later.update([user for user in self._follow(at) if user <= at])
+            if users := self._follow(at):
+                later.update([user for user in users if user <= at])
         self._follow_on(later)
         self._follow_on(self._sow())
 
     def _sow(self) -> set[int]:
         """Let what reached values be interleaved where seeds are; the nodes that it reaches."""
-        nodes, metas, annotations = self._graph, self._metas, self._annotations
-        seeds = find_seeds(nodes, metas, self._catalogue, annotations, self._reached, self._bits)
+        chains, metas, annotations = self._chains, self._metas, self._annotations
+        seeds = find_seeds(chains, metas, self._catalogue, annotations, self._reached, self._bits)
         self._seeds = seeds.results
         for at in seeds.results:
             self._seen[at] = None
@@ -227,34 +227,39 @@ class _Propagation:
                         queued.add(user)
                         heappush(waiting, user)
 
-    def _follow(self, at: int) -> Iterable[int]:
+    def _follow(self, at: int) -> Sequence[int]:
         """Pass on what reached a node; who reads what it reached anew."""
         masks = self.masks(at)
-        if not (self._explore or any(masks)) or masks == self._seen[at]:
+        if masks == self._seen[at] or not (self._explore or any(masks)):
             return ()
         self._seen[at] = masks
         node, refs, results = self._places[at]
-        self._widen(at, masks)
+        if self._bits.interleaved or self._seeds:
+            self._widen(at, masks)
         number = self._numbers[at]
         passed = self._passed(number, masks)
         if self._catalogue.entries[number].heavy:
             passed = self._laid_back(node, masks, passed)
-        changed = self._merge((*refs, *results), passed)
+        count = len(refs)
+        if passed[:count] == masks:  # mostly: nothing more reaches the operands
+            changed = self._merge(results, passed[count:])
+        else:
+            changed = self._merge((*refs, *results), passed)
         return [user for value in changed for user in self._users[value]] if changed else ()
 
     def steps(self) -> list[Step]:
         """The nodes, and what reached their operands."""
-        return [
-            Step(node, refs, results, number, (0,) * len(refs) if masks is None else masks)
-            for (node, refs, results), number, masks in zip(
-                self._places, self._numbers, self._seen, strict=True
-            )
+        nodes, refs, results = zip(*self._places, strict=True) if self._places else ((), (), ())
+        masks = [
+            (0,) * len(read) if seen is None else seen
+            for read, seen in zip(refs, self._seen, strict=True)
         ]
+        return list(map(Step, nodes, refs, results, self._numbers, masks))
 
     def _widen(self, at: int, masks: Masks) -> None:
         """Look for strategies of a node that take operands interleaved, as they were reached."""
         bits, wanted = self._bits, self._seeds.get(at)
-        if wanted or (bits.interleaved and any(mask & bits.interleaved for mask in masks)):
+        if wanted or any(mask & bits.interleaved for mask in masks):
             number, placements = self._catalogue.numbers[at], tuple(map(bits.found, masks))
             self._numbers[at] = self._catalogue.strided(number, placements, wanted)
 
@@ -375,9 +380,9 @@ class _Propagation:
     def masks(self, at: int) -> Masks:
         """What reached each operand; what is gathered for the node reaches it with nothing."""
         masks = tuple(map(self._reached.__getitem__, self._places[at][1]))
-        gathered = self._gathered.get(at)
-        if gathered is None:
+        if at not in self._gathered:
             return masks
+        gathered = self._gathered[at]
         return tuple([0 if all_of else mask for mask, all_of in zip(masks, gathered, strict=True)])
 
     def pins(self, at: int) -> Pins:

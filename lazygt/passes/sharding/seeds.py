@@ -14,9 +14,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from lazygt.graph.node import Graph, Node
+from lazygt.graph.node import Node
 from lazygt.graph.placement import Cut, Shard, StridedShard, side_by_side
 from lazygt.passes.sharding.annotations import Annotation
+from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.placement_bits import SUMS, Bits
 from lazygt.passes.sharding.rows import MOST_PIECES
 from lazygt.passes.sharding.rules import packed, views
@@ -41,7 +42,7 @@ class Seeds(NamedTuple):
 
 
 def find_seeds(
-    graph: Graph,
+    chains: DefUse,
     metas: Metas,
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
@@ -61,18 +62,19 @@ def find_seeds(
     asked = {number for number, node in enumerate(catalogue.firsts) if node.op in _ASKED}
     if not (cut and asked):
         return Seeds({}, {})
-    search = _Search(graph, metas, catalogue, cut)
+    search = _Search(chains, metas, catalogue, cut)
     nodes = [at for at, number in enumerate(catalogue.numbers) if number in asked]
     apart = _TakenApart(metas, catalogue.parts)
     for at in nodes:
-        node = graph.nodes[at]
+        node = chains.nodes[at][0]
         if node.op in _APART and not node.dynamic:
             apart.add(node, reached, bits)
     for value, dim in apart.picked:
         search.back_beside(value, dim)
     for value, placement in apart.groups():
         search.back(value, placement)
-    puts = _put_together(graph, nodes, metas, catalogue.parts) if search.found else {}
+    gradients = [(at, chains.nodes[at][0]) for at in nodes] if search.found else []
+    puts = _put_together(gradients, metas, catalogue.parts)
     return Seeds(search.found, puts)
 
 
@@ -133,26 +135,22 @@ class _Search:
     """
 
     def __init__(
-        self, graph: Graph, metas: Metas, catalogue: StrategyCatalogue, cut: Mapping[int, Shard]
+        self, chains: DefUse, metas: Metas, catalogue: StrategyCatalogue, cut: Mapping[int, Shard]
     ) -> None:
         self.found: dict[int, set[StridedShard]] = {}
-        self._graph, self._metas, self._catalogue, self._cut = graph, metas, catalogue, cut
-        self._makers: list[tuple[int, int]] = [(-1, 0)] * len(graph.inputs)
-        for number, node in enumerate(graph.nodes):
-            self._makers += [(number, place) for place in range(len(node.results))]
+        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, cut
         self._seen: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
         """Of a dim of which elements are picked: from the dim behind it, where a view made both."""
-        number, _ = self._makers[value]
-        while number >= 0 and self._graph.nodes[number].op not in views.RESHAPES:
+        nodes, makers = self._chains.nodes, self._chains.makers
+        while (maker := makers[value]) and nodes[maker[0]][0].op not in views.RESHAPES:
             before = list(self._before(value, Shard(dim)))
             if len(before) != 1 or not isinstance(before[0][1], Shard):
                 return
             value, dim = before[0][0], before[0][1].dim
-            number, _ = self._makers[value]
         meta = self._metas[value]
-        if number >= 0 and meta is not None and dim + 1 < len(meta.shape):
+        if maker is not None and meta is not None and dim + 1 < len(meta.shape):
             self.back(value, Shard(dim + 1))
 
     def back(self, value: int, placement: Cut) -> None:
@@ -171,10 +169,11 @@ class _Search:
 
     def _before(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
         """The operands that lead to a value so, and how they are cut."""
-        number, place = self._makers[value]
-        if number < 0:
+        maker = self._chains.makers[value]
+        if maker is None:
             return
-        node, refs = self._graph.nodes[number], self._graph.nodes[number].refs()
+        number, place = maker
+        node, refs, _ = self._chains.nodes[number]
         if node.op in views.RESHAPES:
             result, have = (self._shape(which) for which in (value, refs[0]))
             source = views.viewed(placement, result, have, self._catalogue.parts)
@@ -196,13 +195,12 @@ class _Search:
 
 
 def _put_together(
-    graph: Graph, nodes: Sequence[int], metas: Metas, parts: int
+    nodes: Sequence[tuple[int, Node]], metas: Metas, parts: int
 ) -> dict[int, StridedShard]:
     """Of gradients that are put among zeros of one shape: side by side, each in blocks."""
     borders: defaultdict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
     puts = []
-    for at in nodes:
-        node = graph.nodes[at]
+    for at, node in nodes:
         call = Call(node, metas, parts)
         if node.op in packed.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
             shape = tuple(call["input_sizes"])

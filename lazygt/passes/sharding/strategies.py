@@ -15,6 +15,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.placement import Cut, Replicate, StridedShard
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
+from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
 from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.base import Call, Metas, Strategy
@@ -75,7 +76,7 @@ class StrategyCatalogue:
     the first of them.
 
     Args:
-        metas: ``graph.values``.
+        metas: of every value.
 
     Attributes:
         entries: one a kind of node, then those that were asked for later.
@@ -85,19 +86,25 @@ class StrategyCatalogue:
     """
 
     def __init__(
-        self, graph: Graph, metas: Metas, strategies_of: StrategiesOf, parts: int, machine: Machine
+        self,
+        chains: DefUse,
+        metas: Metas,
+        strategies_of: StrategiesOf,
+        parts: int,
+        machine: Machine,
     ) -> None:
         self._metas, self.parts, self._machine = metas, parts, machine
         kinds: dict[tuple[Any, ...], int] = {}
         self.numbers: list[int] = []
         self.firsts: list[Node] = []
-        for node in graph.nodes:
-            kind = _signature(node, metas)
+        ids = tuple(map(id, metas))  # equal metas are one object
+        for node, refs, results in chains.nodes:
+            kind = _signature(node, refs, results, ids)
             number = kinds.setdefault(kind, len(kinds))
             if number == len(self.firsts):
                 self.firsts.append(node)
             self.numbers.append(number)
-        self._costs = graph_costs(_apart(self.firsts, metas, graph.params))
+        self._costs = graph_costs(_apart(self.firsts, metas, chains.params))
         self.entries = [
             self._entry(number, _every(node, strategies_of(node)))
             for number, node in enumerate(self.firsts)
@@ -171,17 +178,21 @@ def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     return (whole, *filter(_is_cut, strategies))
 
 
-def _signature(node: Node, metas: Metas) -> tuple[Any, ...]:
-    """Equal for nodes with the same op, metas and arguments, whatever values they read."""
-    refs = node.refs()
+def _signature(
+    node: Node, refs: tuple[int, ...], results: range, metas: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Equal for nodes with the same op, metas and arguments, whatever values they read.
+
+    Args:
+        metas: a number for the meta of each value.
+    """
     repeats = () if len(refs) < 2 or len(set(refs)) == len(refs) else tuple(map(refs.index, refs))
     return (
         node.op,
         _structure(node.args),
         node.kwargs and tuple([(name, _structure((arg,))) for name, arg in node.kwargs]),
-        tuple([id(metas[value]) for value in refs]),  # equal metas are one object
-        tuple(map(id, node.fresh)),
-        node.written and tuple(map(id, node.written)),
+        tuple([metas[value] for value in refs]),
+        metas[results.start : results.stop],
         repeats,
         node.writes and tuple(map(refs.index, node.writes)),
         id(node.body),

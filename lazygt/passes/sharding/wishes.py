@@ -90,12 +90,12 @@ class Wishes:
         self._late: set[int] = set()
         self._kinds = kinds_of(reach.steps)
         for step in reversed(reach.steps):
-            kind = self._kinds[step.kind]
-            if kind.adds and (sums := _common_sums(step.masks)):
+            ends, adds, through = self._kinds[step.kind]
+            if adds and (sums := _common_sums(step.masks)):
                 for value in step.refs:
                     self._wish(value, sums)
-            if not kind.ends:
-                self._look_back(step, kind.through)
+            if not ends:
+                self._look_back(step, through)
         self._late.clear()
         for step in reach.steps:
             if not self._kinds[step.kind].ends:
@@ -128,7 +128,7 @@ class Wishes:
         Args:
             through: see ``Kind``.
         """
-        results, number = step.results, step.kind
+        _, refs, results, number, _ = step
         wanted = self.of_results(results)
         if through and len(results) == 1:
             wanted = (wanted[0] | self._masks.get(results[0], 0),)
@@ -137,8 +137,10 @@ class Wishes:
         key = number, wanted
         sources = self._sources.get(key)
         if sources is None:
-            sources = self._sources[key] = self._makers(number, wanted, len(step.refs))
-        for value, wish in zip(step.refs, sources, strict=True):
+            sources = self._sources[key] = self._makers(number, wanted, len(refs))
+        if not any(sources):
+            return
+        for value, wish in zip(refs, sources, strict=True):
             reached = self._values[value]
             # what lies in other blocks is best computed there, and its results moved
             if wish & (~reached | SUMS) and (through or not reached or reached & SUMS):
@@ -188,8 +190,9 @@ class Wishes:
 
     def _look_ahead(self, step: Step) -> None:
         """From operands to results, and to other blocks of operands."""
-        refs, wishes = step.refs, self._masks
-        asked, wished = step.masks, not wishes.keys().isdisjoint(refs)
+        _, refs, results, number, asked = step
+        wishes = self._masks
+        wished = not wishes.keys().isdisjoint(refs)
         if wished or not self.changed.isdisjoint(refs):
             blocks = ~SUMS & ~self._bits.interleaved
             masks = [self._values[value] | wishes.get(value, 0) & blocks for value in refs]
@@ -203,8 +206,8 @@ class Wishes:
             asked = tuple(map(or_, asked, others))
             for value, wish in zip(refs, others, strict=True):
                 self._wish(value, wish)
-        passed = self._passed(step.kind, asked)
-        for value, mask in zip(step.results, passed[len(refs) :], strict=True):
+        passed = self._passed(number, asked)
+        for value, mask in zip(results, passed[len(refs) :], strict=True):
             self._wish(value, mask & ~SUMS)
             if mask & SUMS & ~self._values[value]:
                 self._values[value] |= mask & SUMS
@@ -279,20 +282,18 @@ class Kind(NamedTuple):
 
 def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
     """The kinds of nodes that there are, by their entries in the catalogue."""
-    kinds: dict[int, Kind] = {}
-    for step in steps:
-        if step.kind not in kinds:
-            node = step.node
-            ends = (
-                not step.refs
-                or node.dynamic
-                or node.body is not None
-                or family(node) == "matmul"
-                or (not node.op.startswith("lazygt.") and facts(overload(node.op)).random)
-            )
-            through = node.op == PLACE or moves_elements(node)
-            kinds[step.kind] = Kind(ends, node.op in _ADDITIONS, through)
-    return kinds
+    return {kind: _kind(node) for kind, node in {step.kind: step.node for step in steps}.items()}
+
+
+def _kind(node: Node) -> Kind:
+    ends = (
+        not node.refs()
+        or node.dynamic
+        or node.body is not None
+        or family(node) == "matmul"
+        or (not node.op.startswith("lazygt.") and facts(overload(node.op)).random)
+    )
+    return Kind(ends, node.op in _ADDITIONS, node.op == PLACE or moves_elements(node))
 
 
 class Spared(NamedTuple):
@@ -326,16 +327,20 @@ def spared_values(
         if cut.isdisjoint(refs):
             continue
         blocks = [value for value in results if reached[value] & ~SUMS]
+        if not blocks:
+            continue
         cut.update(blocks)
-        if not blocks or kinds[kind].ends:
+        if kinds[kind].ends:
             continue
         if len(refs) == 1 and refs[0] in near:
             near.update(blocks)
         if kind not in grows:  # nodes of a kind have the same metas
             nbytes = max([_nbytes(metas, value) for value in results])
             grows[kind] = tuple([2 * _nbytes(metas, value) <= nbytes for value in refs])
-        smaller = grows[kind]
-        if all(v not in cut or v in grown or smaller[at] for at, v in enumerate(refs)):
+        for value, smaller in zip(refs, grows[kind], strict=True):
+            if not smaller and value in cut and value not in grown:
+                break
+        else:
             grown.update(results)
     return Spared(grown, near)
 

@@ -27,6 +27,7 @@ from lazygt.passes.sharding.cost import (
     strategy_seconds,
     work_share,
 )
+from lazygt.passes.sharding.def_use import def_use
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import Collective, Strategy
 from lazygt.passes.sharding.solver import solve
@@ -232,7 +233,7 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
         question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
         metas = graph.values
         found = StrategyCatalogue(
-            graph, metas, lambda n, m=metas: strategies_of(n, m, 4), 4, machine
+            def_use(graph), metas, lambda n, m=metas: strategies_of(n, m, 4), 4, machine
         )
         entries = [found.entries[number] for number in found.numbers]
         dropped += sum(len(entry.strategies) for entry in entries)
