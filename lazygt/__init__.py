@@ -79,6 +79,8 @@ _TORCHS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "serving":  # a room of its own, which sessions don't need
+        return import_module("lazygt.serving")
     if name not in _WHERE:
         torchs = f": use lazygt.{_TORCHS[name]}" if name in _TORCHS else ""
         raise AttributeError(f"module 'lazygt' has no attribute {name!r}{torchs}")
@@ -90,6 +92,7 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    from lazygt import serving
     from lazygt.observe.explain import explain
     from lazygt.observe.picture import render, to_networkx
     from lazygt.observe.timeline import profile
@@ -173,6 +176,7 @@ __all__ = [
     "redistribute",
     "render",
     "resume",
+    "serving",
     "session",
     "shard_optimizer_state",
     "stage",

@@ -19,6 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "config", "cache", "uncollected"}),
     frozenset({"native"}),
     frozenset({"graph"}),
+    frozenset({"serving"}),
     frozenset({"passes"}),
     frozenset({"runtime"}),
     frozenset({"transfer"}),

@@ -9,14 +9,16 @@ from __future__ import annotations
 import typer
 
 from lazygt.cli.build_native import build_native
+from lazygt.cli.comm import comm
 from lazygt.cli.dump import diff, dump
 from lazygt.cli.log import log
+from lazygt.cli.plan_serving import plan_serving
 from lazygt.cli.script import SETTINGS, ScriptCommand
 from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.viz import viz
 from lazygt.record.context import current_session
 
-PLAIN = (build_native, diff, doctor, log)
+PLAIN = (build_native, comm, diff, doctor, log, plan_serving)
 WITH_SCRIPT = (dump, explain, profile, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

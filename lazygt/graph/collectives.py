@@ -85,6 +85,11 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     return _RING[kind] * nbytes * (ranks - 1) / ranks if kind in _RING else float(nbytes)
 
 
+def ring_limit(kind: str, nbytes: int) -> int:
+    """What ``ring_bytes`` comes to for very many ranks: (N - 1) / N is left out."""
+    return _RING.get(kind, 1) * nbytes
+
+
 # -- what carries a collective between ranks on CPUs of one host -----------------------------------
 
 #: Bytes that a rank sends to all others together, up to which sockets are as fast as shared memory.

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
 
@@ -89,6 +90,22 @@ class CollectiveRow(NamedTuple):
     why: str
 
 
+class ExchangedRow(NamedTuple):
+    """What a rank exchanges along an axis in all runs, by one kind of collective.
+
+    ``parallelism``: what the axis is named for; empty for another name. ``nbytes``: payload,
+    ``ring``: what the rank sends in a ring.
+    """
+
+    parallelism: str
+    axis: str
+    ranks: int
+    kind: str
+    times: int
+    nbytes: int
+    ring: int
+
+
 class AlternativeRow(NamedTuple):
     """What the best program without some collectives would cost; see ``passes.sharding.what_if``.
 
@@ -148,6 +165,7 @@ class Report:
             yield table.fitting(options.max_width) if table.rows else Text("none")
         for title, table in (
             ("collectives, one run of each (times are estimates)", self._collectives()),
+            ("sent in all runs, by kind of parallelism", self._exchanged()),
             ("and without them, axis by axis, before buckets (estimates)", self._alternatives()),
         ):
             if table.rows:
@@ -207,6 +225,14 @@ class Report:
                  duration(row.seconds), shown(row.line), row.why)  # fmt: skip
         return table
 
+    def _exchanged(self) -> _Grid:
+        table = _Grid("parallelism", "axis", ">ranks", "collective", ">count", ">logical",
+                      ">ring a rank")  # fmt: skip
+        for row in exchanged(self.collectives):
+            table.add(row.parallelism or "-", row.axis, row.ranks, row.kind, row.times,
+                 _bytes(row.nbytes), _bytes(row.ring))  # fmt: skip
+        return table
+
     def _alternatives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
                        "line", "comes of", "instead")  # fmt: skip
@@ -223,6 +249,21 @@ class Report:
         for runs, members, line, why in self.unfused:
             table.add(runs, len(members), names(members), shown(line), why)
         return table
+
+
+def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
+    """The bytes of all runs, by axis and kind of collective; axes in the order of their first."""
+    rows: dict[tuple[str, int, str], ExchangedRow] = {}
+    axes: dict[str, int] = {}
+    for row in collectives:
+        axes.setdefault(row.axis, len(axes))
+        key = row.axis, row.ranks, row.kind
+        times, nbytes, ring = rows[key][4:] if key in rows else (0, 0, 0)
+        rows[key] = ExchangedRow(
+            parallelism_of(row.axis), *key, times + row.runs * row.times,
+            nbytes + row.runs * row.nbytes, ring + row.runs * row.ring,
+        )  # fmt: skip
+    return sorted(rows.values(), key=lambda row: axes[row.axis])
 
 
 def _signed(seconds: float) -> str:

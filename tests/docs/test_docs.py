@@ -25,6 +25,7 @@ DOCUMENTS = [
             "sharding",
             "transfer",
             "recovery",
+            "serving",
         )
     ),
 ]

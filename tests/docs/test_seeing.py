@@ -18,14 +18,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs" / "seeing.md").read_text()
+    return blocks_in((ROOT / "docs" / "seeing.md").read_text(), language)
+
+
+def blocks_in(text: str, language: str) -> list[str]:
     return [body for kind, body in BLOCK.findall(text) if kind == language]
 
 
 def commands() -> list[tuple[str, str]]:
+    return commands_in((ROOT / "docs" / "seeing.md").read_text())
+
+
+def commands_in(text: str) -> list[tuple[str, str]]:
     """(command, what it prints) of each line that begins with ``$``."""
     found = []
-    for body in blocks("console"):
+    for body in blocks_in(text, "console"):
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
             found.append((command, output))
@@ -41,7 +48,7 @@ def scrubbed(text: str) -> str:
 
 def test_there_is_an_example_of_every_command() -> None:
     shown = " ".join(command for command, _ in commands())
-    for name in ("explain", "dump", "diff", "viz", "why", "profile"):
+    for name in ("explain", "comm", "dump", "diff", "viz", "why", "profile"):
         assert f"lazygt {name} " in shown
 
 

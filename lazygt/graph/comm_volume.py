@@ -1,0 +1,179 @@
+"""What a training step of a transformer exchanges, by kind of parallelism, without a program.
+
+    data        gradients all-reduced                                   P
+      ZeRO-1/2  gradients reduce-scattered, new weights gathered        2 P
+      ZeRO-3    (FSDP) weights gathered for the forward and, unless they are kept, again for the
+                backward, gradients reduce-scattered                    3 P, or 2 P
+    tensor      (Megatron) 2 all-reduces a layer forward, 2 backward    4 B S H a layer
+      sequence  each of them a reduce-scatter and an all-gather         8 B S H a layer
+    pipeline    sent to the next stage, and gradients back              B S H a boundary, each way
+    expert      all-to-all there and back, forward and backward         4 K B S H a layer
+
+P: the parameters' bytes. B: sequences that one replica computes at once, S: their length, H: the
+hidden size, K: experts a token; times the bytes of an element, which is why a dtype is asked for:
+B x S x H is a number of elements.
+
+*Logical* is the payload. What the ranks of a ring send for it is the business of
+``graph.collectives.ring_bytes``: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a
+gather's, a scatter's or an exchange's, all of what goes from one rank to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lazygt.graph.collectives import ring_bytes, ring_limit
+
+DATA, TENSOR, PIPELINE, CONTEXT, EXPERT = "data", "tensor", "pipeline", "context", "expert"
+#: What axes of a mesh are named for each kind of parallelism.
+_AXES = {
+    DATA: "data dp ddp fsdp batch replica replicate shard",
+    TENSOR: "model tensor tp mp",
+    PIPELINE: "stage stages pipeline pipe pp",
+    CONTEXT: "context sequence seq cp sp",
+    EXPERT: "expert experts ep",
+}
+_BY_AXIS = {axis: kind for kind, axes in _AXES.items() for axis in axes.split()}
+_GATHER, _SCATTER, _REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+
+def parallelism_of(axis: str) -> str:
+    """The kind of parallelism that an axis of a mesh is named for; empty where it is none."""
+    return _BY_AXIS.get(axis.lower(), "")
+
+
+class Volume(NamedTuple):
+    """Collectives of one kind in one step.
+
+    Attributes:
+        parallelism: the kind that they belong to.
+        ranks: how many meet.
+        kind: as ``Communication`` has it.
+        what: is sent.
+        times: how many there are in the whole model.
+        elements: of each one's payload, whole.
+        itemsize: bytes of an element.
+        rank_elements: of all payloads that one rank takes part in.
+    """
+
+    parallelism: str
+    ranks: int
+    kind: str
+    what: str
+    times: int
+    elements: int
+    itemsize: int
+    rank_elements: int
+
+    @property
+    def logical(self) -> int:
+        """Bytes of all payloads."""
+        return self.times * self.elements * self.itemsize
+
+    @property
+    def limit(self) -> int:
+        """Bytes in a ring of very many ranks, which is the rule of thumb: 2 P for an all-reduce."""
+        return ring_limit(self.kind, self.logical)
+
+    @property
+    def ring(self) -> int:
+        """Bytes that one rank sends."""
+        return round(ring_bytes(self.kind, self.rank_elements * self.itemsize, self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerStep:
+    """A training step, in numbers.
+
+    Attributes:
+        params: of the whole model.
+        itemsize: bytes of a parameter, and of a gradient.
+        activation_itemsize: bytes of an element of an activation.
+        data, tensor, pipeline, expert: ranks of each kind; experts lie on ranks of ``data``.
+        zero: 0: all is replicated; 1 and 2: optimizer and gradients in blocks; 3: weights, too.
+        reshard: under ZeRO-3 weights are gathered again for the backward.
+        sequence_parallel: activations between tensor-parallel layers are in blocks.
+        layers, hidden, batch, sequence: see above; 0: not known.
+        experts_per_token: K.
+    """
+
+    params: int
+    itemsize: int
+    activation_itemsize: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    zero: int = 0
+    reshard: bool = True
+    sequence_parallel: bool = False
+    layers: int = 0
+    hidden: int = 0
+    batch: int = 0
+    sequence: int = 0
+    experts_per_token: int = 1
+
+    def volumes(self) -> tuple[Volume, ...]:
+        """What it exchanges, kind by kind; nothing for a kind of one rank."""
+        return (*self._data(), *self._tensor(), *self._pipeline(), *self._expert())
+
+    @property
+    def activation(self) -> int:
+        """Elements: B x S x H."""
+        return self.batch * self.sequence * self.hidden
+
+    def _data(self) -> Iterator[Volume]:
+        if self.data == 1:
+            return
+        for kind, what in self._of_state():
+            yield Volume(
+                DATA, self.data, kind, what, 1, self.params, self.itemsize,
+                -(-self.params // (self.tensor * self.pipeline)),
+            )  # fmt: skip
+
+    def _of_state(self) -> Iterator[tuple[str, str]]:
+        if self.zero == 0:
+            yield _REDUCE, "gradients"
+            return
+        if self.zero == 3:
+            yield _GATHER, "weights, forward"
+            if self.reshard:
+                yield _GATHER, "weights, backward"
+        yield _SCATTER, "gradients"
+        if self.zero < 3:
+            yield _GATHER, "new weights"
+
+    def _tensor(self) -> Iterator[Volume]:
+        if self.tensor == 1:
+            return
+        kinds = (_SCATTER, _GATHER) if self.sequence_parallel else (_REDUCE,)
+        for way in ("forward", "backward"):
+            for kind in kinds:
+                yield self._layers(TENSOR, self.tensor, kind, f"activations, {way}", 1)
+
+    def _expert(self) -> Iterator[Volume]:
+        if self.expert == 1:
+            return
+        for way in ("forward", "backward"):
+            yield self._layers(EXPERT, self.expert, "all_to_all", f"tokens, {way}",
+                               self.experts_per_token)  # fmt: skip
+
+    def _layers(self, parallelism: str, ranks: int, kind: str, what: str, factor: int) -> Volume:
+        """Two in each layer; a rank has the layers of its stage."""
+        elements = factor * self.activation
+        of_rank = -(-self.layers // self.pipeline)
+        return Volume(
+            parallelism, ranks, kind, what, 2 * self.layers, elements, self.activation_itemsize,
+            2 * of_rank * elements,
+        )  # fmt: skip
+
+    def _pipeline(self) -> Iterator[Volume]:
+        if self.pipeline == 1:
+            return
+        for what in ("activations, forward", "gradients, backward"):
+            yield Volume(
+                PIPELINE, self.pipeline, "send_recv", what, self.pipeline - 1, self.activation,
+                self.activation_itemsize, self.activation,
+            )  # fmt: skip

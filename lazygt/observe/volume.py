@@ -1,0 +1,174 @@
+"""What a training step exchanges, as a table, and claims about it judged: `lazygt comm`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lazygt.graph.collectives import ring_limit
+from lazygt.graph.comm_volume import TransformerStep, Volume
+from lazygt.graph.text import amount
+
+_WIDEST = 1_000
+#: Claims are rounded.
+_ROUNDING = 0.02
+_BYTES = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?)\s*([kMGTP]?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+class VolumeClaim(NamedTuple):
+    """What somebody says that one kind of parallelism sends."""
+
+    parallelism: str
+    nbytes: float
+
+
+def parse_volume_claim(text: str) -> VolumeClaim:
+    """The claim that a command line means, such as ``tensor=17.2TB``.
+
+    Raises:
+        ValueError: it means none.
+    """
+    parallelism, _, number = (part.strip() for part in text.partition("="))
+    match = _BYTES.fullmatch(number)
+    if match is None:
+        raise ValueError(f"{text!r}: expected a kind of parallelism and bytes, such as data=56GB")
+    return VolumeClaim(parallelism, float(match[1]) * 1000.0 ** _POWERS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class VolumeReport:
+    """What a step exchanges. Prints as a table.
+
+    Attributes:
+        dtypes: of the parameters, and of activations.
+        volumes: the collectives, kind by kind.
+        remarks: what there is to say of claims.
+    """
+
+    step: TransformerStep
+    dtypes: tuple[str, str]
+    volumes: tuple[Volume, ...]
+    remarks: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it; bytes."""
+        rows = [
+            {**each._asdict(), "logical": each.logical, "ring_limit": each.limit,
+             "ring_of_rank": each.ring}
+            for each in self.volumes
+        ]  # fmt: skip
+        dtype, activations = self.dtypes
+        return {
+            "params": self.step.params,
+            "dtype": dtype,
+            "activations": activations,
+            "collectives": rows,
+            "by_parallelism": {
+                name: {"logical": sum(each.logical for each in volumes),
+                       "ring_limit": sum(each.limit for each in volumes),
+                       "ring_of_rank": sum(each.ring for each in volumes)}
+                for name, volumes in _by_parallelism(self.volumes).items()
+            },
+            "remarks": list(self.remarks),
+        }  # fmt: skip
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        dtype, activations = self.dtypes
+        params = amount(self.step.params * self.step.itemsize, "B")
+        head = f"One step; {amount(self.step.params, ' parameters')} in {dtype} are {params}"
+        if self.step.activation:
+            nbytes = amount(self.step.activation * self.step.activation_itemsize, "B")
+            elements = amount(self.step.activation, " elements")
+            head += f"; B x S x H = {elements}, in {activations} {nbytes}"
+        yield Text(f"{head}.")
+        yield Text("Logical: the payload, of the whole model. Ring: what is sent for it, by the "
+                   "rule for many ranks, and exactly by one of the ranks that meet.\n")  # fmt: skip
+        yield self._table()
+        if self.remarks:
+            yield Text("\nto mind", style="bold")
+            yield from (Text(f"- {remark}") for remark in self.remarks)
+
+    def __str__(self) -> str:
+        console = Console(
+            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
+
+    __repr__ = __str__
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("parallelism", ">ranks", "collective", "of", ">count", ">elements each",
+                     ">logical", ">ring, many ranks", ">ring, a rank"):  # fmt: skip
+            right = name.startswith(">")
+            table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        for name, volumes in _by_parallelism(self.volumes).items():
+            for row in volumes:
+                table.add_row(name, str(row.ranks), row.kind, row.what, f"{row.times:,}",
+                              amount(row.elements, ""), *_bytes([row]))  # fmt: skip
+            if len(volumes) > 1:
+                table.add_row(name, "", "together", "", "", "", *_bytes(volumes))
+        return table
+
+
+def _by_parallelism(volumes: Sequence[Volume]) -> dict[str, list[Volume]]:
+    rows: dict[str, list[Volume]] = {}
+    for volume in volumes:
+        rows.setdefault(volume.parallelism, []).append(volume)
+    return rows
+
+
+def _bytes(volumes: Sequence[Volume]) -> list[str]:
+    sums = (
+        sum(each.logical for each in volumes),
+        sum(each.limit for each in volumes),
+        sum(each.ring for each in volumes),
+    )
+    return [amount(nbytes, "B") for nbytes in sums]
+
+
+def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
+    """What there is to say of each claim.
+
+    Raises:
+        ValueError: a claim of a kind of parallelism that is not there.
+    """
+    rows = _by_parallelism(volumes)
+    for claim in claims:
+        if claim.parallelism not in rows:
+            there = ", ".join(rows) or "none"
+            raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {there}")
+    return tuple(_judged(rows[claim.parallelism], claim) for claim in claims)
+
+
+def _judged(volumes: Sequence[Volume], claim: VolumeClaim) -> str:
+    logical, limit, ring = _bytes(volumes)
+    said = f"{claim.parallelism}={amount(round(claim.nbytes), 'B')}"
+    right = f"logical {logical}, {limit} in a ring of many ranks, {ring} sent by a rank"
+    if _near(claim.nbytes, sum(each.ring for each in volumes)):
+        return f"{said} is what one rank sends in the ring: {right}"
+    if _near(claim.nbytes, sum(each.limit for each in volumes)):
+        return f"{said} holds for a ring of many ranks: {right}"
+    elements = [sum(each.times * each.elements for each in volumes)]
+    elements.append(sum(ring_limit(each.kind, each.times * each.elements) for each in volumes))
+    counted = any(_near(claim.nbytes, number) for number in elements)
+    if _near(claim.nbytes, sum(each.logical for each in volumes)):
+        also = ", or is a number of elements and no bytes" if counted else ""
+        return f"mistake 3: {said} is the payload, and forgets the ring{also}: {right}"
+    if counted:
+        return f"{said} is a number of elements, and no bytes: {right}"
+    return f"{said} is wrong: {right}"
+
+
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) <= _ROUNDING * max(other, 1)

@@ -1,0 +1,24 @@
+"""What a service of batching stages needs, and how long its requests take. See docs/serving.md.
+
+plan = lazygt.serving.plan(30_000, ["rank:batch=50,infer=80ms"], slo=0.2)
+print(plan)                 tables
+plan.needed                 the fewest GPUs with which the p99 holds
+"""
+
+from __future__ import annotations
+
+from lazygt.serving.arrivals import Bursty, Poisson, Recorded, read_arrivals
+from lazygt.serving.planning import plan
+from lazygt.serving.report import ServicePlan
+from lazygt.serving.stages import Stage, parse_stage
+
+__all__ = [
+    "Bursty",
+    "Poisson",
+    "Recorded",
+    "ServicePlan",
+    "Stage",
+    "parse_stage",
+    "plan",
+    "read_arrivals",
+]

@@ -1,0 +1,164 @@
+"""When requests come: at random, in bursts, or as a file says.
+
+poisson                                     independent of one another
+bursty:peak=3,share=0.2,burst=500ms         three times the mean for a fifth of the time
+arrivals.txt                                a time a line: seconds, or with a unit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lazygt.serving.stages import parse_duration, parse_settings, read_settings
+
+Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Requests that know nothing of one another."""
+
+    def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
+        """Arrivals in so many seconds, in order."""
+        return _uniform(rng.poisson(qps * seconds), seconds, rng)
+
+    def __str__(self) -> str:
+        return "Poisson arrivals"
+
+
+@dataclass(frozen=True, slots=True)
+class Bursty:
+    """Poisson arrivals whose rate jumps between two values; both last for random times.
+
+    Attributes:
+        peak: the rate in a burst, as a multiple of the mean.
+        share: of the time that is in bursts.
+        burst: seconds that one lasts on average.
+
+    Raises:
+        ValueError: bursts that alone would bring more than the mean.
+    """
+
+    peak: float = 3.0
+    share: float = 0.2
+    burst: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.peak >= 1 and 0 < self.share < 1 and self.burst > 0):
+            raise ValueError(
+                f"bursts of {self.peak:g} times the mean for {self.share:g} of the time, "
+                f"{self.burst:g} s each: expected peak >= 1, 0 < share < 1, burst > 0"
+            )
+        if self.peak * self.share > 1:
+            raise ValueError(
+                f"bursts of {self.peak:g} times the mean for {self.share:g} of the time bring more "
+                f"than the mean; peak x share is at most 1: lower one of them"
+            )
+
+    def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
+        """Arrivals in about so many seconds, in order; as many as are meant on average."""
+        calm = (1 - self.peak * self.share) / (1 - self.share)
+        cycles = max(round(seconds * self.share / self.burst), 1)
+        lasting = np.empty(2 * cycles)
+        lasting[::2] = rng.exponential(self.burst * (1 - self.share) / self.share, cycles)
+        lasting[1::2] = rng.exponential(self.burst, cycles)
+        lasting *= seconds / lasting.sum()
+        switches = np.concatenate(([0.0], np.cumsum(lasting)))
+        rates = qps * np.tile([calm, self.peak], cycles)
+        expected = np.concatenate(([0.0], np.cumsum(lasting * rates)))
+        whole = float(expected[-1])
+        # Poisson in the number that is expected until then
+        turned = _uniform(rng.poisson(qps * seconds), whole, rng)
+        return np.interp(turned, expected, switches)
+
+    def __str__(self) -> str:
+        return (
+            f"bursty arrivals ({self.peak:g} times the mean for {self.share:.0%} of the time, "
+            f"{self.burst:g} s each)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Arrivals that were seen, run faster or slower to come to the rate that is asked for.
+
+    Attributes:
+        name: of the file.
+        seen: seconds from the first one on, in order.
+    """
+
+    name: str
+    seen: tuple[float, ...]
+
+    @property
+    def qps(self) -> float:
+        """Their own rate."""
+        return (len(self.seen) - 1) / self.seen[-1]
+
+    def times(self, qps: float, seconds: float, rng: np.random.Generator) -> Times:
+        """All of them, however long that takes."""
+        return np.array(self.seen) * (self.qps / qps)
+
+    def __str__(self) -> str:
+        return f"{len(self.seen):,} arrivals of {self.name}"
+
+
+Arrivals = Poisson | Bursty | Recorded
+_KEYS: dict[str, Callable[[str], float]] = {
+    "peak": float, "share": float, "burst": parse_duration,
+}  # fmt: skip
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """The arrivals that a command line means.
+
+    Raises:
+        ValueError: it means none, or the file can't be read.
+    """
+    if text == "poisson":
+        return Poisson()
+    if text == "bursty":
+        return Bursty()
+    if text.startswith("bursty:"):
+        _, settings = parse_settings(text, "bursty:peak=3,share=0.2,burst=500ms")
+        return Bursty(**read_settings("bursty", settings, _KEYS))
+    return read_arrivals(Path(text))
+
+
+def read_arrivals(path: Path) -> Recorded:
+    """Arrivals of a file: a time a line, in any order; empty lines and those with # are left out.
+
+    Raises:
+        ValueError: the file can't be read, or has less than two times.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"arrivals are poisson, bursty or a file of times, and {str(path)!r} can't be read: "
+            f"{error}"
+        ) from None
+    times = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                times.append(parse_duration(text, "s"))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {text!r}: {error}") from None
+    times.sort()
+    if len(times) < 2 or not math.isfinite(times[-1]) or times[-1] == times[0]:
+        raise ValueError(f"{path} has no two times: expected an arrival a line, in seconds")
+    return Recorded(path.name, tuple(time - times[0] for time in times))
+
+
+def _uniform(count: int, end: float, rng: np.random.Generator) -> Times:
+    times = rng.random(count) * end
+    times.sort()
+    return times

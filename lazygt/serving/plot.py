@@ -1,0 +1,53 @@
+"""Latency against throughput as a picture. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lazygt.serving.choices import Point
+from lazygt.serving.formulas import HIGH_LOAD
+
+_COLOURS = {"formula": "0.6", "mean": "tab:blue", "p50": "tab:green", "p99": "tab:red"}
+
+
+def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path: Path) -> None:
+    """Draw a curve.
+
+    Args:
+        qps: what is asked of the service.
+        slo: seconds.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    come = [point.qps for point in curve]
+    lines = {
+        "formula": [point.mean for point in curve],
+        **{name: [getattr(point.run.latency, name) for point in curve]
+           for name in ("mean", "p50", "p99")},
+    }  # fmt: skip
+    for name, seconds in lines.items():
+        axes.plot(come, [1e3 * each for each in seconds], color=_COLOURS[name], marker=".",
+                  linestyle="--" if name == "formula" else "-",
+                  label="mean by the formulas" if name == "formula" else name)  # fmt: skip
+    _marks(axes, curve[-1], qps, slo)
+    axes.set_xlabel("requests a second")
+    axes.set_ylabel("latency (ms)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend(loc="upper left")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
+    """What is asked for, what must be held, and where queues begin to build up."""
+    axes.axvline(qps, color="0.3", linewidth=1, label=f"asked: {qps:,g}")
+    high = full.qps * HIGH_LOAD / full.load
+    axes.axvspan(
+        high, full.qps / full.load, color="tab:red", alpha=0.08, label=f"load above {HIGH_LOAD:.0%}"
+    )
+    if slo is not None:
+        axes.axhline(1e3 * slo, color="tab:orange", linewidth=1, label=f"SLO: {1e3 * slo:g} ms")

@@ -1,0 +1,85 @@
+"""How many GPUs hold an SLO: the fewest, of those simulated, with which the p99 is within it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from lazygt.serving.formulas import busy_gpus
+from lazygt.serving.simulation import Run
+from lazygt.serving.stages import Stage
+
+#: GPUs of each stage; 0 where there are none.
+Gpus = tuple[int, ...]
+Try = Callable[[Gpus], Run]
+
+_STEP = 1.25
+#: So many times the GPUs that are busy are tried at most: then waiting is not what takes long.
+_MOST = 20.0
+
+
+def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: Try) -> Gpus | None:
+    """The fewest GPUs with which the simulated p99 is within ``slo`` seconds; None: none do.
+
+    All stages get as many times the GPUs that are busy, and then each as many fewer as it can.
+    Never so few that they are busy all the time: then the queue grows as long as it is simulated.
+    """
+
+    def hold(gpus: Gpus) -> bool:
+        return simulated(gpus).latency.p99 <= slo
+
+    too_few, factor = None, 1.0
+    while not hold(enough := _gpus(qps, stages, factor)):
+        too_few, factor = factor, factor * _STEP
+        if factor > _MOST:
+            return None
+    if too_few is not None:
+        enough = _between(qps, stages, too_few, factor, hold)
+    return _fewer(qps, stages, enough, hold) if sum(map(bool, enough)) > 1 else enough
+
+
+def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
+    """So many times the GPUs that are busy, and more than those."""
+    return tuple(
+        max(math.ceil(busy * factor), least(busy)) if (busy := busy_gpus(qps, stage)) else 0
+        for stage in stages
+    )
+
+
+def more(gpus: Gpus) -> Gpus:
+    """One GPU more for the stage that has the most."""
+    at = gpus.index(max(gpus))
+    return (*gpus[:at], gpus[at] + 1, *gpus[at + 1 :])
+
+
+def least(busy: float) -> int:
+    """The fewest GPUs that are not busy all the time."""
+    return math.floor(busy * (1 + 1e-9)) + 1
+
+
+def _between(
+    qps: float, stages: Sequence[Stage], low: float, high: float, hold: Callable[[Gpus], bool]
+) -> Gpus:
+    few, enough = (_gpus(qps, stages, factor) for factor in (low, high))
+    while sum(enough) - sum(few) > 1:
+        middle = (low + high) / 2
+        gpus = _gpus(qps, stages, middle)
+        if gpus in (few, enough) and high - low < 1e-6:
+            break
+        if hold(gpus):
+            high, enough = middle, gpus
+        else:
+            low, few = middle, gpus
+    return enough
+
+
+def _fewer(qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gpus], bool]) -> Gpus:
+    """Take GPUs from one stage after another, the one with the most of them first."""
+    lowest = [least(busy_gpus(qps, stage)) for stage in stages]
+    for at in sorted(range(len(enough)), key=lambda at: -enough[at]):
+        while enough[at] > lowest[at]:
+            gpus = (*enough[:at], enough[at] - 1, *enough[at + 1 :])
+            if not hold(gpus):
+                break
+            enough = gpus
+    return enough

@@ -1,0 +1,223 @@
+"""A planned service as tables: in a terminal, as plain text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lazygt.graph.text import count, duration
+from lazygt.serving.arrivals import Arrivals
+from lazygt.serving.choices import FOR_SLO, Choice, Point
+from lazygt.serving.formulas import StageNumbers
+from lazygt.serving.mistakes import Remark
+from lazygt.serving.simulation import Run
+
+_WIDEST = 1_000
+
+
+@dataclass(frozen=True)
+class ServicePlan:
+    """A service, planned. Prints as tables.
+
+    Attributes:
+        qps: requests a second.
+        slo: seconds within which 99 of 100 requests are to be done; None: nobody said.
+        seconds: that were simulated.
+        formulas: each stage by its mean-value formulas.
+        choices: numbers of GPUs, simulated.
+        chosen: the one of them that the curve is of.
+        curve: latency against throughput.
+        remarks: what to mind: loads, mistakes, claims.
+    """
+
+    qps: float
+    slo: float | None
+    arrivals: Arrivals
+    balance: str
+    seed: int
+    seconds: float
+    formulas: tuple[StageNumbers, ...]
+    choices: tuple[Choice, ...]
+    chosen: Choice
+    curve: tuple[Point, ...]
+    remarks: tuple[Remark, ...]
+
+    @property
+    def mean(self) -> float:
+        """Seconds that a request takes by the formulas: those of its stages, added up."""
+        return sum(stage.mean for stage in self.formulas)
+
+    @property
+    def needed(self) -> Choice | None:
+        """The fewest GPUs with which the p99 holds; None: none do, or there is no SLO."""
+        return next((choice for choice in self.choices if choice.why == FOR_SLO), None)
+
+    def plot(self, path: Path | str) -> None:
+        """Draw latency against throughput into a ``.png`` or ``.svg``.
+
+        Raises:
+            ValueError: another suffix, or there is no stage with GPUs.
+            ImportError: matplotlib is not there.
+        """
+        if not self.curve:
+            raise ValueError("there is no stage with GPUs, and so no throughput to draw")
+        from lazygt.serving.plot import draw  # why: matplotlib is optional, and takes long to load
+
+        draw(self.curve, self.qps, self.slo, self._title(), Path(path))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it: seconds, requests a second, shares from 0 to 1."""
+        return {
+            "qps": self.qps,
+            "slo": self.slo,
+            "arrivals": str(self.arrivals),
+            "balance": self.balance,
+            "seed": self.seed,
+            "simulated_seconds": self.seconds,
+            "formulas": {"stages": [_numbers(each) for each in self.formulas], "mean": self.mean},
+            "choices": [
+                {"why": each.why, "gpus": self._named(each), "load": each.load, **_run(each.run)}
+                for each in self.choices
+            ],
+            "chosen": self.chosen.why,
+            "needed": None if self.needed is None else self._named(self.needed),
+            "curve": [
+                {"load": each.load, "qps": each.qps, "formula_mean": each.mean, **_run(each.run)}
+                for each in self.curve
+            ],
+            "remarks": [{"mistake": each.mistake, "text": each.text} for each in self.remarks],
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        slo = "" if self.slo is None else f", 99 of 100 within {duration(self.slo)}"
+        yield Text(f"{self.qps:,g} requests a second{slo}")
+        yield _titled("formulas (mean values: arrivals like a clock, full batches)")
+        yield self._formulas()
+        if self.choices[0].load:
+            yield _titled(f"simulated: {self.arrivals}, {self._balance()}, "
+                          f"{duration(self.seconds)}, seed {self.seed}")  # fmt: skip
+            yield self._choices()
+            yield _titled(f"latency against throughput, {self._title()}")
+            yield self._curve()
+        if self.remarks:
+            yield _titled("to mind")
+            yield from (Text(f"- {remark}") for remark in self.remarks)
+
+    def __str__(self) -> str:
+        console = Console(
+            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
+
+    __repr__ = __str__
+
+    def _title(self) -> str:
+        return f"{_gpus(self._named(self.chosen))} ({self.chosen.why})"
+
+    def _balance(self) -> str:
+        return "one queue" if self.balance == "shared" else f"a queue a GPU ({self.balance})"
+
+    def _named(self, choice: Choice) -> dict[str, int]:
+        """GPUs by stage."""
+        pairs = zip(self.formulas, choice.gpus, strict=True)
+        return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
+
+    def _formulas(self) -> Table:
+        table = _table("stage", ">batch", ">inference", ">QPS of a GPU", ">GPUs", ">load",
+                       ">QPS at a GPU", ">collection", ">mean", ">first")  # fmt: skip
+        for row in self.formulas:
+            stage = row.stage
+            if not row.gpus:
+                table.add_row(stage.name, *["-"] * 7, *[duration(stage.delay)] * 2)
+                continue
+            table.add_row(stage.name, str(stage.batch), duration(stage.inference),
+                          f"{row.qps_of_gpu:,.4g}", str(row.gpus), f"{row.load:.0%}",
+                          f"{row.arriving:,.4g}", duration(row.collection),
+                          duration(row.mean), duration(row.first))  # fmt: skip
+        if len(self.formulas) > 1:
+            first = sum(each.first for each in self.formulas)
+            gpus = str(sum(each.gpus for each in self.formulas))
+            table.add_row("together", "", "", "", gpus, "", "", "", duration(self.mean),
+                          duration(first))  # fmt: skip
+        return table
+
+    def _choices(self) -> Table:
+        names = [each.stage.name for each in self.formulas if each.gpus]
+        many = len(names) > 1
+        table = _table("GPUs", *([f">{name}" for name in names] if many else []), ">together",
+                       ">load", ">mean", ">p50", ">p99", ">in a batch", ">SLO")  # fmt: skip
+        for choice in self.choices:
+            gpus = list(self._named(choice).values())
+            table.add_row(choice.why, *(map(str, gpus) if many else []), str(sum(gpus)),
+                          f"{choice.load:.0%}", *_latencies(choice.run), _batches(choice.run),
+                          self._holds(choice.run))  # fmt: skip
+        return table
+
+    def _curve(self) -> Table:
+        table = _table(">load", ">QPS", ">formula", ">mean", ">p50", ">p99", ">in a batch", ">SLO")
+        for point in self.curve:
+            table.add_row(f"{point.load:.0%}", f"{point.qps:,.0f}", duration(point.mean),
+                          *_latencies(point.run), _batches(point.run), self._holds(point.run)
+                          )  # fmt: skip
+        return table
+
+    def _holds(self, run: Run) -> str:
+        if self.slo is None:
+            return "-"
+        return "holds" if run.latency.p99 <= self.slo else "missed"
+
+
+def _titled(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _table(*columns: str) -> Table:
+    """Columns that begin with ``>`` stand to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def _gpus(named: dict[str, int]) -> str:
+    if len(named) == 1:
+        return count(next(iter(named.values())), "GPU")
+    return ", ".join(f"{count(gpus, 'GPU')} for {name}" for name, gpus in named.items())
+
+
+def _latencies(run: Run) -> Sequence[str]:
+    return [duration(seconds) for seconds in run.latency]
+
+
+def _batches(run: Run) -> str:
+    """How many requests the batches of each stage had on average."""
+    return ", ".join(f"{stage.requests:.3g}" for stage in run.stages if stage.requests)
+
+
+def _numbers(numbers: StageNumbers) -> dict[str, Any]:
+    fields = numbers._asdict()
+    stage = fields.pop("stage")
+    wait = "full" if stage.wait == math.inf else stage.wait
+    if not numbers.gpus:
+        fields["qps_of_gpu"] = None
+    return {"name": stage.name, "batch": stage.batch, "inference": stage.inference, "wait": wait,
+            "fan": stage.fan, "items": stage.items, "delay": stage.delay, **fields}  # fmt: skip
+
+
+def _run(run: Run) -> dict[str, Any]:
+    stages = [
+        {"name": each.name, **each.latency._asdict(), "load": each.load, "batch": each.requests}
+        for each in run.stages
+    ]
+    return {"requests": run.requests, **run.latency._asdict(), "stages": stages}

@@ -1,0 +1,86 @@
+"""``lazygt comm``: the worked cases, and what it says where it is asked wrongly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lazygt import cli
+
+DATA = ["--params", "7e9", "--dtype", "fp32", "--dp", "8"]
+THIRTEEN = [
+    "--params", "13B", "--dtype", "fp32", "--activations", "bf16", "--dp", "64", "--tp", "8",
+    "--layers", "40", "--hidden", "5120", "--batch", "32", "--sequence", "4096",
+]  # fmt: skip
+
+
+def comm(*args: str) -> Any:
+    result = CliRunner().invoke(cli.app, ["comm", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_data_parallel() -> None:
+    result = comm(*DATA)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "One step; 7 G parameters in fp32 are 28 GB."
+    assert lines[-1].split() == [
+        "data", "8", "all_reduce", "gradients", "1", "7", "G", "28", "GB", "56", "GB", "49", "GB",
+    ]  # fmt: skip
+
+
+def test_data_and_tensor_parallel() -> None:
+    numbers = json.loads(comm(*THIRTEEN, "--json").stdout)["by_parallelism"]
+    assert numbers["data"]["ring_limit"] == 104_000_000_000
+    elements = 4 * 32 * 4096 * 5120 * 40
+    assert numbers["tensor"]["logical"] == 2 * elements
+    assert numbers["tensor"]["ring_limit"] == 4 * elements == 429_496_729_600
+    assert numbers["tensor"]["ring_of_rank"] == 4 * elements * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("claim", "text"),
+    [
+        ("data=104GB", "data=104 GB holds for a ring of many ranks"),
+        ("data=12.8GB", "data=12.8 GB is what one rank sends in the ring"),
+        ("data=52GB", "mistake 3: data=52 GB is the payload, and forgets the ring: logical 52 GB"),
+        ("data=26GB", "data=26 GB is a number of elements, and no bytes"),
+        ("tensor=429GB", "tensor=429 GB holds for a ring of many ranks"),
+        ("tensor=214.7GB", "forgets the ring, or is a number of elements and no bytes"),
+        ("tensor=17.2TB", "tensor=17.2 TB is wrong: logical 215 GB, 429 GB in a ring"),
+    ],
+)
+def test_claims(claim: str, text: str) -> None:
+    result = comm(*THIRTEEN, "--claim", claim)
+    assert result.exit_code == 0, result.output
+    assert text in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([*DATA, "--params", "many"], "--params many: expected how many there are, such as 7e9 or"),
+        ([*DATA, "--params", "0"], "--params 0: expected how many there are"),
+        ([*DATA, "--dtype", "fp31"], "--dtype fp31: it is one of fp64, fp32"),
+        ([*DATA, "--activations", "x"], "--activations x: it is one of"),
+        ([*DATA, "--dp", "0"], "Invalid value for '--dp'"),
+        ([*DATA, "--dp", "1"], "one rank sends nothing: give --dp, --tp, --pp or --ep"),
+        ([*DATA, "--dp", "1", "--zero", "3"], "give --dp, such as --dp 8"),
+        ([*DATA, "--tp", "8"], "give --layers, --hidden, --batch, --sequence, too"),
+        ([*DATA, "--pp", "8", "--hidden", "9"], "give --batch, --sequence, too"),
+        ([*THIRTEEN, "--pp", "41"], "--pp 41: there are only 40 layers to cut"),
+        ([*DATA, "--claim", "tensor=1GB"], "--claim: a claim of 'tensor': what is exchanged is of"),
+        ([*DATA, "--claim", "data=1"], "expected a kind of parallelism and bytes, such as data="),
+        (["--params", "7e9", "--dp", "8"], "Missing option '--dtype'"),
+    ],
+)
+def test_bad_input(args: list[str], message: str) -> None:
+    result = comm(*args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not result.stdout
