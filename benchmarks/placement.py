@@ -22,11 +22,11 @@ from benchmarks.harness import Measured, Report, parser
 from benchmarks.models import GPT, GPTSize, Step, update
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
+from lazygt.machine import default_machine
 from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.fold import Fold
-from lazygt.passes.sharding.cost import CPU
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.propagate import Annotation
 from lazygt.passes.sharding.rules import has_rule, strategies_of
@@ -126,7 +126,7 @@ def _choose(graph: Graph, annotations: Annotations, explore: bool, parts: int) -
         graph,
         lambda node: strategies_of(node, metas, parts),
         parts,
-        CPU,
+        default_machine("cpu"),
         annotations,
         explore=explore,
     )

@@ -199,6 +199,12 @@ class Config:
         "of 512 KiB and more alone",
         float,
     )
+    machine: str | None = _setting(
+        None,
+        "by whose costs plans are made: a name such as h100, calibrated, or a machine file; None: "
+        "cpu-generic, or h100 for GPUs",
+        str,
+    )
     log: str | None = _setting(None, "path of the instruction log (JSON lines)", str)
 
     @staticmethod
@@ -227,8 +233,9 @@ class Config:
                 values[name] = given[name]
             elif text:
                 values[name] = _parse(name, text, f.metadata["parse"])
-        if "checkpoint" in values:
-            values["checkpoint"] = os.fspath(values["checkpoint"])
+        for name in ("checkpoint", "machine"):
+            if name in values:
+                values[name] = os.fspath(values[name])
         if values.get("mesh"):
             values["mesh"], values["workers"] = _ranks(values["mesh"], values.get("workers"))
         if values.get("invariant"):

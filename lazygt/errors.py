@@ -11,6 +11,7 @@
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
     ├── CheckpointError     a checkpoint that can't be resumed, or a folder that can't hold any
+    ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
     GatherWarning (UserWarning)  an op took whole what lay in blocks, which nobody asked for
@@ -234,6 +235,24 @@ class CheckpointError(LazyGTError):
 
     def __reduce__(self) -> Any:
         return type(self), (self.path, self.why, self.torn)
+
+
+class MachineError(LazyGTError, ValueError):
+    """A machine file is wrong, or there is none of that name.
+
+    Attributes:
+        path: of the file, or the name.
+        key: which figure, such as ``memory.bandwidth``; empty where it is not about one.
+        why: what is wrong with it, and what was expected.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], key: str, why: str) -> None:
+        self.path, self.key, self.why = os.fspath(path), key, why
+        where = f"{self.path}: {key}" if key else self.path
+        super().__init__(f"machine {where} {why}")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path, self.key, self.why)
 
 
 class GraphError(LazyGTError):

@@ -16,7 +16,8 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes
 from lazygt.graph.source import CallSite, expand
 from lazygt.history import History, Miss, newly_alive
-from lazygt.passes import PIPELINE
+from lazygt.machine import Machine
+from lazygt.passes import PIPELINE, priced
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Optimised, Template, Templates
 from lazygt.record.bridge import shown_of
@@ -99,6 +100,7 @@ class Planner:
 
     Args:
         mesh: the ranks that plans are made for, on the workers there are.
+        machine: that each rank is, for what work costs.
         history: gets misses and gathers.
     """
 
@@ -106,17 +108,19 @@ class Planner:
         self,
         config: Config,
         mesh: VirtualMesh,
-        device_type: str,
+        machine: Machine,
         recorder: Recorder,
         client: Client,
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.templates = Templates(PIPELINE, config.max_plans, config.max_plan_bytes, Plan)
+        self.templates = Templates(
+            priced(PIPELINE, machine), config.max_plans, config.max_plan_bytes, Plan
+        )
         self._outlines: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
             config.max_plans, config.max_plan_bytes
         )
-        self._config, self._mesh, self._device_type = config, mesh, device_type
+        self._config, self._mesh, self._machine = config, mesh, machine
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
         self._told_of_turns = False
@@ -291,7 +295,7 @@ class Planner:
             recorded,
             ranks,
             given,
-            self._device_type,
+            self._machine,
             config.check_passes,
             stages,
             decided,

@@ -24,6 +24,7 @@ from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
+from lazygt.machine import Machine, default_machine, machine_of
 from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
@@ -68,6 +69,8 @@ class Session:
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
+        #: by whose costs plans are made
+        self.machine = _machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
         self._link = open_link(config, self.mesh, COPIER)
         self.device_type = kind = device_type(config)
@@ -88,7 +91,7 @@ class Session:
         )  # fmt: skip
         self._history = History()
         self._planner = Planner(
-            config, self._virtual_mesh, kind, self.recorder, self._client, self._tiers,
+            config, self._virtual_mesh, self.machine, self.recorder, self._client, self._tiers,
             self._history,
         )  # fmt: skip
         self._submitter = Submitter(
@@ -433,6 +436,17 @@ class Session:
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )
+
+
+def _machine(config: Config) -> Machine:
+    """The machine that was named, else the one that serves for any of its kind.
+
+    Raises:
+        MachineError: there is none of that name, or its file is wrong.
+    """
+    if config.machine is None:
+        return default_machine(device_type(config))
+    return machine_of(config.machine, config.cache_dir)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -13,7 +13,17 @@ from typing import Annotated
 
 import typer
 
-from lazygt.cli.script import Inline, OnMesh, Script, fail, finish, on_mesh, run
+from lazygt.cli.script import (
+    Inline,
+    OnMachine,
+    OnMesh,
+    Script,
+    fail,
+    finish,
+    on_machine,
+    on_mesh,
+    run,
+)
 from lazygt.graph.alias import op_facts
 from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
@@ -52,6 +62,7 @@ def dump(
     everything: Annotated[bool, typer.Option("--all", help="print every plan")] = False,
     inline: Inline = False,
     mesh: OnMesh = None,
+    machine: OnMachine = None,
 ) -> None:
     """Run an unchanged script and print a plan that its sessions built, and what it costs.
 
@@ -61,6 +72,7 @@ def dump(
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
     settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
+    settings = on_machine(context, settings, machine)
     ran = run(context, script, inline, settings)
     built = [(session, entry) for session in ran.sessions for entry in session.entries()]
     if everything and plan is None:

@@ -17,7 +17,10 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from lazygt.config import cache_setting
+from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh
+from lazygt.machine import machine_of
 from lazygt.session import Session, overseen
 
 #: A script that imports lazygt opens its sessions itself.
@@ -143,6 +146,13 @@ OnMesh = Annotated[
         help="plan for this mesh, such as data=8,model=4, without its workers: nothing is computed",
     ),
 ]
+OnMachine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        help="whose costs count: a name such as h100, calibrated, or a machine file",
+    ),
+]
 #: For commands that take a script: what lazygt does not know is the script's.
 SETTINGS = {
     "allow_extra_args": True,
@@ -201,6 +211,19 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
         if option.takes_value and not equals and (value := next(rest, None)) is not None:
             ours.append(value)
     return [*ours, *others, *rest]
+
+
+def on_machine(
+    context: typer.Context, settings: Mapping[str, Any], machine: str | None
+) -> Mapping[str, Any]:
+    """The settings, with a machine if one is given. Ends the command when there is none such."""
+    if machine is None:
+        return settings
+    try:
+        machine_of(machine, cache_setting())
+    except MachineError as error:
+        fail(context, f"--machine: {error}")
+    return {**settings, "machine": machine}
 
 
 def on_mesh(

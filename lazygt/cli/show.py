@@ -13,7 +13,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lazygt.cli.script import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
+from lazygt.cli.script import (
+    Inline,
+    OnMachine,
+    OnMesh,
+    Script,
+    check_output,
+    fail,
+    finish,
+    on_machine,
+    on_mesh,
+    run,
+)
 from lazygt.observe import doctor as checks
 from lazygt.observe.explain import DRY, Runs, report_of, runs_of
 from lazygt.observe.report import Report
@@ -31,7 +42,9 @@ _DRY = (
 _FAILED = " The script failed; this is what it recorded until then."
 
 
-def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None:
+def explain(
+    context: typer.Context, script: Script, mesh: OnMesh = None, machine: OnMachine = None
+) -> None:
     """Record an unchanged script without computing anything, and say what it would cost.
 
     For each of its lines: flops, bytes, launches and peak memory; what is fused, and why the rest
@@ -39,7 +52,8 @@ def explain(context: typer.Context, script: Script, mesh: OnMesh = None) -> None
     and what would be dearer. A script that fails on the way is explained up to there, with exit
     code 1.
     """
-    ran = run(context, script, True, on_mesh(context, DRY, mesh))
+    settings = on_machine(context, on_mesh(context, DRY, mesh), machine)
+    ran = run(context, script, True, settings)
     runs: list[Runs] = []
     first = 0
     for session in ran.sessions:

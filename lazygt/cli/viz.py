@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 import typer
 
 from lazygt.cli.dump import GRAPHS, most_ops
-from lazygt.cli.script import Inline, OnMesh, Script, check_output, fail, finish, on_mesh, run
+from lazygt.cli.script import (
+    Inline,
+    OnMachine,
+    OnMesh,
+    Script,
+    check_output,
+    fail,
+    finish,
+    on_machine,
+    on_mesh,
+    run,
+)
 from lazygt.errors import LazyGTError
 from lazygt.graph.node import Graph
 from lazygt.graph.text import count
@@ -37,6 +48,7 @@ def viz(
     ] = "auto",
     inline: Inline = False,
     mesh: OnMesh = None,
+    machine: OnMachine = None,
 ) -> None:  # fmt: skip
     """Run an unchanged script and draw one of its plans. With --mesh nothing is computed.
 
@@ -44,6 +56,7 @@ def viz(
     """
     _check(context, output, stage, collapse)
     settings = on_mesh(context, {"keep_stages": stage != "plan"}, mesh)
+    settings = on_machine(context, settings, machine)
     ran = run(context, script, inline, settings)
     plans = [(session, found) for session in ran.sessions for found in _plans(session)]
     if plans:

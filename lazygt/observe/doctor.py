@@ -15,6 +15,8 @@ import torch
 
 from lazygt import native
 from lazygt.config import Config
+from lazygt.errors import MachineError
+from lazygt.machine import CALIBRATED, calibrated_place, default_machine, machine_of
 from lazygt.native import build
 from lazygt.runtime.launch.procfs import cpu_quota
 
@@ -56,6 +58,7 @@ def report(open_session: SessionFactory | None = None) -> list[Check]:
         memory(),
         memfd(),
         pidfd(),
+        costs(),
     ]
     return checks if open_session is None else [*checks, session(open_session)]
 
@@ -209,6 +212,22 @@ def pidfd() -> Check:
         advice = "the death of a worker is noticed by its socket alone"
         return Check("process watch", "warn", f"no pidfd: {error}", advice)
     return Check("process watch", "ok", "pidfd")
+
+
+def costs() -> Check:
+    """By which machine's costs sessions plan, unless they say otherwise."""
+    config = Config.load()
+    if config.machine is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        detail = f"plans by the costs of {default_machine(kind)}"
+        place = calibrated_place(config.cache_dir)
+        advice = f"to plan by {place}: LAZYGT_MACHINE={CALIBRATED}" if place.is_file() else ""
+        return Check("costs", "ok", detail, advice)
+    try:
+        machine = machine_of(config.machine, config.cache_dir)
+    except MachineError as error:
+        return Check("costs", "fail", str(error), "correct LAZYGT_MACHINE")
+    return Check("costs", "ok", f"plans by the costs of {machine}: LAZYGT_MACHINE={config.machine}")
 
 
 def session(open_session: SessionFactory) -> Check:

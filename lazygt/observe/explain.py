@@ -5,6 +5,7 @@ All numbers are counted from graphs; nothing is run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from lazygt.graph.fusion import REDUCTIONS, expand_fused, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
+from lazygt.machine import Machine, collective_seconds, default_machine, machine_of
 from lazygt.observe.report import (
     AlternativeRow,
     CollectiveRow,
@@ -23,7 +25,7 @@ from lazygt.observe.report import (
     Report,
     Unfused,
 )
-from lazygt.passes.fuse import CALL, Fuse, Surroundings, candidates, saved_bytes, worth
+from lazygt.passes.fuse import Fuse, Prices, Surroundings, candidates, saved_bytes, worth
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
 
@@ -42,36 +44,47 @@ class Runs(NamedTuple):
         before: as the fuse pass found it, where that is known.
         collectives: those of one run.
         decided: how its values were placed, where that is known.
+        machine: whose costs count.
     """
 
     name: str
     graph: Graph
     times: int
+    machine: Machine
     before: Graph | None = None
     mesh: Mesh | None = None
     collectives: tuple[Communication, ...] = ()
     decided: tuple[AxisStep, ...] = ()
-    device_type: str = "cpu"
 
 
-def explain(what: Graph | Plan | Session) -> Report:
+def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None = None) -> Report:
     """What one run of a graph or plan costs, what is fused in it and why the rest is not; of a
     session, every run so far of every plan that it keeps.
 
     Costs no sync point. Print it; a notebook shows tables.
 
+    Args:
+        machine: whose costs count: a name such as ``h100``, or a machine file. None: the session's
+            own, by which its plans were made; of a graph or plan, a CPU's.
+
     Raises:
         TypeError: for anything else.
+        MachineError: there is no such machine.
     """
+    priced = None if machine is None else machine_of(machine)
     match what:
         case Graph():
-            return report_of(
-                [Runs("graph", what, 1, collectives=communications(expand_fused(what)))]
-            )
+            sent = communications(expand_fused(what))
+            cpu = priced or default_machine("cpu")
+            return report_of([Runs("graph", what, 1, cpu, collectives=sent)])
         case Plan():
-            return report_of([Runs(_name(what), what.graph, 1, None, what.mesh, what.collectives)])
+            cpu = priced or default_machine("cpu")
+            return report_of(
+                [Runs(_name(what), what.graph, 1, cpu, None, what.mesh, what.collectives)]
+            )
         case Session():
-            return report_of(runs_of(what))
+            runs = runs_of(what)
+            return report_of(runs if priced is None else [r._replace(machine=priced) for r in runs])
     raise TypeError(
         f"lazygt.explain: expected a graph, a plan or a session, not {type(what).__name__}"
     )
@@ -88,11 +101,11 @@ def runs_of(session: Session, first: int = 0) -> list[Runs]:
             f"{number} {_name(each.plan)}",
             each.plan.graph,
             each.runs,
+            session.machine,
             _before_fuse(session, each.plan),
             each.plan.mesh,
             each.plan.collectives,
             session.decided(each.plan) if session.config.keep_stages else (),
-            session.device_type,
         )
         for number, each in enumerate(session.entries(), first)
         if not all(map(_is_bookkeeping, each.plan.graph.nodes))
@@ -201,6 +214,7 @@ def _plan_cost(runs: Runs) -> PlanCost:
 
 
 def _fused(runs: Runs) -> Iterator[Fused]:
+    prices = Prices.of(runs.machine)
     for number, node in enumerate(runs.graph.nodes):
         if node.body is not None:
             around = Surroundings(node.body)
@@ -210,21 +224,21 @@ def _fused(runs: Runs) -> Iterator[Fused]:
                 tuple(base_name(member.op) for member in node.body.nodes),
                 runs.graph.line(number),
                 saved_bytes(around, everything),
-                worth(around, everything),
+                worth(around, everything, prices),
             )
 
 
 def _unfused(runs: Runs) -> Iterator[Unfused]:
     """What the fuse pass leaves alone, and what can't be a member although its like can."""
-    graph = runs.before or runs.graph
+    graph, prices = runs.before or runs.graph, Prices.of(runs.machine)
     rows: dict[int, Unfused] = {}
     joining: set[int] = set()
-    for members, gain, closed in candidates(graph):
+    for members, gain, closed in candidates(graph, prices):
         joining.update(members)
         if gain > 0 and runs.before is not None:
             continue  # it is fused
         ops = tuple(base_name(graph.nodes[number].op) for number in members)
-        why = _why(len(members), gain, closed)
+        why = _why(len(members), gain, closed, prices.call)
         rows[members[0]] = Unfused(runs.times, ops, graph.line(members[0]), why)
     for number, node in enumerate(graph.nodes):
         if number not in joining and (why := _why_never(node)):
@@ -232,13 +246,13 @@ def _unfused(runs: Runs) -> Iterator[Unfused]:
     return (rows[number] for number in sorted(rows))
 
 
-def _why(members: int, gain: float, closed: str) -> str:
+def _why(members: int, gain: float, closed: str, call: float) -> str:
     ended = f"; {closed}" if closed else ""
     if members == 1:
         return f"alone{ended or ': nothing follows it that could join it'}"
     if gain > 0:
         return f"would gain {duration(gain)}: the fuse pass has not run on this graph"
-    return f"too small: saves {duration(gain + CALL)}, and a call costs {duration(CALL)}{ended}"
+    return f"too small: saves {duration(gain + call)}, and a call costs {duration(call)}{ended}"
 
 
 def _why_never(node: Node) -> str:
@@ -265,14 +279,10 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
     """One row for all collectives that differ in nothing but their bytes."""
     if not runs.collectives:
         return []
-    # why: the rules of every op take a while to load
-    from lazygt.passes.sharding.cost import CPU, GPU, collective_seconds
-
-    machine = GPU if runs.device_type == "cuda" else CPU
     rows: dict[tuple[object, ...], CollectiveRow] = {}
     for record in runs.collectives:
         key = record.kind, record.reduce_op, record.mesh_dim, record.source, record.why
-        took = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
+        took = collective_seconds(runs.machine, record.kind, record.nbytes, record.ranks)
         old = rows.get(key)
         count, nbytes, ring, before = (
             (0, 0, 0, 0.0) if old is None else (old.times, old.nbytes, old.ring, old.seconds)
@@ -289,7 +299,9 @@ def _alternatives(runs: Runs) -> list[AlternativeRow]:
     """For the dearest collectives the best program without them; solves placements again."""
     if not runs.decided:
         return []
-    from lazygt.passes.sharding.what_if import reasons  # why: as above
+    from lazygt.passes.sharding.what_if import (
+        reasons,  # why: the rules of every op take a while to load
+    )
 
     return [
         AlternativeRow(

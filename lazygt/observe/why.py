@@ -35,6 +35,7 @@ def why(session: Session) -> Why:
         tuple(history.recent), sum(history.flushes.values()), tuple(history.misses),
         session.compiles(), tuple(history.gathers.values()), tuple(history.resized),
         session.cuda_graphs(), session.recoveries,
+        str(session.machine) if session.config.machine is not None else "",
     )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ class Why:
             of each; shown among the fallbacks.
         cuda_graphs: what became of hot plans on GPUs, by plan and rank.
         recoveries: the times that workers were replaced.
+        machine: by whose costs plans are made, where one was named.
         resized: the latest plans that are known programs in other sizes: no pass ran for them.
     """
 
@@ -62,6 +64,7 @@ class Why:
     resized: Sequence[Miss] = ()
     cuda_graphs: Sequence[tuple[PlanRecord, int, Captured]] = ()
     recoveries: Sequence[RecoveryRecord] = ()
+    machine: str = ""
 
     def __str__(self) -> str:
         latest = f"the latest {len(self.flushes)} of " if len(self.flushes) < self.flushed else ""
@@ -77,6 +80,8 @@ class Why:
             parts.append(("CUDA graphs", [_capture_row(*each) for each in self.cuda_graphs]))
         if self.recoveries:
             parts.append((f"recoveries ({len(self.recoveries)})", list(map(str, self.recoveries))))
+        if self.machine:
+            parts.append(("costs", [f"plans are made by those of {self.machine}"]))
         return "\n".join(
             row for title, rows in parts for row in (title, *(f"  {r}" for r in rows or ["none"]))
         )

@@ -1,5 +1,6 @@
 """Passes: graph -> graph, pure, one small file each. Their order stands here and nowhere else."""
 
+from lazygt.machine import Machine
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
@@ -18,4 +19,10 @@ PIPELINE = BEFORE_SHARDING + _ON_ONE_RANK
 #: What is done to each rank's program, once ``sharding`` has made one for each.
 AFTER_SHARDING = (*_ON_ONE_RANK, Unpack())
 
-__all__ = ["AFTER_SHARDING", "BEFORE_SHARDING", "PIPELINE", "Pass", "run_passes"]
+
+def priced(passes: tuple[Pass, ...], machine: Machine) -> tuple[Pass, ...]:
+    """The same passes; those that weigh costs have the machine's."""
+    return tuple([Fuse(machine) if each.name == Fuse.name else each for each in passes])
+
+
+__all__ = ["AFTER_SHARDING", "BEFORE_SHARDING", "PIPELINE", "Pass", "priced", "run_passes"]

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from lazygt.graph.alias import Aliases, last_uses
@@ -25,6 +26,7 @@ from lazygt.graph.lanes import LANES, lane_count, lanes_of, part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
 from lazygt.graph.placement import WAIT
+from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,
     Placed,
@@ -42,19 +44,49 @@ from lazygt.passes.questions import ask, fits, row_major
 MOST_MEMBERS = 256
 #: The same of a group of horizontal ops, since several of its lanes are compiled together.
 MOST_HORIZONTAL = 16
-#: Seconds: a call of compiled code, the launch of one op, a byte on its way from or to memory.
-CALL, LAUNCH, BYTE = 8e-6, 1.2e-6, 1 / 8e9
+
+
+class Prices(NamedTuple):
+    """Seconds that fusing weighs.
+
+    Attributes:
+        call: of compiled code.
+        launch: of one op.
+        byte: on its way from or to memory.
+    """
+
+    call: float
+    launch: float
+    byte: float
+
+    @staticmethod
+    def of(machine: Machine) -> Prices:
+        """As a machine has them."""
+        return Prices(machine.host.call, machine.host.launch, 1 / machine.memory.bandwidth)
 
 
 class Fuse:
-    """Makes ``lazygt.fused`` nodes of the groups that are worth it."""
+    """Makes ``lazygt.fused`` nodes of the groups that are worth it.
+
+    Args:
+        machine: by whose prices; None: ``cpu-generic``.
+    """
 
     name = "fuse"
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What is weighed."""
+        return Prices.of(self._machine or default_machine("cpu"))
 
     def run(self, graph: Graph) -> Graph:
         order, around = dependencies(graph), Surroundings(graph)
         found = [group.members for group in _Groups(graph, around.metas, order).found()]
-        groups = [members for members in found if len(members) > 1 and _fits(around, members)]
+        prices = self.prices
+        groups = [each for each in found if len(each) > 1 and _fits(around, each, prices)]
         if not groups:
             return graph
         units = scheduled(order.before, groups)
@@ -75,14 +107,11 @@ class Candidate(NamedTuple):
     closed: str
 
 
-def candidates(graph: Graph) -> list[Candidate]:
+def candidates(graph: Graph, prices: Prices) -> list[Candidate]:
     """What the pass finds in a graph, and what it thinks of it."""
-    return _candidates(Surroundings(graph), dependencies(graph))
-
-
-def _candidates(around: Surroundings, order: Dependencies) -> list[Candidate]:
-    groups = _Groups(around.graph, around.metas, order).found()
-    return [Candidate(g.members, worth(around, g.members), g.closed) for g in groups]
+    around = Surroundings(graph)
+    groups = _Groups(graph, around.metas, dependencies(graph)).found()
+    return [Candidate(g.members, worth(around, g.members, prices), g.closed) for g in groups]
 
 
 class Surroundings:
@@ -137,15 +166,15 @@ class Surroundings:
         return list(taken)
 
 
-def worth(around: Surroundings, group: Sequence[int]) -> float:
+def worth(around: Surroundings, group: Sequence[int], prices: Prices) -> float:
     """Seconds that compiling a group may save in each run; at most 0: it is not worth it.
 
     One by one, each member is launched, reads its operands and writes its results. Compiled,
     there is one call, and what only members see never travels to memory.
     """
     if len(group) == 1:
-        return -CALL
-    return _gain(*_launches(around, group), saved_bytes(around, group))
+        return -prices.call
+    return _gain(prices, *_launches(around, group), saved_bytes(around, group))
 
 
 def _launches(around: Surroundings, group: Sequence[int]) -> tuple[int, int]:
@@ -154,8 +183,8 @@ def _launches(around: Surroundings, group: Sequence[int]) -> tuple[int, int]:
     return len(group) * max(lanes, 1), max(math.ceil(lanes / LANES), 1)
 
 
-def _gain(launches: int, calls: int, saved: int) -> float:
-    return (launches - calls) * LAUNCH + saved * BYTE - calls * CALL
+def _gain(prices: Prices, launches: int, calls: int, saved: int) -> float:
+    return (launches - calls) * prices.launch + saved * prices.byte - calls * prices.call
 
 
 def saved_bytes(around: Surroundings, group: Sequence[int]) -> int:
@@ -175,10 +204,10 @@ def _saved(around: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta,
     return [(meta, count) for meta, count in metas if meta is not None]
 
 
-def _fits(around: Surroundings, group: Sequence[int]) -> bool:
+def _fits(around: Surroundings, group: Sequence[int], prices: Prices) -> bool:
     """Whether a group is worth it, and one that can be compiled."""
     saved = _saved(around, group)
-    given = (*_launches(around, group), tuple([times for _, times in saved]))
+    given = (prices, *_launches(around, group), tuple([times for _, times in saved]))
     if not ask(_gains, *[meta for meta, _ in saved], given=given):
         return False
     if not lane_count(around.rows[group[0]].node):
@@ -188,10 +217,12 @@ def _fits(around: Surroundings, group: Sequence[int]) -> bool:
     return lanes_of(body, lambda meta: ask(row_major, meta)) is not None
 
 
-def _gains(launches: int, calls: int, times: tuple[int, ...], *metas: TensorMeta) -> bool:
+def _gains(
+    prices: Prices, launches: int, calls: int, times: tuple[int, ...], *metas: TensorMeta
+) -> bool:
     """Whether so many launches are worth it, if these tensors do not travel so often."""
     saved = sum(count * meta.nbytes for count, meta in zip(times, metas, strict=True))
-    return _gain(launches, calls, saved) > 0
+    return _gain(prices, launches, calls, saved) > 0
 
 
 # -- which nodes belong together -----------------------------------------------------------------

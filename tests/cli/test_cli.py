@@ -427,3 +427,26 @@ def test_sessions_are_told_of_while_a_script_runs_and_no_longer(tmp_path: Path) 
     with lazygt.session(launcher="inline") as other:
         assert other.config.max_ahead == 4
     assert len(ran.sessions) == 1
+
+
+def test_machine_sets_the_costs_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, lazygt\n"
+        "with lazygt.session(mesh={'x': 4}):\n"
+        "    lazygt.distribute(torch.randn(1 << 20), [lazygt.Shard(0)]).sum().item()\n"
+    )
+    for machine, took in (("cpu-generic", "37 us"), ("h100", "15 us")):
+        result = _run("explain", script, "--mesh", "x=4", "--machine", machine)
+        assert result.exit_code == 0, result.output
+        row = next(row for row in result.stdout.splitlines() if "all_reduce sum" in row)
+        assert f"  {took}  " in row
+
+
+@pytest.mark.parametrize("command", ["explain", "viz", "dump"])
+def test_machine_that_there_is_not(command: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('not reached')")
+    result = _run(command, script, "--machine", "tpu")
+    assert result.exit_code == 2
+    assert f"lazygt {command}: --machine: machine tpu is no machine, and no file" in result.output

@@ -23,6 +23,7 @@ DOCUMENTS = [
             "tuning",
             "seeing",
             "sharding",
+            "machines",
             "transfer",
             "recovery",
             "serving",

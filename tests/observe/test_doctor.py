@@ -25,6 +25,7 @@ def test_report_names_every_part_once() -> None:
         "memory",
         "shared memory",
         "process watch",
+        "costs",
     ]
 
 

@@ -21,11 +21,13 @@ from lazygt import cli
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs, peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, shown
-from lazygt.passes.fuse import CALL, MOST_MEMBERS, Fuse, candidates
+from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.executors.dry import MOST_ZEROS
 from lazygt.runtime.plan import Plan, Schedule
 
 pytestmark = pytest.mark.timeout(120)
+
+PRICES = Fuse().prices
 
 SCRIPT = """\
 import torch
@@ -65,9 +67,9 @@ plan      runs  ops  groups  launches   flops   read  written   inputs   peak
 2 DIGEST     1    4       0         2       8   32 B     32 B     2 MB   2 MB
 
 fused, one run of each (estimates)
-runs  ops  members                             line         bytes saved  gain
-   2    5  sigmoid, mul x2, add, mean          script.py:6        24 MB  3 ms
-   2    5  div, mul x2, add, sigmoid_backward  script.py:7        32 MB  4 ms
+runs  ops  members                             line         bytes saved     gain
+   2    5  sigmoid, mul x2, add, mean          script.py:6        24 MB  2.66 ms
+   2    5  div, mul x2, add, sigmoid_backward  script.py:7        32 MB  3.55 ms
 
 not fused
 runs  ops  members   line         why
@@ -273,7 +275,7 @@ def test_gains_are_those_by_which_the_pass_decided() -> None:
             s.flush()
         for runs in explaining.runs_of(s):
             assert runs.before is not None
-            found = sorted(each.gain for each in candidates(runs.before) if each.gain > 0)
+            found = sorted(each.gain for each in candidates(runs.before, PRICES) if each.gain > 0)
             shown = sorted(
                 each.gain for each in explaining.report_of([runs._replace(times=1)]).fused
             )
@@ -285,7 +287,7 @@ def test_gains_are_those_by_which_the_pass_decided() -> None:
 def test_the_pass_and_the_report_agree(n: int) -> None:
     """A small chain is not worth a call; a large one is."""
     graph: Graph = parse_graph(CHAIN.format(n=n))
-    (found,) = candidates(graph)
+    (found,) = candidates(graph, PRICES)
     assert found.members == [0, 1, 2]
     fused = Fuse().run(graph)
     assert (fused.nodes[0].body is not None) == (found.gain > 0) == (n > 4)
@@ -301,7 +303,7 @@ def test_the_pass_and_the_report_agree(n: int) -> None:
         assert before.total.bytes - after.total.bytes == after.fused[0].saved
     else:
         assert before.unfused[0].why == (
-            f"too small: saves 2.41 us, and a call costs {CALL * 1e6:.0f} us"
+            f"too small: saves 2.41 us, and a call costs {PRICES.call * 1e6:.0f} us"
         )
 
 
@@ -325,7 +327,7 @@ def test_a_group_that_grew_too_large_says_so() -> None:
     rows = [f"%{n + 1}: f32[4] = aten.exp.default(%{n})" for n in range(MOST_MEMBERS + 6)]
     text = ["graph {", "%0: f32[4] = input", *rows, f"return %{len(rows)}", "}"]
     graph = parse_graph("\n".join(text))
-    first, second = candidates(graph)
+    first, second = candidates(graph, PRICES)
     assert len(first.members) == MOST_MEMBERS
     assert first.closed == f"it would have more than {MOST_MEMBERS} members"
     assert (len(second.members), second.closed) == (6, "")

@@ -7,9 +7,6 @@ import pytest
 from lazygt.graph import Graph
 from lazygt.graph.node import FUSED
 from lazygt.passes.fuse import (
-    BYTE,
-    CALL,
-    LAUNCH,
     MOST_MEMBERS,
     Fuse,
     Surroundings,
@@ -19,6 +16,7 @@ from lazygt.passes.fuse import (
 from tests.passes.tools import graph_of, keeps, same_numbers
 
 FUSE = Fuse()
+PRICES = FUSE.prices
 
 
 def members(graph: Graph) -> list[list[str]]:
@@ -38,7 +36,8 @@ def fused(text: str) -> list[list[str]]:
 def candidates_of(text: str) -> list[list[str]]:
     """The short names of the ops in each group that might be fused."""
     graph = graph_of(text)
-    return [[graph.nodes[n].op.split(".")[1] for n in each.members] for each in candidates(graph)]
+    groups = candidates(graph, PRICES)
+    return [[graph.nodes[n].op.split(".")[1] for n in each.members] for each in groups]
 
 
 def chain(length: int, meta: str) -> str:
@@ -201,14 +200,14 @@ def test_two_full_groups_that_meet_stay_two() -> None:
 
 def test_small_tensors_need_many_members() -> None:
     # what launches cost against one call; memory counts for nothing here
-    enough = int(CALL / LAUNCH) + 2
+    enough = int(PRICES.call / PRICES.launch) + 2
     keeps(FUSE, chain(enough - 1, "f32[2]"))
     assert fused(chain(enough, "f32[2]")) == [["neg"] * enough]
 
 
 def test_two_members_need_large_tensors() -> None:
     # one temporary less is written and read: 8 bytes an element
-    enough = int((CALL - LAUNCH) / (8 * BYTE))
+    enough = int((PRICES.call - PRICES.launch) / (8 * PRICES.byte))
     keeps(FUSE, chain(2, f"f32[{enough - 1}]"))
     assert fused(chain(2, f"f32[{enough + 2}]")) == [["neg"] * 2]
 
@@ -223,7 +222,8 @@ def test_a_temporary_that_others_need_saves_half() -> None:
         """
     keeps(FUSE, text)
     around = Surroundings(graph_of(text))
-    assert worth(around, [0, 1]) == pytest.approx(LAUNCH + 4 * 9000 * BYTE - CALL)
+    saved = PRICES.launch + 4 * 9000 * PRICES.byte
+    assert worth(around, [0, 1], PRICES) == pytest.approx(saved - PRICES.call)
 
 
 def test_one_node_is_no_group() -> None:

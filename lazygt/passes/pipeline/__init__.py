@@ -13,13 +13,13 @@ from typing import Any
 from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import Placement, Replicate, SingleRank
+from lazygt.machine import Machine
 from lazygt.passes.base import without_likenesses
 from lazygt.passes.classes import by_class
 from lazygt.passes.pipeline.schedule import ordered
 from lazygt.passes.pipeline.split import split
 from lazygt.passes.pipeline.stages import assign
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, shard
-from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.marks import ENTER, LEAVE, PLACE
 
 
@@ -48,7 +48,7 @@ def shard_stages(
     mesh: Mesh,
     axis: str,
     inputs: Sequence[Sharding],
-    machine: Machine = CPU,
+    machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
     """The local programs of a graph with stages along ``axis``; the rest as in ``shard``.

@@ -14,10 +14,10 @@ from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Unspecified
+from lazygt.machine import Machine, default_machine
 from lazygt.passes.classes import by_class, classes, classified
 from lazygt.passes.sharding import rules
 from lazygt.passes.sharding.annotations import annotations_of, mark_strategies, stored_shardings
-from lazygt.passes.sharding.cost import CPU, Machine
 from lazygt.passes.sharding.marks import PLACE, REDUCE_AS, without_places
 from lazygt.passes.sharding.partition import Choice, LocalProgram, partition
 from lazygt.passes.sharding.problem import Question, build_problem
@@ -46,7 +46,7 @@ def shard(
     graph: Graph,
     mesh: Mesh,
     inputs: Sequence[Sharding],
-    machine: Machine = CPU,
+    machine: Machine | None = None,
     decided: list[AxisStep] | None = None,
 ) -> PartitionedProgram:
     """The local programs of a graph whose inputs lie on the mesh as ``inputs`` says.
@@ -55,9 +55,10 @@ def shard(
     are taken apart first, so that each of their tensors may lie in its own way.
 
     Args:
+        machine: by whose costs placements are chosen; None: ``cpu-generic``.
         decided: gets how each axis was decided, outermost first.
     """
-    graph = SplitForeach().run(graph)
+    graph, machine = SplitForeach().run(graph), machine or default_machine("cpu")
     kept = stored_shardings(graph, mesh, inputs)
     homes = [kept.get(value) for value in graph.outputs]
     graphs = [graph]

@@ -8,21 +8,17 @@
 What is interleaved is gathered and scattered as S is; to another cut of its dim ranks send the rows
 that others lack, or where those are in many pieces it is exchanged twice, by way of another dim.
 
-A collective takes the latency of what carries it, once for each other rank where there is one more
-message, and what a rank sends over its bandwidth. Seconds are rounded to whole picoseconds
+How fast all this is a machine says (``lazygt.machine``). Seconds are rounded to whole picoseconds
 (``ticks``), so that sums are exact in any order and every rank comes to the same decision.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.graph.cost import Cost
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import (
@@ -35,6 +31,7 @@ from lazygt.graph.placement import (
     held,
     whole_groups,
 )
+from lazygt.machine import Machine, collective_seconds
 from lazygt.passes.sharding.cost_tables import Table
 from lazygt.passes.sharding.rows import rows_between
 from lazygt.passes.sharding.rules.base import Metas, Strategy
@@ -42,76 +39,6 @@ from lazygt.passes.sharding.rules.base import Metas, Strategy
 #: Reductions whose identity, or any repetition, makes a partial value of a whole one for nothing.
 _FREE_PARTIAL = ("sum", "max", "min")
 _TICKS = 1e12
-#: Of rows ranks exchange how many there are, their places, and the rows; and some ranks have more
-#: of them than others.
-_OF_ROWS = ("take_rows", "put_rows")
-_ROUNDS, _SKEW = 3, 2
-
-
-class Link(NamedTuple):
-    """What carries collectives.
-
-    Attributes:
-        latency: seconds that one takes with no payload to speak of.
-        each: the same, for each rank beyond the second.
-        bandwidth: bytes a second that a rank sends while it receives as many.
-    """
-
-    latency: float
-    each: float
-    bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One rank and its links to the others of the axis.
-
-    Attributes:
-        flops: arithmetic operations a second that a matmul reaches.
-        memory_bandwidth: bytes read or written a second.
-        launch: seconds an op takes with next to no work.
-        link: carries collectives.
-        sockets: carry those that ``goes_by_sockets``; None: there are no sockets.
-    """
-
-    flops: float
-    memory_bandwidth: float
-    launch: float
-    link: Link
-    sockets: Link | None = None
-
-
-#: One thread of a server CPU: medians of a matmul of 512 rows, an addition of 16 MiB and one of
-#: four floats. Ranks share memory, or what is small goes through sockets: between two ranks on free
-#: cores 32 KiB takes 11 us, 1 MiB 60 to 130 us (``python -m benchmarks.collectives``), with 15 us
-#: and two more copies to pack and unpack it.
-CPU = Machine(
-    flops=2e11,
-    memory_bandwidth=9e9,
-    launch=2.4e-6,
-    link=Link(latency=8e-5, each=1e-5, bandwidth=2e9),
-    sockets=Link(latency=2.5e-5, each=6e-6, bandwidth=2e9),
-)
-#: One H100 SXM and NCCL over NVLink, from published figures: bf16 matmuls at 60 % of the peak,
-#: 80 % of the bandwidths, one small collective and one kernel launch.
-GPU = Machine(
-    flops=6e14,
-    memory_bandwidth=2.7e12,
-    launch=4e-6,
-    link=Link(latency=1.5e-5, each=0.0, bandwidth=3.6e11),
-)
-
-
-def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> float:
-    """The time of one collective, of a payload as ``Communication`` has it; nothing on one rank."""
-    if parts == 1:
-        return 0.0
-    link, sent = machine.link, ring_bytes(kind, nbytes, parts)
-    if machine.sockets is not None and goes_by_sockets(kind, nbytes, parts):
-        link, sent = machine.sockets, socket_bytes(kind, nbytes, parts)
-    if kind in _OF_ROWS:
-        return _ROUNDS * (link.latency + (parts - 2) * link.each) + _SKEW * sent / link.bandwidth
-    return link.latency + (parts - 2) * link.each + sent / link.bandwidth
 
 
 def reshard_kind(source: Placement, target: Placement) -> str | None:
@@ -214,8 +141,8 @@ def strategy_seconds(
     comm = sum(collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm)
     flops = cost.flops * work_share(strategy, operands, results, parts)
     moved = cost.bytes * _byte_share(strategy, operands, results, parts)
-    work = max(flops / machine.flops, moved / machine.memory_bandwidth)
-    return comm + cost.launches * machine.launch + work
+    work = max(flops / machine.matmul.usual, moved / machine.memory.bandwidth)
+    return comm + cost.launches * machine.host.launch + work
 
 
 def _byte_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:

@@ -14,9 +14,10 @@ import numpy as np
 
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Placement
+from lazygt.machine import Machine
 from lazygt.passes.sharding.annotations import Annotation, infer_annotations
 from lazygt.passes.sharding.connections import Connections
-from lazygt.passes.sharding.cost import Copies, Machine, Options, ReshardingCosts
+from lazygt.passes.sharding.cost import Copies, Options, ReshardingCosts
 from lazygt.passes.sharding.def_use import def_use
 from lazygt.passes.sharding.propagate import open_strategies
 from lazygt.passes.sharding.rules.base import Strategy

@@ -8,14 +8,14 @@ from dataclasses import replace
 from lazygt.graph.mesh import FSDPUnit, Mesh, Sharding, VirtualMesh
 from lazygt.graph.node import Graph
 from lazygt.graph.verify import verify
-from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, run_passes
+from lazygt.machine import Machine, default_machine
+from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, priced, run_passes
 from lazygt.passes.classes import by_class, classified
 from lazygt.passes.collectives.bucket import CAP, Caps
 from lazygt.passes.collectives.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.annotations import stored_shardings
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
-from lazygt.passes.sharding.cost import CPU, GPU
 from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.sharding.gradients import gradients_in_blocks
 from lazygt.passes.sharding.twins import reduced_once
@@ -23,16 +23,12 @@ from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
 
-#: Bytes up to which packing a value with others takes a CPU less time than a launch of its own:
-#: measured with Gloo, four tensors of 256 KiB 0.55 ms packed and 0.82 alone, of 1 MiB 2.1 and 1.7.
-WORTH_PACKING = 512 << 10
-
 
 def programs(
     graph: Graph,
     mesh: Mesh,
     inputs: Sequence[Sharding | None],
-    device: str = "cpu",
+    machine: Machine | None = None,
     check: bool = False,
     stages: Stages | None = None,
     decided: list[AxisStep] | None = None,
@@ -45,7 +41,7 @@ def programs(
     Args:
         graph: as recorded.
         inputs: where each input lies; None: whole on every rank.
-        device: the type of device that ranks compute on, for the costs of placements.
+        machine: by whose costs placements are chosen and ops are fused; None: ``cpu-generic``.
         check: verify after every pass.
         stages: gets (name of the pass, rank 0's graph after it) for each.
         decided: gets how each axis was decided, outermost first.
@@ -61,7 +57,7 @@ def programs(
     """
     whole = Sharding((R,) * len(mesh.names))
     tidy = run_passes(graph, BEFORE_SHARDING, check, stages)
-    machine = GPU if device == "cuda" else CPU
+    machine = machine or default_machine("cpu")
     shardings = [given or whole for given in inputs]
     tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, shardings), backward)
     cap = CAP if bucket_bytes is None else bucket_bytes
@@ -88,22 +84,24 @@ def programs(
         if stored.unit is not None
         for number in numbers
     }
-    caps = _caps(bucket_bytes, device, units)
+    caps = _caps(bucket_bytes, machine, units)
     graphs = classified(program.graphs)
     apart = overlapped(graphs, mesh if workers is None else workers.workers, caps)
     if stages is not None:
         stages.append(("overlap", apart[0]))
 
+    passes = priced(AFTER_SHARDING, machine)
+
     def finished(graph: Graph) -> Graph:
-        whole = run_passes(graph, AFTER_SHARDING, check, stages if graph is apart[0] else None)
+        whole = run_passes(graph, passes, check, stages if graph is apart[0] else None)
         verify(whole)
         return whole
 
     return replace(program, graphs=tuple(by_class(finished, apart)))
 
 
-def _caps(asked: int | None, device: str, units: Mapping[int, FSDPUnit]) -> Caps:
-    """When a bucket is closed: as was asked for, else as is fastest on the device."""
+def _caps(asked: int | None, machine: Machine, units: Mapping[int, FSDPUnit]) -> Caps:
+    """When a bucket is closed: as was asked for, else as is fastest on the machine."""
     if asked is not None:
         return Caps(asked, asked, units)
-    return Caps(CAP, CAP if device == "cuda" else WORTH_PACKING, units)
+    return Caps(CAP, min(CAP, int(machine.collectives.packed)), units)

@@ -13,8 +13,9 @@ from lazygt.graph.cost import family, graph_costs
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.placement import Cut, Replicate, StridedShard
+from lazygt.machine import Machine
 from lazygt.passes.base import renumbered
-from lazygt.passes.sharding.cost import Machine, strategy_seconds, ticks, work_share
+from lazygt.passes.sharding.cost import strategy_seconds, ticks, work_share
 from lazygt.passes.sharding.def_use import DefUse
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
 from lazygt.passes.sharding.rules import packed

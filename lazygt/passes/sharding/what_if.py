@@ -31,8 +31,9 @@ from lazygt.graph.placement import (
     Unspecified,
 )
 from lazygt.graph.text import amount
+from lazygt.machine import collective_seconds
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.cost import Copies, Options, collective_seconds, reshard_kind, seconds
+from lazygt.passes.sharding.cost import Copies, Options, reshard_kind, seconds
 from lazygt.passes.sharding.cost_tables import Factor
 from lazygt.passes.sharding.marks import PLACE, stored_by
 from lazygt.passes.sharding.problem import Question

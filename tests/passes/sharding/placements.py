@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lazygt.graph import Graph
 from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Replicate
+from lazygt.machine import Figure, Link, Machine, default_machine
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import (
-    GPU,
-    Link,
-    Machine,
-    reshard_kind,
-    reshard_seconds,
-)
+from lazygt.passes.sharding.cost import reshard_kind, reshard_seconds
 from lazygt.passes.sharding.problem import Question, build_problem
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import Strategy
@@ -23,8 +19,31 @@ from lazygt.passes.sharding.solver import Solution
 R = Replicate()
 Annotations = Mapping[int, Annotation]
 
+CPU, GPU = default_machine("cpu"), default_machine("cuda")
+
+
+def carried(machine: Machine, local: Link, sockets: Link | None = None) -> Machine:
+    """The same machine with other carriers of collectives."""
+    kept = {k: f for k, f in machine.figures.items() if "[" not in k}
+    new = {
+        f"collectives.{carrier}[0].{name}": Figure(getattr(link, name), "measured", "test")
+        for carrier, link in (("local", local), ("sockets", sockets))
+        if link is not None
+        for name in ("latency", "each", "bandwidth")
+    }
+    return replace(machine, figures=kept | new)
+
+
+def computing(machine: Machine, rate: float) -> Machine:
+    """The same machine with another rate of matmuls."""
+    return machine.with_values({f"matmul.rate.{dtype}": rate for dtype in machine.matmul.rate})
+
+
 #: A byte sent takes as long as a byte read, a collective nothing besides.
-PLAIN = Machine(flops=1e3, memory_bandwidth=1.0, launch=0.0, link=Link(0.0, 0.0, 1.0))
+PLAIN = carried(
+    computing(GPU, 1e3).with_values({"memory.bandwidth": 1.0, "host.launch": 0.0}),
+    Link(0.0, 0.0, 1.0),
+)
 
 
 def question_of(

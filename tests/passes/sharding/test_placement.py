@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
+from lazygt.machine import Machine
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import CPU, GPU, Machine
 from lazygt.passes.sharding.solver import Solution, solve
-from tests.passes.sharding.placements import Annotations, collectives, question_of
+from tests.passes.sharding.placements import CPU, GPU, Annotations, collectives, question_of
 from tests.passes.tools import graph_of
 
 R, S, P = Replicate(), Shard, Partial("sum")

@@ -11,19 +11,15 @@ from dataclasses import replace
 import pytest
 
 from lazygt.graph import Graph
+from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.graph.cost import Cost
 from lazygt.graph.placement import Cut, Partial, Placement, Replicate, Shard, StridedShard
+from lazygt.machine import Link, Machine, collective_seconds
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.cost import (
-    Link,
-    Machine,
-    collective_seconds,
-    goes_by_sockets,
     reshard_kind,
     reshard_seconds,
-    ring_bytes,
     seconds,
-    socket_bytes,
     strategy_seconds,
     work_share,
 )
@@ -32,7 +28,7 @@ from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import Collective, Strategy
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategyCatalogue, StrategySet
-from tests.passes.sharding.placements import PLAIN, Annotations, question_of
+from tests.passes.sharding.placements import PLAIN, Annotations, carried, computing, question_of
 from tests.passes.tools import graph_of
 
 R, S, P = Replicate(), Shard, Partial("sum")
@@ -102,7 +98,7 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
     assert ring_bytes("all_reduce", 100, 1) == 0
     assert ring_bytes("all_reduce", 100, 2) == 100
     assert ring_bytes("all_gather", 100, 4) == 75
-    late = replace(PLAIN, link=Link(5.0, 0.0, 1.0))
+    late = carried(PLAIN, Link(5.0, 0.0, 1.0))
     assert collective_seconds(late, "all_gather", 100, 4) == 80
     assert collective_seconds(late, "all_gather", 100, 1) == 0
 
@@ -110,7 +106,7 @@ def test_ring_bytes_of_one_rank_and_of_many() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_what_carries_a_collective_sets_its_price(kind: str, ranks: int) -> None:
-    machine = replace(PLAIN, link=Link(100.0, 10.0, 1.0), sockets=Link(5.0, 1.0, 2.0))
+    machine = carried(PLAIN, Link(100.0, 10.0, 1.0), Link(5.0, 1.0, 2.0))
     for nbytes in (4, 16 << 10, 64 << 10, 256 << 10, 4 << 20):
         took = collective_seconds(machine, kind, nbytes, ranks)
         if goes_by_sockets(kind, nbytes, ranks):
@@ -137,7 +133,7 @@ def test_the_busiest_rank_sets_the_time() -> None:
     assert strategy_seconds(PLAIN, cost, row, metas, metas, 4) == pytest.approx(128)
     inside = replace(row, comm=(Collective("all_reduce", 100),))
     assert strategy_seconds(PLAIN, cost, inside, metas, metas, 4) == pytest.approx(128 + 150)
-    slow = replace(PLAIN, flops=1e-1, launch=7.0)
+    slow = computing(PLAIN, 1e-1).with_values({"host.launch": 7.0})
     assert strategy_seconds(slow, cost, row, metas, metas, 4) == pytest.approx(160 + 7)
 
 
@@ -213,9 +209,7 @@ def test_equals_the_best_of_all_choices_of_rows(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw)
         annotations = {0: draw.choice(inputs), 1: draw.choice(inputs)}
-        machine = replace(
-            PLAIN, link=Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
-        )
+        machine = carried(PLAIN, Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2)))
         question = question_of(graph, annotations, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, annotations)
@@ -229,7 +223,7 @@ def test_rows_that_are_left_out_when_exploring_are_never_better() -> None:
     for seed in range(100, 130):
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
-        machine = replace(PLAIN, link=Link(0.0, 0.0, 10.0 ** draw.randint(-2, 2)))
+        machine = carried(PLAIN, Link(0.0, 0.0, 10.0 ** draw.randint(-2, 2)))
         question = question_of(graph, {}, 4, machine, [[R], [R]], explore=True)
         metas = graph.values
         found = StrategyCatalogue(

@@ -6,17 +6,17 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 
 from lazygt.graph import Graph
 from lazygt.graph.placement import Placement, Replicate, Shard
+from lazygt.machine import Link, Machine
 from lazygt.passes.sharding.annotations import Annotation
-from lazygt.passes.sharding.cost import Link, Machine, reshard_seconds, seconds
+from lazygt.passes.sharding.cost import reshard_seconds, seconds
 from lazygt.passes.sharding.solver import solve
 from lazygt.passes.sharding.strategies import StrategySet
-from tests.passes.sharding.placements import PLAIN, question_of
+from tests.passes.sharding.placements import PLAIN, carried, question_of
 from tests.passes.sharding.test_placement_cost import cheapest, random_graph
 
 R, S = Replicate(), Shard
@@ -100,9 +100,7 @@ def test_pins_and_wishes_get_the_best_of_all_choices(first: int) -> None:
         draw = random.Random(seed)
         graph = random_graph(draw, ops_at_most=3)
         notes = annotations_at_random(draw, graph)
-        machine = replace(
-            PLAIN, link=Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2))
-        )
+        machine = carried(PLAIN, Link(draw.choice([0.0, 30.0]), 0.0, 10.0 ** draw.randint(-2, 2)))
         question = question_of(graph, notes, 4, machine, [[R], [R]], draw.random() < 0.5)
         found = solve(question.problem)
         least = brute_force(graph, question.entries, machine, notes)

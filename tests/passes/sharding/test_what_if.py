@@ -9,14 +9,15 @@ import torch
 from torch.distributed.tensor import Shard
 
 import lazygt
+from lazygt.machine import collective_seconds, default_machine
 from lazygt.passes.sharding import what_if as module
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.cost import CPU, collective_seconds
 from lazygt.passes.sharding.decisions import decisions, programs_of
 from lazygt.passes.sharding.what_if import CostReason, reasons
 
 pytestmark = pytest.mark.timeout(120)
 
+CPU = default_machine("cpu")
 Tensor = torch.Tensor
 
 

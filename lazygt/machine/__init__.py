@@ -1,0 +1,21 @@
+"""What work costs: machines, their figures, and the files that hold them.
+
+Whoever prices anything asks a ``Machine``; no cost stands anywhere else. ``machine_of`` finds one:
+those of ``machines/`` come with lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
+"""
+
+from lazygt.machine.find import CALIBRATED, calibrated_place, default_machine, machine_of, shipped
+from lazygt.machine.model import Figure, Link, Machine
+from lazygt.machine.prices import collective_seconds
+
+__all__ = [
+    "CALIBRATED",
+    "Figure",
+    "Link",
+    "Machine",
+    "calibrated_place",
+    "collective_seconds",
+    "default_machine",
+    "machine_of",
+    "shipped",
+]

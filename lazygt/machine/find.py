@@ -1,0 +1,68 @@
+"""Which machine is meant: one that comes with lazygt, a file, or the one calibrated here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from lazygt.cache import cache_place
+from lazygt.errors import MachineError
+from lazygt.machine.file import read
+from lazygt.machine.model import Machine
+
+_PLACE = Path(__file__).parent / "machines"
+#: The machine of ``calibrated_place``.
+CALIBRATED = "calibrated"
+#: Who serves where none is named, by the kind of device.
+_DEFAULTS = {"cpu": "cpu-generic", "cuda": "h100"}
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the machines that come with lazygt."""
+    return tuple(sorted(path.stem for path in _PLACE.glob("*.toml")))
+
+
+def calibrated_place(cache_dir: str | None = None) -> Path:
+    """Where ``lazygt calibrate`` writes, unless it is told otherwise.
+
+    Args:
+        cache_dir: see ``cache_place``.
+    """
+    return cache_place(cache_dir) / "machine.toml"
+
+
+def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> Machine:
+    """The machine of that name, or of that file.
+
+    Args:
+        named: one of ``shipped()``, in small or capital letters; ``calibrated``; or a path.
+
+    Raises:
+        MachineError: there is none, or its file is wrong.
+    """
+    name = os.fspath(named)
+    if name.lower() in shipped():
+        return _shipped(name.lower())
+    if name.lower() == CALIBRATED:
+        place = calibrated_place(cache_dir)
+        if not place.is_file():
+            raise MachineError(place, "", "is not there yet: run lazygt calibrate")
+        return read(place)
+    if Path(name).is_file():
+        return read(name)
+    others = ", ".join(shipped())
+    raise MachineError(
+        name, "", f"is no machine, and no file: expected {others}, {CALIBRATED}, or a path"
+    )
+
+
+def default_machine(device: str) -> Machine:
+    """The machine that serves where none is named."""
+    return _shipped(_DEFAULTS[device])
+
+
+@cache
+def _shipped(name: str) -> Machine:
+    return replace(read(_PLACE / f"{name}.toml"), path="")

@@ -1,0 +1,179 @@
+"""A machine's figures, in sections named as those of its file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lazygt.machine.schema import CARRIERS, DTYPES, FAMILIES
+
+_CARRIER = re.compile(r"collectives\.(\w+)\[(\d+)\]\.(\w+)")
+
+
+class Figure(NamedTuple):
+    """A number, and how it is known.
+
+    Attributes:
+        value: in the schema's unit.
+        basis: ``measured`` or ``datasheet``.
+        source: which of the file's sources says so.
+    """
+
+    value: float
+    basis: str
+    source: str
+
+
+class Link(NamedTuple):
+    """What carries collectives, for payloads of some size.
+
+    Attributes:
+        latency: seconds that one takes with no payload to speak of.
+        each: the same, for each rank beyond the second.
+        bandwidth: bytes a second that a rank sends while it receives as many.
+        up_to: bytes that a rank sends, up to which this holds.
+    """
+
+    latency: float
+    each: float
+    bandwidth: float
+    up_to: float = math.inf
+
+
+#: By size; the last one has no bound.
+Carrier = tuple[Link, ...]
+
+
+class Memory(NamedTuple):
+    """Bytes, and bytes a second; see the schema."""
+
+    capacity: float
+    bandwidth: float
+    cache: float
+    cache_bandwidth: float
+    fresh_bandwidth: float = math.inf
+
+
+class Matmul(NamedTuple):
+    """What products of matrices reach.
+
+    Attributes:
+        rate, peak: arithmetic operations a second, by dtype.
+        tile_rows, tile_columns, units, depth: see ``prices.matmul_seconds``.
+    """
+
+    rate: Mapping[str, float]
+    peak: Mapping[str, float]
+    tile_rows: float
+    tile_columns: float
+    units: float
+    depth: float = 0.0
+
+    @property
+    def usual(self) -> float:
+        """The rate in the dtype that is multiplied fastest of those that models train in."""
+        return max(self.rate[dtype] for dtype in ("f32", "f16", "bf16") if dtype in self.rate)
+
+
+class Host(NamedTuple):
+    """Seconds that something takes beside its work."""
+
+    launch: float
+    call: float
+    record: float
+    message: float
+
+
+class Collectives(NamedTuple):
+    """What carries collectives.
+
+    Attributes:
+        packed: bytes up to which a value travels faster packed with others than alone.
+        ranks: that a host has room for.
+        local, sockets, network: empty where there are none; sockets carry what
+            ``goes_by_sockets``.
+    """
+
+    packed: float
+    ranks: float
+    local: Carrier = ()
+    sockets: Carrier = ()
+    network: Carrier = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """One rank, and what joins it with others.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        figures: by key, such as ``memory.bandwidth``; ``schema`` has them all.
+        sources: name -> who measured what and how, or which datasheet.
+        path: of its file; empty for one that comes with lazygt.
+    """
+
+    name: str
+    device: str
+    about: str
+    figures: Mapping[str, Figure]
+    sources: Mapping[str, str]
+    path: str = ""
+
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory(**self._section("memory"))
+
+    @cached_property
+    def matmul(self) -> Matmul:
+        rates = {d: self.figures[f"matmul.rate.{d}"].value for d in DTYPES if self.has("rate", d)}
+        peaks = {d: self.figures[f"matmul.peak.{d}"].value for d in DTYPES if self.has("peak", d)}
+        return Matmul(rates, peaks, **self._section("matmul"))
+
+    def has(self, what: str, dtype: str) -> bool:
+        """Whether there is a ``rate``, or a ``peak``, of matmuls in a dtype."""
+        return f"matmul.{what}.{dtype}" in self.figures
+
+    @cached_property
+    def pointwise(self) -> Mapping[str, float]:
+        """Elements a second, by family."""
+        return {family: self.figures[f"pointwise.{family}"].value for family in FAMILIES}
+
+    @cached_property
+    def host(self) -> Host:
+        return Host(**self._section("host"))
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        links: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+        for key, figure in self.figures.items():
+            if match := _CARRIER.fullmatch(key):
+                links[match[1]][int(match[2])][match[3]] = figure.value
+        carriers = {
+            carrier: tuple([Link(**links[carrier][at]) for at in sorted(links[carrier])])
+            for carrier in CARRIERS
+        }
+        return Collectives(**{**self._section("collectives"), **carriers})
+
+    def _section(self, name: str) -> dict[str, Any]:
+        """The figures directly in a section."""
+        parts = ((key.split("."), figure.value) for key, figure in self.figures.items())
+        return {
+            key[1]: value
+            for key, value in parts
+            if key[0] == name and len(key) == 2 and "[" not in key[1]
+        }
+
+    def with_values(self, values: Mapping[str, float]) -> Machine:
+        """The same but for the values of some figures."""
+        figures = {
+            **self.figures, **{key: self.figures[key]._replace(value=values[key]) for key in values}
+        }  # fmt: skip
+        return replace(self, figures=figures, path="")
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path})" if self.path else self.name

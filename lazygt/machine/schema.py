@@ -1,0 +1,97 @@
+"""The figures of a machine file: their units, what is absurd, and which of them have to be there.
+
+A change that would read an old file wrongly is a new VERSION.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+VERSION = 1
+DEVICES = ("cpu", "cuda")
+#: How a figure is known.
+BASES = ("measured", "datasheet")
+#: Of matmuls, as graphs print them; f8 stands for both of torch's eight-bit floats.
+DTYPES = ("f64", "f32", "f16", "bf16", "f8", "i8")
+#: Kinds of ops that go through all elements, by what a core does with each.
+FAMILIES = ("add", "exp", "gelu", "norm", "softmax", "reduction")
+#: What carries collectives: between ranks on one host, small ones between CPUs there, and between
+#: hosts.
+CARRIERS = ("local", "sockets", "network")
+
+
+class Quantity(NamedTuple):
+    """What a figure is.
+
+    Attributes:
+        unit: in which it stands in the file.
+        least, most: outside of which it is a mistake.
+        about: in words.
+        needed: whether every file has it.
+    """
+
+    unit: str
+    least: float
+    most: float
+    about: str
+    needed: bool = True
+
+
+_SECONDS = (0.0, 10.0)
+_BANDWIDTH = (1e6, 1e15)
+
+FIGURES: dict[str, Quantity] = {
+    "memory.capacity": Quantity("B", 1e6, 1e15, "memory that a rank has"),
+    "memory.bandwidth": Quantity("B/s", *_BANDWIDTH, "bytes read and written, beyond the cache"),
+    "memory.cache": Quantity("B", 1e3, 1e12, "operands and results up to which the cache has them"),
+    "memory.cache_bandwidth": Quantity("B/s", *_BANDWIDTH, "bytes read and written, in the cache"),
+    "memory.fresh_bandwidth": Quantity(
+        "B/s", *_BANDWIDTH, "bytes of memory that is touched for the first time", False
+    ),
+    "matmul.tile_rows": Quantity("1", 1, 4096, "rows of a result that are computed together"),
+    "matmul.tile_columns": Quantity("1", 1, 4096, "columns likewise"),
+    "matmul.units": Quantity("1", 1, 1e5, "tiles that are computed at once"),
+    "matmul.depth": Quantity(
+        "1", 0, 1e5, "steps of the sum that beginning and ending a tile takes as long as", False
+    ),
+    **{
+        f"matmul.peak.{dtype}": Quantity(
+            "flop/s", 1e6, 1e18, f"what the hardware could do at most in {dtype}", False
+        )
+        for dtype in DTYPES
+    },
+    **{
+        f"matmul.rate.{dtype}": Quantity(
+            "flop/s", 1e6, 1e18, f"what large products in {dtype} reach", dtype == "f32"
+        )
+        for dtype in DTYPES
+    },
+    **{
+        f"pointwise.{family}": Quantity(
+            "element/s", 1e3, 1e16, f"elements of {family}, where memory is fast enough"
+        )
+        for family in FAMILIES
+    },
+    "host.launch": Quantity("s", *_SECONDS, "an op with next to no work"),
+    "host.call": Quantity("s", *_SECONDS, "a call of compiled code"),
+    "host.record": Quantity("s", *_SECONDS, "recording an op"),
+    "host.message": Quantity("s", *_SECONDS, "a run that is sent, and its answer"),
+    "collectives.packed": Quantity(
+        "B", 0, 1e12, "values up to which travel faster packed with others than alone"
+    ),
+    "collectives.ranks": Quantity("1", 1, 1e6, "ranks that a host has room for"),
+}
+
+#: Of each entry of ``[[collectives.CARRIER]]``; ``up_to`` of all but the last.
+LINK: dict[str, Quantity] = {
+    "latency": Quantity("s", *_SECONDS, "a collective with no payload to speak of"),
+    "each": Quantity("s", *_SECONDS, "the same, for each rank beyond the second"),
+    "bandwidth": Quantity("B/s", *_BANDWIDTH, "bytes that a rank sends while it receives as many"),
+    "up_to": Quantity("B", 1, math.inf, "bytes that a rank sends, to which the entry holds", False),
+}
+
+
+def quantity(key: str) -> Quantity:
+    """Of ``memory.bandwidth``, ``collectives.local[0].each`` and the like."""
+    return FIGURES.get(key) or LINK[key.rpartition(".")[2]]
