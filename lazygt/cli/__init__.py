@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from lazygt.cli.build_native import build_native
+from lazygt.cli.calibrate import calibrate
 from lazygt.cli.comm import comm
 from lazygt.cli.dump import diff, dump
 from lazygt.cli.log import log
@@ -18,7 +19,7 @@ from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.viz import viz
 from lazygt.record.context import current_session
 
-PLAIN = (build_native, comm, diff, doctor, log, plan_serving)
+PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving)
 WITH_SCRIPT = (dump, explain, profile, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

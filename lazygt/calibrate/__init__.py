@@ -1,0 +1,201 @@
+"""Measures the machine it runs on, and makes a machine file of it.
+
+Every figure is the least of several rounds, so that what else the machine does counts little. What
+is not measured (compiled calls, networks, datasheet peaks) is taken over from the machine that
+serves for any of the kind, with its source.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazygt.calibrate import kernels, workers
+from lazygt.calibrate.clock import EventClock, HostClock
+from lazygt.calibrate.kernels import FULL, QUICK, SMALLEST, Device, Size
+from lazygt.config import VERSION
+from lazygt.machine.file import text_of
+from lazygt.machine.find import CALIBRATED, default_machine
+from lazygt.machine.model import Carrier, Figure, Machine
+from lazygt.session import Session
+
+__all__ = ["FULL", "QUICK", "SMALLEST", "measure", "write"]
+
+#: (what is being measured, how many steps of how many are done)
+Told = Callable[[str, int, int], object]
+
+
+def measure(
+    device: str = "cpu",
+    size: Size = FULL,
+    threads: int = 1,
+    told: Told = lambda what, done, of: None,
+) -> Machine:
+    """The machine that this is, seen from one rank.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        threads: of a rank on the CPU.
+        told: called while it goes on.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _Calibration(device, size, threads, told).machine()
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Calibration:
+    """The figures so far."""
+
+    def __init__(self, device: str, size: Size, threads: int, told: Told) -> None:
+        self.base = default_machine(device)
+        self.device, self.size, self.threads, self._told = device, size, threads, told
+        self.values: dict[str, float] = {}
+        cores = len(os.sched_getaffinity(0))
+        self.ranks = torch.cuda.device_count() if device == "cuda" else max(cores // threads, 1)
+        self.groups = [n for n in (2, 4, 8) if n <= max(self.ranks, 2)]
+        if device == "cuda" and self.ranks < 2:
+            self.groups = []  # NCCL takes one rank a GPU
+
+    def machine(self) -> Machine:
+        self._kernels()
+        self._host()
+        self._collectives()
+        figures = {
+            key: figure for key, figure in self.base.figures.items() if not self._replaced(key)
+        }
+        measured = {
+            key: Figure(float(f"{value:.4g}"), "measured", CALIBRATED)
+            for key, value in self.values.items()
+        }
+        figures |= measured
+        used = {figure.source for figure in figures.values()}
+        sources = {name: text for name, text in self.base.sources.items() if name in used}
+        return Machine(
+            CALIBRATED,
+            self.device,
+            f"{_processor(self.device)}, {self.ranks} ranks on a host",
+            figures,
+            {CALIBRATED: self._source(), **sources},
+        )
+
+    def _replaced(self, key: str) -> bool:
+        """Whether the base's figure is of what was measured, be it in other dtypes or entries."""
+        section = key.partition("[")[0] if "[" in key else ""
+        return any(section and other.startswith(f"{section}[") for other in self.values) or (
+            key.startswith("matmul.rate.")
+        )
+
+    def _source(self) -> str:
+        where = f", {self.threads} thread(s) a rank" if self.device == "cpu" else ""
+        return (
+            f"lazygt calibrate {VERSION} with torch {torch.__version__} on "
+            f"{_processor(self.device)}{where}, {time.strftime('%Y-%m-%d')}: the least of "
+            f"{self.size.rounds} round(s)"
+        )
+
+    # -- what one device does alone ----------------------------------------------------------------
+
+    def _kernels(self) -> None:
+        clock = EventClock() if self.device == "cuda" else HostClock()
+
+        def measured(what: str) -> Device:
+            self._told(what, 0, 0)
+            return Device(self.device, clock, self.size, lambda: self._told(what, 0, 0))
+
+        launched = kernels.launch(measured("an op"))
+        memory = kernels.memory(measured("memory"), launched)._asdict()
+        self.values |= {f"memory.{name}": v for name, v in memory.items() if v is not None}
+        self.values["memory.capacity"] = self._capacity()
+        for family, rate in kernels.pointwise(measured("pointwise ops"), launched).items():
+            self.values[f"pointwise.{family}"] = rate
+        units = 1
+        if self.device == "cuda":
+            units = torch.cuda.get_device_properties(0).multi_processor_count
+        law = kernels.matmuls(measured("matmuls"), launched, units)
+        self.values |= {f"matmul.rate.{dtype}": rate for dtype, rate in law.rate.items()}
+        self.values |= {
+            "matmul.tile_rows": law.tile_rows,
+            "matmul.tile_columns": law.tile_columns,
+            "matmul.units": units,
+            "matmul.depth": law.depth,
+        }
+
+    def _capacity(self) -> float:
+        """Bytes of a rank."""
+        if self.device == "cuda":
+            return float(torch.cuda.get_device_properties(0).total_memory)
+        pages: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return pages / self.ranks
+
+    # -- what client and workers do ----------------------------------------------------------------
+
+    def _host(self) -> None:
+        self._told("messages and recording", 0, 0)
+        settings: dict[str, Any] = {
+            "device": self.device,
+            "threads": self.threads,
+            "compile": "off",
+        }
+        with Session(workers=1, **settings) as session:
+            host = workers.HostFigures(session, self.size.rounds)
+        self.values |= {
+            "host.record": host.record,
+            "host.launch": host.launch,
+            "host.message": host.message,
+            "collectives.ranks": self.ranks,
+        }
+
+    def _collectives(self) -> None:
+        if not self.groups:
+            return
+        done, of = 0, workers.steps(self.device, self.groups, self.size.collectives)
+
+        def told() -> None:
+            nonlocal done
+            done += 1
+            self._told("collectives", done, of)
+
+        self._told("collectives", 0, of)
+        base = self.base.collectives
+        known = {"local": base.local, "sockets": base.sockets}
+        slopes = {name: carrier[0].each for name, carrier in known.items() if carrier}
+        carriers = workers.carriers(
+            self.device, self.groups, self.size.collectives, self.size.rounds, slopes,
+            self.threads, told,
+        )  # fmt: skip
+        for name, carrier in carriers.items():
+            self._carrier(name, carrier)
+
+    def _carrier(self, name: str, carrier: Carrier) -> None:
+        for at, link in enumerate(carrier):
+            for field, value in link._asdict().items():
+                if value != float("inf"):
+                    self.values[f"collectives.{name}[{at}].{field}"] = value
+
+
+def _processor(device: str) -> str:
+    """The name of what computes."""
+    if device == "cuda":
+        return torch.cuda.get_device_name(0)
+    rows = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (row.partition(":")[2].strip() for row in rows if row.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def write(machine: Machine, path: Path) -> Path:
+    """Write a machine's file, whole or not at all; where it lies now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partly = path.with_name(f".{path.name}.{os.getpid()}")
+    partly.write_text(text_of(replace(machine, path=str(path))), encoding="utf-8")
+    partly.replace(path)
+    return path

@@ -1,0 +1,83 @@
+"""How long something takes, on a machine that does other things as well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Work = Callable[[], object]
+K = TypeVar("K", bound=Hashable)
+#: At most so many calls are timed together.
+_MOST = 10_000
+
+
+class Clock(Protocol):
+    """Times work on one kind of device."""
+
+    def seconds(self, work: Work, times: int) -> float:
+        """Of ``times`` calls in a row, until the last one is done."""
+        ...
+
+
+class HostClock:
+    """For what is done when its call returns."""
+
+    def seconds(self, work: Work, times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            work()
+        return time.perf_counter() - begin
+
+
+class EventClock:
+    """For what a GPU does after its launch: events before and behind it, on the same stream.
+
+    Args:
+        cuda: ``torch.cuda``, or what stands for it in a test.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+
+    def seconds(self, work: Work, times: int) -> float:
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        self._cuda.synchronize()  # what was launched before is none of this
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+def least(
+    clock: Clock,
+    works: Mapping[K, Work],
+    rounds: int,
+    spend: float,
+    told: Callable[[], object] = lambda: None,
+) -> dict[K, float]:
+    """The least seconds of each, of all rounds.
+
+    What disturbs only ever takes longer, and lasts a while: so all are timed once a round.
+
+    Args:
+        spend: seconds for each in a round, about.
+        told: called after each.
+    """
+    times = {}
+    for key, work in works.items():
+        clock.seconds(work, 1)
+        once = max(clock.seconds(work, 1), 1e-7)
+        times[key] = min(max(int(spend / once), 1), _MOST)
+    best: dict[K, float] = {}
+    for _ in range(rounds):
+        for key, work in works.items():
+            took = clock.seconds(work, times[key]) / times[key]
+            best[key] = min(best.get(key, took), took)
+            told()
+    return best

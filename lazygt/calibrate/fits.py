@@ -1,0 +1,121 @@
+"""The constants of the laws in ``machine.prices`` that fit what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from lazygt.machine.model import Carrier, Link
+
+
+class Product(NamedTuple):
+    """A product of [m, k] and [k, n] that was timed, without its launch."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+class MatmulLaw(NamedTuple):
+    """See ``machine.model.Matmul``; ``error`` is the median one of what was timed."""
+
+    rate: dict[str, float]
+    tile_rows: int
+    tile_columns: int
+    depth: int
+    error: float
+
+
+_TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_DEPTHS = (0, 4, 8, 16, 32, 64, 128, 256)
+
+
+def fit_matmul(rows: Sequence[Product], units: int) -> MatmulLaw:
+    """The tile and depth by which rates differ least between sizes; of equals the smallest."""
+    laws = (_law(rows, units, *sizes) for sizes in product(_TILES, _TILES, _DEPTHS))
+    return min(laws, key=lambda law: round(law.error, 3))
+
+
+def _law(
+    rows: Sequence[Product], units: int, tile_rows: int, tile_columns: int, depth: int
+) -> MatmulLaw:
+    reached: dict[str, list[float]] = {}
+    for dtype, m, n, k, seconds in rows:
+        tiles = math.ceil(m / tile_rows) * math.ceil(n / tile_columns)
+        rounds = math.ceil(tiles / units) * units
+        flops = 2 * rounds * tile_rows * tile_columns * (k + depth)
+        reached.setdefault(dtype, []).append(flops / seconds)
+    rate = {dtype: median(values) for dtype, values in reached.items()}
+    errors = [abs(math.log(each / rate[d])) for d, values in reached.items() for each in values]
+    return MatmulLaw(rate, tile_rows, tile_columns, depth, sum(errors) / len(errors))
+
+
+class Exchange(NamedTuple):
+    """A collective that was timed: the bytes that each of so many ranks sent."""
+
+    sent: float
+    ranks: int
+    seconds: float
+
+
+def fit_carrier(rows: Sequence[Exchange], slope: float) -> Carrier:
+    """Latency and bandwidth, for small and for large payloads apart where that fits far better.
+
+    Args:
+        slope: seconds for each rank beyond the second, where only two ranks were timed.
+    """
+    whole = _link(rows, slope)
+    best: Carrier = (whole,)
+    least = _worst(best, rows)
+    sizes = sorted({row.sent for row in rows})
+    for bound in sizes[2:-3]:
+        parts = [r for r in rows if r.sent <= bound], [r for r in rows if r.sent > bound]
+        small, large = (_link(part, slope) for part in parts)
+        split = (small._replace(up_to=bound), large)
+        if (worst := _worst(split, rows)) < least / 2:
+            best, least = split, worst
+    return best
+
+
+def _link(rows: Sequence[Exchange], slope: float) -> Link:
+    """The line that is off by the smallest part of each time; no slope or latency is negative."""
+    several = len({row.ranks for row in rows}) > 1
+    known = 0.0 if several else slope
+    matrix = np.array([[1.0, row.ranks - 2 if several else 0.0, row.sent] for row in rows])
+    seconds = np.array([row.seconds - known * (row.ranks - 2) for row in rows])
+    weights = 1 / np.array([row.seconds for row in rows])
+    latency, fitted, byte = _not_negative(matrix * weights[:, None], seconds * weights)
+    fastest = max(row.sent / row.seconds for row in rows)
+    bandwidth = 1 / byte if byte > 0 else fastest
+    return Link(latency, fitted if several else slope, bandwidth)
+
+
+def _not_negative(matrix: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """Least squares; what would be negative is 0."""
+    used = [at for at in range(matrix.shape[1]) if matrix[:, at].any()]
+    while True:
+        solved, *_ = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)
+        below = [at for at, value in zip(used, solved, strict=True) if value < 0]
+        if not below:
+            break
+        used = [at for at in used if at not in below]
+    values = dict(zip(used, map(float, solved), strict=True))
+    return [values.get(at, 0.0) for at in range(matrix.shape[1])]
+
+
+def _worst(carrier: Carrier, rows: Sequence[Exchange]) -> float:
+    """By how much the law is off at most."""
+    return max(abs(math.log(_seconds(carrier, row) / row.seconds)) for row in rows)
+
+
+def _seconds(carrier: Carrier, row: Exchange) -> float:
+    link = next(link for link in carrier if row.sent <= link.up_to)
+    took = link.latency + (row.ranks - 2) * link.each + row.sent / link.bandwidth
+    return max(took, 1e-9)

@@ -1,0 +1,99 @@
+"""What client and workers do together: recording, runs, messages, collectives; in real sessions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lazygt.calibrate.fits import Exchange, fit_carrier
+from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
+from lazygt.machine.model import Carrier
+from lazygt.record.foreign.functions import apply
+from lazygt.runtime.collectives import timed
+from lazygt.session import Session
+
+#: Ops that are recorded at once.
+_OPS = 500
+_AXIS = "workers"
+
+
+class HostFigures:
+    """Seconds of a message, of an op in a run, and of recording one, of the session that is open.
+
+    Attributes:
+        record, launch, message: see the schema.
+    """
+
+    def __init__(self, session: Session, rounds: int) -> None:
+        x = torch.ones(4)
+        session.synchronize()
+        records, runs = zip(*(_chain(session, x, _OPS) for _ in range(rounds + 2)), strict=True)
+        _, longer = zip(*(_chain(session, x, 2 * _OPS) for _ in range(rounds + 2)), strict=True)
+        self.record = min(records) / _OPS
+        self.launch = max(min(longer) - min(runs), min(runs) / 10) / _OPS
+        self.message = min(_asked(x) for _ in range(20 * rounds + 2))
+
+
+def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
+    """Seconds of recording so many ops that need each other, and of running them."""
+    begin = time.perf_counter()
+    y = x
+    for _ in range(ops):
+        y = y + x
+    recorded = time.perf_counter()
+    session.synchronize()
+    return recorded - begin, time.perf_counter() - recorded
+
+
+def _asked(x: torch.Tensor) -> float:
+    """Seconds until a sum of four numbers is known."""
+    begin = time.perf_counter()
+    x.sum().item()
+    return time.perf_counter() - begin
+
+
+def carriers(
+    device: str,
+    groups: Sequence[int],
+    sizes: Sequence[int],
+    rounds: int,
+    slopes: dict[str, float],
+    threads: int,
+    told: Callable[[], object],
+) -> dict[str, Carrier]:
+    """What carries collectives between so many workers, by size.
+
+    Args:
+        groups: numbers of ranks.
+        sizes: payloads in bytes.
+        slopes: carrier -> seconds for each rank beyond the second, where two ranks are most.
+    """
+    names = ("local", "sockets") if device == "cpu" else ("local",)
+    rows: dict[str, list[Exchange]] = {name: [] for name in names}
+    for ranks in groups:
+        with Session(workers=ranks, device=device, threads=threads, compile="off"):
+            start = torch.zeros(rounds)
+            for kind in timed.KINDS:
+                for nbytes in sizes:
+                    for name in names:
+                        if name == "sockets" and not goes_by_sockets(kind, nbytes, ranks):
+                            continue
+                        sent = (ring_bytes if name == "local" else socket_bytes)(
+                            kind, nbytes, ranks
+                        )
+                        took = apply(timed.seconds, start, _AXIS, name, kind, nbytes).item()
+                        rows[name].append(Exchange(sent, ranks, took))
+                        told()
+    return {name: fit_carrier(rows[name], slopes[name]) for name in names}
+
+
+def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
+    """How often ``carriers`` tells that it went on."""
+    count = 0
+    for ranks in groups:
+        for kind in timed.KINDS:
+            small = sum(goes_by_sockets(kind, size, ranks) for size in sizes)
+            count += len(sizes) + (small if device == "cpu" else 0)
+    return count

@@ -1,0 +1,66 @@
+"""``lazygt calibrate``: a machine file of the machine at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lazygt.calibrate import FULL, QUICK, measure, write
+from lazygt.cli.script import check_output
+from lazygt.config import cache_setting
+from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
+from lazygt.machine.schema import quantity
+
+
+def calibrate(
+    context: typer.Context,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="the file to write; else the one named calibrated"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and rounds")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="of a worker on the CPU")] = 1,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="what is measured")] = (
+        "auto"
+    ),
+) -> None:
+    """Measure what work costs on this machine, in less than a minute, and write a machine file.
+
+    Matmuls, pointwise ops, memory, recording, messages, and collectives between real workers. Each
+    figure is the least of several rounds. Sessions take it with machine="calibrated", or with
+    LAZYGT_MACHINE=calibrated; a file written with -o by its path.
+    """
+    if output is not None:
+        check_output(context, output)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def told(what: str, done: int, of: int) -> None:
+            progress.update(task, description=f"{what} {done}/{of}" if of else what)
+
+        machine = measure(kind, QUICK if quick else FULL, threads, told)
+    path = write(machine, output or calibrated_place(cache_setting()))
+    Console().print(_table(machine, default_machine(kind)))
+    typer.echo(f"written to {path}")
+    if output is None:
+        typer.echo(f"sessions take it with LAZYGT_MACHINE={CALIBRATED}")
+
+
+def _table(machine: Machine, usual: Machine) -> Table:
+    """What was measured, beside the machine that serves where none is named."""
+    table = Table("figure", machine.about, usual.name, "unit")
+    for key, figure in machine.figures.items():
+        if figure.source == CALIBRATED:
+            other = usual.figures.get(key)
+            before = "" if other is None else f"{other.value:.3g}"
+            table.add_row(key, f"{figure.value:.3g}", before, quantity(key).unit)
+    return table
