@@ -3,13 +3,14 @@
     QPS of a GPU [1/s]      = batch / inference [s]         waiting is no part of it
     GPUs                    = ceil(total QPS / QPS of a GPU)
     load                    = total QPS / (GPUs x QPS of a GPU)
-    arriving at a GPU [1/s] = total QPS / GPUs              each GPU has a queue of its own
-    collection [s]          = batch / arriving at a GPU     never batch / total QPS
+    arriving [1/s]          = total QPS / GPUs              each GPU has a queue of its own
+    collection [s]          = batch / arriving              never batch / total QPS
     mean latency [s]        = collection / 2 + inference    on average half a batch is there
     first request [s]       = collection + inference        it finds an empty queue
 
 They are the usual back-of-the-envelope arithmetic of dynamic batching: requests come like a clock
-and every batch is full. Random arrivals do neither; see ``simulation``.
+and every batch is full. Random arrivals do neither; see ``simulation``. Where one queue
+serves all GPUs, and only there, all requests arrive at it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class StageNumbers(NamedTuple):
         qps_of_gpu: that one GPU can do.
         gpus: that run it; 0 for a stage without.
         load: share of the time that they are busy; above 1 the queue grows for ever.
-        arriving: requests a second at each GPU.
-        collection: until a batch of requests has arrived at a GPU; 0 where there is no batching.
+        arriving: requests a second at each queue.
+        collection: until a batch of requests has arrived at one; 0 where there is no batching.
         mean: latency of a request.
         first: latency of one that finds an empty queue, and waits for a whole batch.
     """
@@ -60,26 +61,29 @@ def gpus_needed(qps: float, of_gpu: float) -> int:
 
 
 def collection_seconds(batch: int, arriving: float) -> float:
-    """Seconds until a batch has arrived: batch / requests a second at one GPU.
+    """Seconds until a batch has arrived: batch / requests a second at one queue.
 
     A batch of one request is there when that is.
     """
     return batch / arriving if batch > 1 else 0.0
 
 
-def stage_numbers(qps: float, stage: Stage, gpus: int | None = None) -> StageNumbers:
+def stage_numbers(
+    qps: float, stage: Stage, gpus: int | None = None, shared: bool = False
+) -> StageNumbers:
     """A stage by its formulas.
 
     Args:
         qps: of the service.
         gpus: that run it; by default what the stage says, or as few as can.
+        shared: they take from one queue.
     """
     come = qps * stage.fan
     if not stage.on_gpus:
         return StageNumbers(stage, come, math.inf, 0, 0.0, 0.0, 0.0, stage.delay, stage.delay)
     of_gpu = qps_of_gpu(stage.batch, stage.inference)
     gpus = gpus or stage.gpus or gpus_needed(come, of_gpu)
-    arriving = come / gpus
+    arriving = come / (1 if shared else gpus)
     collection = collection_seconds(stage.batch, arriving)
     after = stage.inference + stage.delay
     return StageNumbers(

@@ -21,6 +21,8 @@ from lazygt.serving.stages import parse_count, parse_duration, parse_settings, r
 
 #: Claims are rounded.
 _ROUNDING = 0.02
+#: So many times the GPUs that are busy are more than a reserve.
+_MANY = 1.75
 
 
 class Remark(NamedTuple):
@@ -100,15 +102,15 @@ def _of_gpus(numbers: StageNumbers) -> list[Remark]:
     """As many GPUs as there would be if they did nothing while requests wait."""
     stage, come = numbers.stage, numbers.qps
     fewest = gpus_needed(come, numbers.qps_of_gpu)
-    if stage.gpus is None or stage.gpus <= fewest:
+    if stage.gpus is None or stage.gpus < _MANY * fewest:
         return []
     full = stage_numbers(come / stage.fan, stage, fewest)
-    wrong = [stage.batch / full.first, stage.batch / full.mean, 1 / full.first, 1 / full.mean]
+    wrong = [stage.batch / full.first, 1 / full.first, 1 / full.mean]
     if stage.gpus not in [gpus_needed(come, of_gpu) for of_gpu in wrong]:
         return []
-    return [Remark(1, f"{stage.name}: {stage.gpus} GPUs are what comes of counting the wait as "
-                      f"work; a GPU does batch / inference = {_qps(numbers)} requests a second, so "
-                      f"{fewest} are busy")]  # fmt: skip
+    return [Remark(1, f"{stage.name}: {stage.gpus} GPUs are as many as come of counting the wait "
+                      f"as work; a GPU does batch / inference = {_qps(numbers)} requests a second, "
+                      f"so {fewest} are busy")]  # fmt: skip
 
 
 def _of_wait(numbers: StageNumbers) -> list[Remark]:
@@ -116,7 +118,7 @@ def _of_wait(numbers: StageNumbers) -> list[Remark]:
     stage = numbers.stage
     if stage.batch == 1 or not 0 < stage.wait < numbers.collection / 2:
         return []
-    if stage.wait < 0.5 * stage.batch / numbers.qps or numbers.gpus == 1:
+    if stage.wait < 0.5 * stage.batch / numbers.qps or numbers.arriving == numbers.qps:
         return []
     return [Remark(2, f"{stage.name}: in wait={duration(stage.wait)} a batch of {stage.batch} does "
                       f"not fill: {numbers.arriving:g} requests a second come to each of "
@@ -154,7 +156,8 @@ def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) 
         numbers = by_name[claim.stage]
         if claim.batch is not None:
             of_batch = replace(numbers.stage, batch=claim.batch)
-            numbers = stage_numbers(qps, of_batch, numbers.gpus)
+            shared = numbers.arriving == numbers.qps
+            numbers = stage_numbers(qps, of_batch, numbers.gpus, shared)
         for key, value in claim.values.items():
             remarks.append(_judged(numbers, key, value, by_name[claim.stage]))
     return remarks
@@ -187,7 +190,8 @@ def _right(numbers: StageNumbers, key: str) -> tuple[float, str]:
     if key == "gpus":
         right = gpus_needed(numbers.qps, numbers.qps_of_gpu)
         return right, f"ceil({numbers.qps:,g} / {_qps(numbers)})"
-    rate = f"{numbers.arriving:g} requests a second at each of {numbers.gpus} GPUs"
+    queue = "one queue" if numbers.arriving == numbers.qps else f"each of {numbers.gpus} GPUs"
+    rate = f"{numbers.arriving:,g} requests a second at {queue}"
     if key == "collection":
         return numbers.collection, f"batch / rate = {stage.batch} / {rate}"
     collection = duration(numbers.collection)

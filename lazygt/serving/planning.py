@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
 from lazygt.graph.text import duration
-from lazygt.serving.arrivals import Arrivals, Recorded, parse_arrivals
+from lazygt.serving.arrivals import Arrivals, Poisson, Recorded, parse_arrivals
 from lazygt.serving.choices import (
     AT_HIGH_LOAD,
     CURVE_LOADS,
@@ -16,7 +17,7 @@ from lazygt.serving.choices import (
     Choice,
     Point,
 )
-from lazygt.serving.formulas import HIGH_LOAD, gpus_at_load, stage_numbers
+from lazygt.serving.formulas import HIGH_LOAD, StageNumbers, gpus_at_load, stage_numbers
 from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
 from lazygt.serving.provision import Gpus, gpus_that_hold, more
 from lazygt.serving.report import ServicePlan
@@ -28,6 +29,9 @@ from lazygt.serving.simulation import (
     tried_seconds,
 )
 from lazygt.serving.stages import Stage, check_service, parse_stage
+
+#: How often GPUs are added because a long simulation shows what a short one did not.
+_LONGER = 10
 
 
 def plan(
@@ -68,7 +72,7 @@ def plan(
     check_service(qps, parsed, slo)
     if balance not in BALANCES:
         raise ValueError(f"balance is one of {', '.join(BALANCES)}, not {balance!r}")
-    if seconds is not None and seconds <= 0:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"{seconds:g} s can't be simulated: give more than 0")
     asked = [parse_claim(claim) if isinstance(claim, str) else claim for claim in claims]
     service = _Service(qps, parsed, arrivals, balance, seconds, seed)
@@ -87,13 +91,21 @@ class _Service:
         if isinstance(arrivals, Recorded):
             self.seconds = self.tried = len(arrivals.seen) / qps
         else:
-            self.seconds = seconds or simulated_seconds(qps, stages)
-            self.tried = min(self.seconds, tried_seconds(qps, stages))
-        self.numbers = tuple(stage_numbers(qps, stage) for stage in stages)
+            self.seconds = self.tried = seconds or simulated_seconds(qps, stages)
+            if isinstance(arrivals, Poisson):  # bursts are few in a short time
+                self.tried = min(self.seconds, tried_seconds(qps, stages))
+        self.numbers = self._numbers(qps, [None] * len(stages))
         self.run = cache(self._run)
 
+    def _numbers(self, qps: float, gpus: Sequence[int | None]) -> tuple[StageNumbers, ...]:
+        shared = self.balance == "shared"
+        return tuple(
+            stage_numbers(qps, stage, count, shared)
+            for stage, count in zip(self.stages, gpus, strict=True)
+        )
+
     def _run(self, gpus: Gpus, qps: float, seconds: float) -> Run:
-        numbers = [stage_numbers(qps, *pair) for pair in zip(self.stages, gpus, strict=True)]
+        numbers = self._numbers(qps, gpus)
         return simulate(qps, numbers, self.arrivals, seconds, self.balance, self.seed)
 
     def plan(self, slo: float | None, claims: Sequence[Claim]) -> ServicePlan:
@@ -126,16 +138,19 @@ class _Service:
         enough = gpus_that_hold(
             self.qps, self.stages, slo, lambda gpus: self.run(gpus, self.qps, self.tried)
         )
-        while enough is not None and self.run(enough, self.qps, self.seconds).latency.p99 > slo:
+        if enough is None:
+            return None
+        for _ in range(_LONGER):
+            if self.run(enough, self.qps, self.seconds).latency.p99 <= slo:
+                return enough
             enough = more(enough)
-        return enough
+        return None
 
     def _choice(self, why: str, gpus: Gpus) -> Choice:
         return Choice(why, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
 
     def _load(self, gpus: Gpus) -> float:
-        pairs = zip(self.stages, gpus, strict=True)
-        return max(stage_numbers(self.qps, stage, count).load for stage, count in pairs)
+        return max(numbers.load for numbers in self._numbers(self.qps, gpus))
 
     def _curve(self, chosen: Choice) -> list[Point]:
         if not chosen.load:
@@ -143,8 +158,7 @@ class _Service:
         points = []
         for load in CURVE_LOADS:
             qps = self.qps * load / chosen.load
-            pairs = zip(self.stages, chosen.gpus, strict=True)
-            mean = sum(stage_numbers(qps, stage, count).mean for stage, count in pairs)
+            mean = sum(numbers.mean for numbers in self._numbers(qps, chosen.gpus))
             seconds = self.tried * self.qps / qps  # as many requests
             points.append(Point(load, qps, mean, self.run(chosen.gpus, qps, seconds)))
         return points

@@ -21,7 +21,7 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
         qps: what is asked of the service.
         slo: seconds.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     come = [point.qps for point in curve]
     lines = {
@@ -38,7 +38,7 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
     axes.set_ylabel("latency (ms)")
     axes.set_ylim(bottom=0)
     axes.set_title(title)
-    axes.legend(loc="upper left")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

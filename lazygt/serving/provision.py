@@ -47,9 +47,9 @@ def _gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
 
 
 def more(gpus: Gpus) -> Gpus:
-    """One GPU more for the stage that has the most."""
+    """One GPU more in a hundred, for the stage that has the most."""
     at = gpus.index(max(gpus))
-    return (*gpus[:at], gpus[at] + 1, *gpus[at + 1 :])
+    return (*gpus[:at], gpus[at] + math.ceil(gpus[at] / 100), *gpus[at + 1 :])
 
 
 def least(busy: float) -> int:

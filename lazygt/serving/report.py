@@ -134,7 +134,7 @@ class ServicePlan:
 
     def _formulas(self) -> Table:
         table = _table("stage", ">batch", ">inference", ">QPS of a GPU", ">GPUs", ">load",
-                       ">QPS at a GPU", ">collection", ">mean", ">first")  # fmt: skip
+                       ">QPS at a queue", ">collection", ">mean", ">first")  # fmt: skip
         for row in self.formulas:
             stage = row.stage
             if not row.gpus:

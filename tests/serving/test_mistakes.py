@@ -78,8 +78,8 @@ def test_what_is_no_claim(claim: str, message: str) -> None:
 def test_gpus_of_who_counts_the_wait() -> None:
     (remark,) = seen(f"{RANK},gpus=120")
     assert remark.mistake == 1
-    assert remark.text.startswith("rank: 120 GPUs are what comes of counting the wait as work")
-    for gpus in (60, 63, 75, 100):
+    assert remark.text.startswith("rank: 120 GPUs are as many as come of counting the wait")
+    for gpus in (60, 63, 75, 90, 119, 121):
         assert seen(f"{RANK},gpus={gpus}") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -132,11 +133,27 @@ def test_a_file_of_arrivals_says_how_many_there_are(tmp_path: Path) -> None:
         lazygt.serving.plan(None, [RANK])
 
 
+def test_one_queue_collects_at_the_rate_of_all() -> None:
+    """Where GPUs take from one queue, the second mistake is none, and the formula holds."""
+    planned = plan(
+        "s:batch=50,infer=80ms,wait=50ms,gpus=6", balance="shared", claims=["s:collection=16.7ms"]
+    )
+    (numbers,) = planned.formulas
+    assert (numbers.arriving, numbers.collection) == (3_000, pytest.approx(50 / 3_000))
+    assert texts(planned) == [
+        "s: collection=16.7 ms holds: batch / rate = 50 / 3,000 requests a second at one queue"
+    ]
+    assert planned.choices[0].run.latency.mean == pytest.approx(planned.mean, rel=0.02)
+    alone = plan("s:batch=50,infer=80ms,wait=20ms,gpus=6")
+    assert [remark.mistake for remark in alone.remarks] == [2]
+
+
 def test_what_can_not_be() -> None:
     with pytest.raises(ValueError, match="balance is one of random, round-robin, shared, not 'x'"):
         plan(balance="x")
-    with pytest.raises(ValueError, match="0 s can't be simulated"):
-        plan(seconds=0)
+    for seconds in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="s can't be simulated: give more than 0"):
+            plan(seconds=seconds)
 
 
 # -- the fewest GPUs ---------------------------------------------------------------------------
