@@ -62,6 +62,7 @@ _WHERE = {
     "render": "lazygt.observe.picture",
     "resume": "lazygt.checkpoint.program",
     "session": "lazygt.session",
+    "simulate": "lazygt.simulation.program",
     "shard_optimizer_state": "lazygt.parallel.optimizer_state",
     "stage": "lazygt.parallel.pipeline",
     "to_networkx": "lazygt.observe.picture",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from lazygt.observe.timeline import profile
     from lazygt.observe.why import why
     from lazygt.record.tensor import Viewer as _Viewer
+    from lazygt.simulation.program import simulate
 
 with _uncollected():
     from lazygt import transfer
@@ -181,6 +183,7 @@ __all__ = [
     "serving",
     "session",
     "shard_optimizer_state",
+    "simulate",
     "stage",
     "to_networkx",
     "transfer",

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"record"}),
     frozenset({"session", "checkpoint"}),
     frozenset({"parallel"}),
-    frozenset({"observe", "calibrate"}),
+    frozenset({"observe", "calibrate", "simulation"}),
     frozenset({"cli", "lightning"}),
     frozenset({"lazygt"}),
 )

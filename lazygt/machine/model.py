@@ -74,6 +74,10 @@ class Matmul(NamedTuple):
     units: float
     depth: float = 0.0
 
+    def most(self, dtype: str) -> float:
+        """What the hardware could do at most in a dtype; where that is not known, what it does."""
+        return self.peak.get(dtype) or self.rate.get(dtype) or self.usual
+
     @property
     def usual(self) -> float:
         """The rate in the dtype that is multiplied fastest of those that models train in."""

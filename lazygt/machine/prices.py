@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from lazygt.graph.collectives import goes_by_sockets, ring_bytes, socket_bytes
 from lazygt.machine.model import Carrier, Link, Machine
@@ -26,6 +28,24 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> 
     if kind in _OF_ROWS:
         return _ROUNDS * start + _SKEW * sent / link.bandwidth
     return start + sent / link.bandwidth
+
+
+def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
+    """The time of one collective between these ranks of a mesh, of which a host has so many as the
+    machine says, one after another.
+
+    Between hosts every rank has a link of its own into the network, and a ring goes from host to
+    host once for each rank that the line has there; it is no faster than inside a host.
+    """
+    here = max(Counter(int(rank // machine.collectives.ranks) for rank in ranks).values())
+    network = machine.collectives.network
+    if here == len(ranks) or not network:
+        return collective_seconds(machine, kind, nbytes, len(ranks))
+    sent = ring_bytes(kind, nbytes, len(ranks))
+    link, local = link_for(network, sent), link_for(machine.collectives.local, sent)
+    share = 1 if kind in ("send_recv", "all_to_all") else here
+    bandwidth = min(link.bandwidth * share, local.bandwidth)
+    return link.latency + (len(ranks) - 2) * link.each + sent / bandwidth
 
 
 def link_for(carrier: Carrier, sent: float) -> Link:

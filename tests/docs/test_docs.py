@@ -24,6 +24,7 @@ DOCUMENTS = [
             "seeing",
             "sharding",
             "machines",
+            "foresight",
             "transfer",
             "recovery",
             "serving",

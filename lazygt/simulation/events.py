@@ -1,0 +1,281 @@
+"""Discrete-event simulation of one run of the plans of all ranks.
+
+Ranks with the same plan are one class, and are simulated once. A rank has a lane on which it
+computes, one on which its host launches (where there is a device that does not wait for it), and
+one for each axis of the mesh, on which its collectives follow each other. A collective begins when
+every rank of its line has launched it and the one before it is over; a send arrives after its
+transfer; whoever waits stands still until then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lazygt.errors import LazyGTError
+from lazygt.graph.collectives import Communication, communications_by_node
+from lazygt.graph.cost import alive_bytes, member_costs
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.node import Graph
+from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
+from lazygt.machine import Machine
+from lazygt.machine.prices import line_seconds
+from lazygt.runtime.plan import Plan, Schedule
+from lazygt.simulation.kernels import node_seconds, product_flops
+
+_LAUNCHES = frozenset({LAUNCH, LAUNCH_})
+
+
+class Deadlock(LazyGTError):
+    """Ranks wait for each other: their plans launch other collectives, or in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a lane, in seconds since the run began.
+
+    Attributes:
+        lane: ``compute``, or an axis of the mesh.
+        line: the user's ``file:line``.
+        exposed: of a collective the seconds in which the rank does nothing but wait for it.
+        nbytes: of a collective its payload.
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    line: str
+    exposed: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class RankClass:
+    """What every rank with one plan does.
+
+    Attributes:
+        rank, count: the first of them, and how many there are.
+        seconds: until it has nothing to do any more.
+        busy: of these, seconds that it computes.
+        peak_bytes, peak_line: the most bytes alive at once, and the user's line then.
+        flops: that it computes; those of matrix products by dtype.
+    """
+
+    rank: int
+    count: int
+    seconds: float = 0.0
+    busy: float = 0.0
+    peak_bytes: int = 0
+    peak_line: str = ""
+    flops: int = 0
+    products: Counter[str] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A run of one plan on all ranks; ``seconds`` is that of the last rank."""
+
+    classes: tuple[RankClass, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(each.seconds for each in self.classes)
+
+
+def simulate_plans(plans: Sequence[Plan], mesh: Mesh, machine: Machine) -> Simulated:
+    """One run of the plans of all ranks.
+
+    Args:
+        plans: of each rank of the mesh, or the one that all run.
+
+    Raises:
+        Deadlock: ranks wait for each other.
+    """
+    of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
+    firsts: dict[int, int] = {}
+    counts: dict[int, int] = defaultdict(int)
+    for rank, plan in enumerate(of_rank):
+        firsts.setdefault(id(plan), rank)
+        counts[id(plan)] += 1
+    numbers = {key: number for number, key in enumerate(firsts)}
+    class_of = [numbers[id(plan)] for plan in of_rank]
+    runs = [
+        _Run(of_rank[rank], rank, counts[key], mesh, class_of, machine)
+        for key, rank in firsts.items()
+    ]
+    left = list(runs)
+    while left:
+        moved = [run.advance(runs) for run in left]
+        if not any(moved):
+            raise Deadlock("; ".join(run.stands() for run in left))
+        left = [run for run in left if not run.ended]
+    return Simulated(tuple([run.told for run in runs]))
+
+
+class _Run:
+    """One class, from node to node.
+
+    Attributes:
+        launched: axis -> when this class has launched each of its collectives there, in order.
+        sent: (axis, place of the receiver on it) -> when each message is there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        count: int,
+        mesh: Mesh,
+        class_of: Sequence[int],
+        machine: Machine,
+    ) -> None:
+        self.told = RankClass(rank, count)
+        self._graph, self._machine = plan.graph, machine
+        self._lines = {
+            axis: next(line for line in mesh.lines(axis) if rank in line) for axis in mesh.names
+        }
+        self._classes = {
+            axis: tuple([class_of[other] for other in line]) for axis, line in self._lines.items()
+        }
+        self._place = {axis: line.index(rank) for axis, line in self._lines.items()}
+        self._seconds = node_seconds(plan.graph, machine)
+        self._exchanges = communications_by_node(plan.graph, mesh)
+        self._results = [results for _, results in plan.graph.numbered()]
+        self._now = self._host = 0.0
+        self._next = 0
+        self.launched: dict[str, list[float]] = defaultdict(list)
+        self.sent: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._received: dict[tuple[str, int], int] = defaultdict(int)
+        self._free: dict[str, float] = defaultdict(float)
+        #: what is under way -> its axis, and its place among what was launched there
+        self._under_way: dict[int, tuple[str, int]] = {}
+        #: axis -> its collectives, and when those began and ended of which that is known
+        self._flights: dict[str, list[Communication]] = defaultdict(list)
+        self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._count(plan.graph)
+
+    @property
+    def ended(self) -> bool:
+        return self._next == len(self._graph.nodes)
+
+    def stands(self) -> str:
+        """Where it waits."""
+        node = self._graph.nodes[self._next]
+        return f"rank {self.told.rank} at {node.op} ({self._graph.line(self._next)})"
+
+    def advance(self, runs: Sequence[_Run]) -> bool:
+        """Go on until something has to be waited for that is not known yet; whether it moved."""
+        begin = self._next
+        while not self.ended and self._step(self._next, runs):
+            self._next += 1
+        if self.ended:
+            self.told.seconds = max(self._now, *self._free.values(), 0.0)
+        return self._next > begin
+
+    def _step(self, number: int, runs: Sequence[_Run]) -> bool:
+        """Do a node; False: it can't be told yet when."""
+        node = self._graph.nodes[number]
+        if node.op in _LAUNCHES or node.op in COLLECTIVES:
+            if not self._begun(number):
+                self._launch(number)
+            return node.op in _LAUNCHES or self._wait(self._results[number][0], runs)
+        if node.op == WAIT:
+            return self._wait(node.args[0].index, runs)
+        if node.op == SEND:
+            self._send(number)
+            return True
+        if node.op == RECV:
+            return self._receive(number, runs)
+        self._compute(number)
+        return True
+
+    def _compute(self, number: int) -> None:
+        seconds = self._seconds[number]
+        launch = self._machine.host.launch
+        if self._machine.device == "cuda":
+            self._host += launch if seconds else 0.0
+            begin = max(self._now, self._host) if seconds else self._now
+        else:
+            begin = self._now
+            seconds += launch if seconds else 0.0
+        if not seconds:
+            return
+        self._now = begin + seconds
+        self.told.busy += seconds
+        name, line = self._graph.nodes[number].op, self._graph.line(number)
+        self.told.spans.append(Span("compute", name, begin, self._now, line))
+
+    def _begun(self, number: int) -> bool:
+        """Whether a collective that is waited for at once was launched already."""
+        return self._results[number][0] in self._under_way
+
+    def _launch(self, number: int) -> None:
+        what = self._exchanges[number]
+        axis = what.mesh_dim
+        self._under_way[self._results[number][0]] = axis, len(self.launched[axis])
+        self.launched[axis].append(self._now)
+        self._flights[axis].append(what)
+
+    def _wait(self, value: int, runs: Sequence[_Run]) -> bool:
+        axis, place = self._under_way[value]
+        if not self._is_known(axis, place, runs):
+            return False
+        (begin, end), what = self._times[axis][place], self._flights[axis][place]
+        exposed = max(end - max(self._now, begin), 0.0)
+        name = f"{what.kind} {what.reduce_op}" if what.reduce_op else what.kind
+        self.told.spans.append(Span(axis, name, begin, end, what.source, exposed, what.nbytes))
+        self._now = max(self._now, end)
+        del self._under_way[value]
+        return True
+
+    def _is_known(self, axis: str, place: int, runs: Sequence[_Run]) -> bool:
+        """Whether it can be told when a collective ends, and those before it on its axis."""
+        times = self._times[axis]
+        launched = [runs[one].launched[axis] for one in set(self._classes[axis])]
+        if any(len(at) <= place for at in launched):
+            return False
+        while len(times) <= place:
+            what = self._flights[axis][len(times)]
+            begin = max(self._free[axis], *(at[len(times)] for at in launched))
+            took = line_seconds(self._machine, what.kind, what.nbytes, self._lines[axis])
+            self._free[axis] = begin + took
+            times.append((begin, begin + took))
+        return True
+
+    def _send(self, number: int) -> None:
+        node, what = self._graph.nodes[number], self._exchanges[number]
+        axis, peer = what.mesh_dim, node.args[1]
+        pair = (self._lines[axis][self._place[axis]], self._lines[axis][peer])
+        begin = max(self._now, self._free[f"{axis} sends"])
+        end = begin + line_seconds(self._machine, what.kind, what.nbytes, pair)
+        self._free[f"{axis} sends"] = end
+        self.sent[axis, peer].append(end)
+        self.told.spans.append(Span(axis, "send", begin, end, what.source, 0.0, what.nbytes))
+
+    def _receive(self, number: int, runs: Sequence[_Run]) -> bool:
+        node, what = self._graph.nodes[number], self._exchanges[number]
+        axis, home = what.mesh_dim, node.args[0]
+        sender = runs[self._classes[axis][home]]
+        arrivals = sender.sent[axis, self._place[axis]]
+        at = self._received[axis, home]
+        if len(arrivals) <= at:
+            return False
+        self._received[axis, home] += 1
+        exposed = max(arrivals[at] - self._now, 0.0)
+        begin, self._now = self._now, max(self._now, arrivals[at])
+        if exposed:
+            span = Span(axis, "receive", begin, self._now, what.source, exposed, what.nbytes)
+            self.told.spans.append(span)
+        return True
+
+    def _count(self, graph: Graph) -> None:
+        alive = alive_bytes(graph, Schedule.of(graph).frees)
+        peak = max(range(len(alive)), key=alive.__getitem__, default=None)
+        self.told.peak_bytes = sum(meta.nbytes for meta in graph.inputs)
+        if peak is not None:
+            self.told.peak_bytes, self.told.peak_line = alive[peak], graph.line(peak)
+        self.told.flops = sum(cost.flops for costs in member_costs(graph) for cost in costs)
+        self.told.products = product_flops(graph)

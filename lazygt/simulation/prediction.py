@@ -1,0 +1,199 @@
+"""What a step of a program takes on a machine, as figures, as tables and as a timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lazygt.graph.mesh import Mesh
+from lazygt.machine import Machine
+from lazygt.simulation.events import RankClass, Simulated
+
+
+class CollectiveTime(NamedTuple):
+    """Collectives of one kind and line in a step, as one rank has them.
+
+    Attributes:
+        nbytes: payload.
+        seconds: all of them.
+        exposed: of these, seconds in which the rank computes nothing.
+    """
+
+    axis: str
+    kind: str
+    line: str
+    times: int
+    nbytes: int
+    seconds: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of it in which the rank computes."""
+        return self.seconds - self.exposed
+
+
+class SimulatedRun(NamedTuple):
+    """A run of a plan.
+
+    Attributes:
+        elsewhere: bytes that a rank holds meanwhile beside what the plan reads and makes.
+    """
+
+    plan: str
+    simulated: Simulated
+    elsewhere: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of a program on a machine.
+
+    Attributes:
+        mesh: the ranks; None for one.
+        runs: of a step, in order.
+        recording: seconds in which the client records and sends a step.
+        waits: whether the program reads a value in every step, so that recording and computing
+            take turns.
+        looped: whether the program repeats a step; else it is what came after the last backward
+            pass but one, or all.
+    """
+
+    machine: Machine
+    mesh: Mesh | None
+    runs: tuple[SimulatedRun, ...]
+    recording: float
+    waits: bool
+    looped: bool
+
+    @property
+    def computing(self) -> float:
+        """Seconds that the ranks take for a step."""
+        return sum(run.simulated.seconds for run in self.runs)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from one step to the next."""
+        if self.waits:
+            return self.recording + self.computing
+        return max(self.recording, self.computing)
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether recording takes longer than the ranks."""
+        return self.recording > self.computing
+
+    @property
+    def flops(self) -> int:
+        """Arithmetic operations of a step on all ranks."""
+        return sum(c.flops * c.count for run in self.runs for c in run.simulated.classes)
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilization: ``flops`` a second over what all ranks could do at most in
+        the dtype that most products are in (Chowdhery et al., PaLM, 2022; flops of values that are
+        computed again count here, too)."""
+        ranks = 1 if self.mesh is None else self.mesh.world_size
+        peak = self.machine.matmul.most(self.dtype) * ranks
+        return self.flops / (self.step_seconds * peak) if self.step_seconds else 0.0
+
+    @property
+    def dtype(self) -> str:
+        """In which most is multiplied, as the machine names it."""
+        products = Counter[str]()
+        for run in self.runs:
+            for ranks in run.simulated.classes:
+                products += ranks.products
+        return max(products, key=products.__getitem__, default="f32")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a rank needs at once."""
+        return max(self._peaks())[0]
+
+    @property
+    def peak_line(self) -> str:
+        """The user's line that is running then."""
+        return max(self._peaks())[1]
+
+    def _peaks(self) -> list[tuple[int, str]]:
+        return [
+            (ranks.peak_bytes + run.elsewhere, ranks.peak_line)
+            for run in self.runs
+            for ranks in run.simulated.classes
+        ]
+
+    @property
+    def collectives(self) -> list[CollectiveTime]:
+        """Of the rank that waits for them the longest; the most exposed first."""
+        rows: dict[tuple[str, str, str], list[tuple[int, float, float]]] = defaultdict(list)
+        for run in self.runs:
+            slowest = max(run.simulated.classes, key=_exposed)
+            for span in slowest.spans:
+                if span.lane != "compute":
+                    key = span.lane, span.name, span.line
+                    rows[key].append((span.nbytes, span.end - span.begin, span.exposed))
+        times = [
+            CollectiveTime(*key, len(spans), *(sum(column) for column in zip(*spans, strict=True)))
+            for key, spans in rows.items()
+        ]
+        return sorted(times, key=lambda row: (-row.exposed, -row.seconds))
+
+    def by_line(self) -> list[tuple[str, float]]:
+        """(the user's line, seconds that the busiest rank computes of it), the dearest first."""
+        spent: dict[str, float] = defaultdict(float)
+        for run in self.runs:
+            busiest = max(run.simulated.classes, key=lambda ranks: ranks.busy)
+            for span in busiest.spans:
+                if span.lane == "compute":
+                    spent[span.line] += span.end - span.begin
+        return sorted(spent.items(), key=lambda row: -row[1])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline in Chrome's trace format: a process for each class of ranks, a track
+        for each of its lanes."""
+        Path(path).write_text(json.dumps({"traceEvents": self._events(), "displayTimeUnit": "ms"}))
+
+    def _events(self) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        tracks: dict[tuple[int, str], int] = {}
+        begin = 0.0
+        for run in self.runs:
+            for ranks in run.simulated.classes:
+                for span in ranks.spans:
+                    track = tracks.setdefault((ranks.rank, span.lane), len(tracks))
+                    events.append({
+                        "ph": "X", "name": span.name, "pid": ranks.rank, "tid": track,
+                        "ts": (begin + span.begin) * 1e6, "dur": (span.end - span.begin) * 1e6,
+                        "args": {"line": span.line, "bytes": span.nbytes},
+                    })  # fmt: skip
+            begin += run.simulated.seconds
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": lane}}
+            for (rank, lane), track in tracks.items()
+        ]
+        return names + events
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as plain data; seconds and bytes."""
+        return {
+            "machine": self.machine.name,
+            "mesh": None if self.mesh is None else dict(zip(self.mesh.names, self.mesh.sizes,
+                                                            strict=True)),
+            "step_seconds": self.step_seconds,
+            "recording_seconds": self.recording,
+            "computing_seconds": self.computing,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "peak_bytes": self.peak_bytes,
+            "peak_line": self.peak_line,
+            "collectives": [row._asdict() for row in self.collectives],
+        }  # fmt: skip
+
+
+def _exposed(ranks: RankClass) -> float:
+    return sum(span.exposed for span in ranks.spans)

@@ -1,0 +1,151 @@
+"""From a program to the runs of its steady step: recorded without computing anything, and priced.
+
+A step is the part of the program that is repeated, in which most of the time is spent; in a program
+that trains, most of the time of runs with a backward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lazygt.graph.mesh import Mesh
+from lazygt.history import Flush
+from lazygt.machine import Machine, default_machine, machine_of
+from lazygt.runtime.console import Observer
+from lazygt.runtime.plan import Plan
+from lazygt.runtime.plan_records import PlanRecord
+from lazygt.session import Session
+from lazygt.simulation.events import simulate_plans
+from lazygt.simulation.kernels import node_seconds
+from lazygt.simulation.prediction import Prediction, SimulatedRun
+
+#: Settings of a session that records and plans, and computes nothing.
+DRY = {"launcher": "dry", "compile": "off"}
+#: Flushes that the program does not wait for.
+_GOES_ON = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
+#: Runs of a step at most, for a loop to be seen.
+_LONGEST = 64
+#: Weights are equal up to rounding.
+_EQUAL = 1 + 1e-9
+
+
+class Living(Observer):
+    """Counts what a rank of a dry session holds after each run.
+
+    Attributes:
+        after: bytes, by the number of the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.after: dict[int, int] = {}
+        self._store = session._link._worker.store  # type: ignore[attr-defined]
+        session._client.observer = self
+
+    def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+        """See ``Observer``."""
+        if (direction, kind) == ("send", "run"):
+            values = self._store.values.values()
+            tensors = (value for value in values if isinstance(value, torch.Tensor))
+            self.after[run] = sum(tensor.nbytes for tensor in tensors)
+
+
+def simulate(
+    program: Callable[[], object],
+    *,
+    mesh: Mapping[str, int] | str | None = None,
+    machine: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+) -> Prediction:
+    """What a step of a program takes on a machine that need not be there.
+
+    The program is recorded once, with nothing computed; values that it reads are zeros.
+
+    Args:
+        program: called in a session of its own; two or three steps of a training are best.
+        mesh: the ranks, such as ``data=8,model=4``; None: one.
+        machine: a name such as ``h100``, or a machine file; None: as ``lazygt.session`` has it.
+        device: ``cuda`` or ``cpu``; None: the machine's.
+
+    Raises:
+        MachineError: there is no such machine, or its file is wrong.
+        ValueError: the program runs nothing; the mesh is none.
+    """
+    priced = default_machine(device or "cpu") if machine is None else machine_of(machine)
+    settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
+    with Session(**{key: value for key, value in settings.items() if value is not None}) as session:
+        living = Living(session)
+        program()
+    return predict(session, priced, living)
+
+
+def predict(session: Session, machine: Machine, living: Living) -> Prediction:
+    """What a step of the program of a dry session takes.
+
+    Raises:
+        ValueError: nothing has been run.
+    """
+    entries: dict[bytes | None, PlanRecord] = {
+        entry.plan.digest: entry for entry in session.entries()
+    }
+    flushes = [flush for flush in session.history.recent if flush.digest in entries]
+    if not flushes:
+        raise ValueError("the program has run no plan on device lazygt: nothing is to be simulated")
+    names = [flush.digest for flush in flushes if flush.digest is not None]
+    spent = _spent({name: entries[name].plan for name in names}, machine)
+    first, length = repeated(names, [spent[name] for name in names])
+    looped = length < len(names)
+    step = flushes[first : first + length] if looped else _last_turn(flushes, entries)
+    mesh = session.mesh
+    runs = [_run(entries[flush.digest], flush.run, mesh, machine, living) for flush in step]
+    return Prediction(
+        machine,
+        mesh if mesh.world_size > 1 else None,
+        tuple(runs),
+        sum(flush.ops * machine.host.record + machine.host.message for flush in step),
+        any(flush.reason not in _GOES_ON for flush in step),
+        looped,
+    )
+
+
+def _last_turn(flushes: list[Flush], entries: Mapping[bytes | None, PlanRecord]) -> list[Flush]:
+    """From after the last backward pass but one to the last; all, if there are no two."""
+    trained = [n for n, flush in enumerate(flushes) if entries[flush.digest].plan.backward]
+    return flushes[trained[-2] + 1 : trained[-1] + 1] if len(trained) > 1 else flushes
+
+
+def _spent(plans: Mapping[bytes, Plan], machine: Machine) -> dict[bytes, float]:
+    """Seconds that a run of each plan counts for when a step is looked for."""
+    trains = any(plan.backward for plan in plans.values())
+    return {
+        name: 0.0 if trains and not plan.backward else sum(node_seconds(plan.graph, machine))
+        for name, plan in plans.items()
+    }
+
+
+def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
+    """Of the repetitions in a sequence the heaviest: where its last turn begins, and how long a
+    turn is; the shortest of those that weigh the same. All of it where nothing is repeated."""
+    heaviest, place = 0.0, (0, len(names))
+    until = [0.0, *itertools.accumulate(weights)]
+    for period in range(1, min(_LONGEST, len(names) // 2) + 1):
+        stretch = 0
+        for at in range(period, len(names)):
+            stretch = stretch + 1 if names[at] == names[at - period] else 0
+            weight = until[at + 1] - until[at + 1 - stretch - period]
+            if stretch >= period and weight > heaviest * _EQUAL:
+                heaviest, place = weight, (at - period + 1, period)
+    return place
+
+
+def _run(
+    entry: PlanRecord, number: int, mesh: Mesh, machine: Machine, living: Living
+) -> SimulatedRun:
+    inputs = sum(meta.nbytes for meta in entry.plan.graph.inputs)
+    elsewhere = max(living.after.get(number - 1, 0) - inputs, 0)
+    name = entry.plan.digest.hex()[:12]
+    return SimulatedRun(name, simulate_plans(entry.plans, mesh, machine), elsewhere)
