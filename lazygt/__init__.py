@@ -37,6 +37,7 @@ __version__ = _VERSION
 #: (device, recorder, session) is the client's alone.
 _WHERE = {
     "ColwiseParallel": "lazygt.parallel.styles",
+    "FSDPModule": "lazygt.parallel.fsdp_module",
     "LazyTensor": "lazygt.record.tensor",
     "ParallelStyle": "lazygt.parallel.styles",
     "Partial": "torch.distributed.tensor",
@@ -111,6 +112,7 @@ with _uncollected():
         from lazygt.parallel.batch_norm import local_batch_norm
         from lazygt.parallel.distribute import distribute, redistribute
         from lazygt.parallel.fsdp import fully_shard
+        from lazygt.parallel.fsdp_module import FSDPModule
         from lazygt.parallel.optimizer_state import shard_optimizer_state
         from lazygt.parallel.pipeline import stage
         from lazygt.parallel.styles import (
@@ -145,6 +147,7 @@ __all__ = [
     "CollectiveMismatch",
     "ColwiseParallel",
     "ExecutionError",
+    "FSDPModule",
     "GatherWarning",
     "GraphError",
     "IdleWarning",

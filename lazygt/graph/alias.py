@@ -169,6 +169,10 @@ class Aliases:
         ours = home >= len(self.graph.inputs) or home in self.owned
         return ours and all(self.uses[m] <= self.uses[value] for m in self.members[home])
 
+    def lives_until(self, value: int) -> int:
+        """The last node that reads something in the memory of a value."""
+        return max((self.uses[each] for each in self.members[self.memory[value]]), default=-1)
+
     def share(self, value: int, other: int) -> None:
         """From here on ``value`` lives where ``other`` does."""
         home = self.memory[other]

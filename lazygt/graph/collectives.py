@@ -283,9 +283,16 @@ def slots(
     return Slots(tuple(starts), lengths, total)
 
 
-def buffer_length(kind: str, parts: int, total: int) -> int:
-    """Elements of the buffer that a launch receives into."""
-    return parts * total if kind == "all_gather" else total
+def buffer_length(kind: str, parts: int, total: int, count: int = 1) -> int:
+    """Elements of the buffer that a launch receives into.
+
+    Args:
+        total: of the slots of a rank.
+        count: of the values. Several that are scattered are packed, and this rank's block of what
+            they come to is written over that of its own.
+    """
+    packed = kind == "reduce_scatter" and count > 1
+    return parts * total if kind == "all_gather" or packed else total
 
 
 def _block(shape: Sequence[int], move: Sequence[int], parts: int) -> int:

@@ -299,7 +299,7 @@ def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
         for home in homes[results.start : results.stop]:
             now += 0 if alive[home] else sizes[home]
             alive[home] += 1
-        if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] != "all_reduce":
+        if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] == "all_gather":
             sent[results[0]] = sum(sizes[value.index] for value in node.args[1])
             now += sent[results[0]]
         history.append(now)
@@ -329,7 +329,7 @@ def _homes(graph: Graph) -> list[int]:
         elif node.op == WAIT and fresh:
             launch = launches.get(node.args[0].index)
             for position in _stays(launch, node.args[2]) if launch else ():
-                homes[fresh[position]] = node.args[0].index
+                homes[fresh[position]] = homes[node.args[0].index]
         elif node.body is None and family(node) == "view":
             facts = op_facts(node)
             source = node.args[viewed_argument(facts) if facts and facts.views else 0]

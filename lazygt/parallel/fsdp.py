@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
@@ -16,8 +16,10 @@ from torch import nn
 from lazygt.graph.mesh import FSDPUnit, Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
 from lazygt.parallel.distribute import own_parameter
+from lazygt.parallel.fsdp_module import as_fsdp_module
 from lazygt.parallel.mixed_precision import apply_policy
 from lazygt.record.annotate import set_sharding, stored_now
+from lazygt.record.tensor import LazyTensor
 from lazygt.session import current
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def fully_shard(
         ignored_params: these stay as they are.
 
     Returns:
-        The module.
+        The module, which is an ``FSDPModule`` now.
 
     Raises:
         ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, a
@@ -93,26 +95,16 @@ def fully_shard(
     axis = _axis(mesh_dim, mesh, session.mesh)
     _check_offload(offload_policy, session.device_type)
     parts = session.mesh.size(axis)
-    unit = FSDPUnit(
-        f"{type(module).__name__}#{next(_calls)}", axis,
-        None if bucket_cap_mb is None else round(bucket_cap_mb * (1 << 20)),
-        _reshards(reshard_after_forward, parts), limit_all_gathers,
-    )  # fmt: skip
+    reshards = _reshards(reshard_after_forward, parts)
+    unit = _unit(module, axis, bucket_cap_mb, reshards, limit_all_gathers)
     cut = _Cut(session.mesh.names.index(axis), parts, shard_placement_fn)
-    units = fsdp_units(module, wrap)
-    ignored = set(map(id, ignored_params or ()))
-    taken = [
-        (t, cut.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
-        for name, parameter in module.named_parameters()
-        if id(parameter) not in ignored
-        and stored_now(t := own_parameter(name, parameter)).unit is None
-    ]
-    for t, sharding in taken:
-        set_sharding(t, sharding)
+    taken = _taken(module, fsdp_units(module, wrap), unit, cut, ignored_params or ())
+    for parameter, sharding in taken:
+        set_sharding(parameter, sharding)
     if mp_policy is not None:
         roots = {module, *map(module.get_submodule, _roots(module, wrap))}
-        apply_policy(module, roots, [t for t, _ in taken], mp_policy)
-    return module
+        apply_policy(module, roots, [parameter for parameter, _ in taken], mp_policy)
+    return as_fsdp_module(module)
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -166,6 +158,38 @@ def _check_offload(policy: Any, device_type: str) -> None:
             "fully_shard(offload_policy=CPUOffloadPolicy()): what GPU workers store stays on their "
             "GPUs; shard over more ranks, or leave the policy out. On CPU workers it is met anyhow"
         )
+
+
+def _unit(
+    module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
+) -> FSDPUnit:
+    """What the units of a call have in common."""
+    cap = None if cap_mb is None else round(cap_mb * (1 << 20))
+    return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
+
+
+def _taken(
+    module: nn.Module,
+    units: Mapping[str, str],
+    unit: FSDPUnit,
+    cut: _Cut,
+    ignored: Collection[nn.Parameter],
+) -> list[tuple[LazyTensor, Sharding]]:
+    """The parameters that no call has taken yet, each with where it is to be stored.
+
+    Args:
+        units: the unit of each parameter, by name.
+
+    Raises:
+        ValueError: a parameter is no lazygt tensor of its own, or can't be cut as it is told.
+    """
+    left_out = set(map(id, ignored))
+    return [
+        (t, cut.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in left_out
+        and stored_now(t := own_parameter(name, parameter)).unit is None
+    ]
 
 
 class _Cut(NamedTuple):

@@ -2,11 +2,12 @@
 
 from lazygt.machine import Machine
 from lazygt.passes.base import Pass, run_passes
+from lazygt.passes.collectives.unpack import Unpack
 from lazygt.passes.cse import CommonSubexpressions
 from lazygt.passes.dce import DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.foreach import Foreach
-from lazygt.passes.fuse import Fuse, Unpack
+from lazygt.passes.fuse import Fuse
 from lazygt.passes.lifetime import Lifetime
 
 #: What is done to a program, however many ranks run it.

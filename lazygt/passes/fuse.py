@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from lazygt.graph.alias import Aliases, last_uses
+from lazygt.graph.alias import last_uses
 from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.lanes import LANES, lane_count, lanes_of, part
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
-from lazygt.graph.placement import WAIT
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,
@@ -478,35 +477,3 @@ def _body(
         tuple(graph.origin(row.source) for row in rows),
     )
     return body, [Param(index) for index in params]
-
-
-# -- what a pack of tensors leaves behind ----------------------------------------------------------
-
-
-class Unpack:
-    """Tells each wait which of its results to copy out; runs when all writes are decided.
-
-    Results of a bucketed collective are used where they lie in its buffer, which is freed when the
-    last of them dies. One that outlives the run would keep all of it, so it leaves the buffer.
-    """
-
-    name = "unpack"
-
-    def run(self, graph: Graph) -> Graph:
-        waits = {n for n, node in enumerate(graph.nodes) if node.op == WAIT and len(node.fresh) > 1}
-        if not waits:
-            return graph
-        aliases = Aliases(graph)
-        aliases.run()
-        outlive = {aliases.memory[value] for value in graph.outputs}
-        rows = placed(graph)
-        for number in waits:
-            row = rows[number]
-            kept = tuple(p for p, value in enumerate(row.results) if value in outlive)
-            rows[number] = row._replace(node=_keeping(row.node, kept))
-        return rebuild(graph, rows)
-
-
-def _keeping(node: Node, kept: tuple[int, ...]) -> Node:
-    flying, held, _, axis = node.args
-    return Node(node.op, (flying, held, kept, axis), node.kwargs, node.fresh)

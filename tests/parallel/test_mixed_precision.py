@@ -113,11 +113,12 @@ def test_what_travels_has_the_dtype_of_the_policy(
         sent[one.kind] += one.nbytes
     # a backward needs no biases, and the first layer's is not asked for its input's gradient
     together = 2 * WEIGHTS - WEIGHTS // LAYERS + BIASES
-    # without a policy gradients of few bytes are added up before they are reduced
-    reductions = microbatches if policy != MixedPrecisionPolicy() else 1
+    # more than 1 MiB of gradients are reduced after each backward, but small ones once, where no
+    # policy says otherwise
+    biases = (microbatches if policy != MixedPrecisionPolicy() else 1) * BIASES
     assert sent == {
         "all_gather": microbatches * together * gathered.itemsize // 4,
-        "reduce_scatter": reductions * (WEIGHTS + BIASES) * reduced.itemsize // 4,
+        "reduce_scatter": (microbatches * WEIGHTS + biases) * reduced.itemsize // 4,
     }
 
 

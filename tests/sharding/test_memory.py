@@ -12,7 +12,7 @@ import lazygt
 from lazygt.graph.cost import peak_bytes
 from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.node import Graph
-from lazygt.graph.placement import LAUNCH, WAIT
+from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.text import parse_graph
 from lazygt.passes.sharding.fsdp import reshard_after_forward
 from lazygt.passes.sharding.marks import PLACE
@@ -72,7 +72,7 @@ def scattered(graph: Graph) -> list[str]:
     large: set[int] = set()
     events = []
     for node, results in graph.numbered():
-        if node.op == LAUNCH and node.args[0] == "reduce_scatter":
+        if node.op in (LAUNCH, LAUNCH_) and node.args[0] == "reduce_scatter":
             if sum(graph.values[value.index].nbytes for value in node.args[1]) >= WEIGHT:
                 large.add(results[0])
                 events.append("launch")
@@ -97,6 +97,70 @@ def test_a_sharded_model_needs_less_than_a_whole_one(count: int) -> None:
 def test_a_gradient_that_is_reduced_is_gone_before_the_next_is_sent(count: int) -> None:
     events = scattered(planned(lazygt.fully_shard, count).steps.graph)
     assert events == ["launch", "wait"] * (count * LAYERS)
+
+
+def test_what_is_added_to_an_earlier_microbatch_is_reduced_in_its_own_memory() -> None:
+    graph = planned(lazygt.fully_shard, 3).steps.graph
+    ops = [
+        node.op
+        for node in graph.nodes
+        if node.op in (LAUNCH, LAUNCH_) and node.args[0] == "reduce_scatter"
+    ]
+    # the first microbatch's blocks are what others are added to; those of the last one that are
+    # still sent when nothing else is, and the biases of all, stay as they came
+    assert ops == [LAUNCH] * LAYERS + [LAUNCH_] * LAYERS + [LAUNCH_] * (LAYERS - 1) + [LAUNCH] * 2
+
+
+class Pair(nn.Module):
+    """A block of two weights that travel together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(256, 256, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x).relu())
+        return x + y
+
+
+def pairs(_: nn.Module) -> nn.Module:
+    return lazygt.fully_shard(nn.Sequential(*(Pair() for _ in range(LAYERS))))
+
+
+#: Bytes of the two weights of a block.
+PAIR = 2 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_blocks_of_small_weights_need_two_gathered_and_one_gradient(count: int) -> None:
+    plan = planned(pairs, count, 256)
+    blocks = LAYERS * PAIR // 2
+    activations = (3 * LAYERS + 4) * ROWS * 256 * 4
+    # gradients as they were reduced, two gathered blocks or one and what it is copied from, the
+    # gradients of a block and their pack
+    assert peak(plan) < 2 * blocks + 2 * PAIR + 2 * PAIR + activations
+
+
+def test_weights_are_copied_out_of_their_pack_before_the_next_are_gathered() -> None:
+    under_way: set[int] = set()
+    together = []
+    for node, results in planned(pairs, 2, 256).steps.graph.numbered():
+        if node.op == LAUNCH and node.args[0] == "all_gather":
+            under_way.add(results[0])
+        elif node.op == WAIT and node.args[0].index in under_way:
+            together += [len(under_way)] * (len(node.fresh) > 1)
+            under_way.remove(node.args[0].index)
+    assert together
+    assert set(together) == {1}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradients_of_each_block_travel_by_themselves_and_end_with_their_backward(
+    count: int,
+) -> None:
+    plan = planned(pairs, count, 256)
+    sent = [one.nbytes for one in plan.collectives if one.kind == "reduce_scatter"]
+    assert sent == [PAIR] * (LAYERS * count)
 
 
 def test_without_a_limit_gradients_are_waited_for_when_they_are_used() -> None:

@@ -12,7 +12,8 @@ they are needed, a wrap unit at a time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,11 +34,14 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.base import dependencies, placed, rebuild, view_source
 from lazygt.passes.collectives.units import reduced_units
+from lazygt.passes.sharding.turns import turns
 
 # -- the collectives of one program: what each needs, when it could begin, who waits for it --------
 
 #: Between a stored parameter and its gather there may be views and these.
 _CASTS = frozenset({"aten._to_copy.default", "aten.clone.default"})
+#: How a backward adds a gradient to that of an earlier one.
+_SUM = "aten.add_.Tensor"
 #: Read nothing of their operand but its shape.
 _LIKENESSES = frozenset({
     f"aten.{name}_like.default" for name in ("ones", "zeros", "empty", "full")
@@ -86,24 +90,42 @@ class CollectiveInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveAnalysis:
-    """A graph, its collectives in order, and what has to come before what, collectives set free."""
+    """A graph, its collectives in order, and what has to come before what, collectives set free.
+
+    Attributes:
+        turns: for each node how often forward and backward have taken turns before it.
+    """
 
     graph: Graph
     collectives: tuple[CollectiveInfo, ...]
     before: Sequence[set[int]]
+    turns: Sequence[int]
+
+    def end_of_turn(self, node: int) -> int:
+        """The first node after this one that is of another forward or backward."""
+        return bisect_right(self.turns, self.turns[max(node, 0)])
 
 
-def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
-    """Look at a rank's program; linear in its size, times its collectives / 64."""
+def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> CollectiveAnalysis:
+    """Look at a rank's program; linear in its size, times its collectives / 64.
+
+    Args:
+        backward: which recorded ops, by number, are of a backward pass.
+    """
     before = dependencies(
         graph, lambda node: has_effect(node) and node.op not in COLLECTIVES
     ).before
     numbers = [n for n, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
     if not numbers:
-        return CollectiveAnalysis(graph, (), before)
+        return CollectiveAnalysis(graph, (), before, ())
     above, makers, values = _above(graph, before), _makers(graph), graph.values
     computed = _uses(graph, before, _passes_on)
-    uses = _uses(graph, before, lambda node: _passes_on(node) or _is_small(node, values))
+    reduced = _reduced(graph)
+    uses = _uses(
+        graph,
+        before,
+        lambda node: _passes_on(node) or _adds_up(node, reduced) or _is_small(node, values),
+    )
     collectives = []
     for number in numbers:
         node = graph.nodes[number]
@@ -128,7 +150,7 @@ def analyse_collectives(graph: Graph) -> CollectiveAnalysis:
                 above[number],
             )
         )
-    return CollectiveAnalysis(graph, tuple(collectives), before)
+    return CollectiveAnalysis(graph, tuple(collectives), before, turns(graph, backward))
 
 
 def unhooked(graph: Graph) -> Graph:
@@ -195,6 +217,21 @@ def _passes_on(node: Node) -> bool:
     return view_source(node) is not None or node.op in COLLECTIVES or node.op == WRITE_BACK
 
 
+def _reduced(graph: Graph) -> set[int]:
+    """The blocks that reduce-scatters make, and views of them."""
+    reduced: set[int] = set()
+    for node, results in graph.numbered():
+        if node.op == REDUCE_SCATTER or (view_source(node) in reduced):
+            reduced.update(results)
+    return reduced
+
+
+def _adds_up(node: Node, reduced: Set[int]) -> bool:
+    """Whether a node adds a reduced block to one that is there, as gradients of microbatches are:
+    it may run as late as the sum is read."""
+    return node.op == _SUM and not reduced.isdisjoint(node.refs()[1:])
+
+
 def _is_small(node: Node, values: Sequence[TensorMeta | None]) -> bool:
     """Whether a node may run later: it only computes its results, and next to nothing."""
     if node.writes or node.op == WRITE_BACK or has_effect(node):
@@ -217,6 +254,9 @@ def _stored(graph: Graph, value: int, makers: Sequence[int]) -> int | None:
 
 #: Bytes of a bucket, as torch's DistributedDataParallel has it.
 CAP = 25 << 20
+#: The same of one that has reductions of several wrap units: what those of one unit wait for is
+#: not kept for those of another, but where a launch takes longer.
+MIXED = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +382,23 @@ class _Buckets:
         return (
             bucket.nbytes + alone.nbytes <= min(map(self.caps.bucket_of, units))
             and alone.nbytes < min(map(self.caps.alone_of, units))
-            and (bucket.unit == alone.unit or not bucket.stored)
+            and (bucket.unit == alone.unit or self._may_mix(bucket, alone))
+            and self._turn(bucket.members[0]) == self._turn(place)
             and bucket.stored.isdisjoint(alone.stored)
             and not self._delays(bucket, place)
             and not self._needs(place, bucket)
         )
+
+    def _may_mix(self, bucket: Bucket, alone: Bucket) -> bool:
+        """Whether collectives of different units may travel together."""
+        return not bucket.stored and bucket.nbytes + alone.nbytes <= MIXED
+
+    def _turn(self, place: int) -> int:
+        """Which forward or backward a reduction to blocks is of."""
+        collective = self.collectives[place]
+        if collective.kind != REDUCE_SCATTER:
+            return 0
+        return self.analyses[0].turns[max(collective.ready, 0)]
 
     def _delays(self, bucket: Bucket, place: int) -> bool:
         """Whether a user of the bucket would have to wait until the collective can begin."""

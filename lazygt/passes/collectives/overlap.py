@@ -3,8 +3,9 @@
 Every bucket becomes a launch, which waits for nobody, and a wait. A launch stands as early as its
 operands are there, a wait right before the first node that computes with a result; everything else
 keeps its order. A gather of stored parameters is launched when the one before it is waited for, so
-two are under way at most. A reduce-scatter is launched when the one before it has been waited for:
-what was not reduced yet dies as a backward goes, and blocks are left of it.
+two are under way at most, or right after it, where its weights are copied out of their buffer. A
+reduce-scatter is launched when the one before it has been waited for, and is waited for before its
+backward ends: what was not reduced yet dies as a backward goes, and blocks are left of it.
 
 No rank can wait for ever: all ranks launch the same collectives in the same order and wait only
 for what they have launched, so the first one that is not complete always can be.
@@ -13,7 +14,7 @@ for what they have launched, so the first one that is not complete always can be
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from lazygt.graph.collectives import buffer_length, slots
@@ -46,11 +47,14 @@ from lazygt.passes.collectives.bucket import (
 MOST_GATHERS = 2
 
 
-def overlapped(graphs: Sequence[Graph], mesh: Mesh, caps: Caps) -> tuple[Graph, ...]:
+def overlapped(
+    graphs: Sequence[Graph], mesh: Mesh, caps: Caps, backward: Collection[int] = ()
+) -> tuple[Graph, ...]:
     """The program of every rank, its collectives bucketed, launched early and waited for late.
 
     Args:
         graphs: of each rank; ranks that run the same have one object, here and in the result.
+        backward: which recorded ops, by number, are of a backward pass.
     """
     known: dict[tuple[int, ...], dict[int, Graph]] = {}
     programs: list[Graph] = list(graphs)
@@ -58,15 +62,19 @@ def overlapped(graphs: Sequence[Graph], mesh: Mesh, caps: Caps) -> tuple[Graph, 
         distinct = {id(graphs[rank]): graphs[rank] for rank in ranks}
         together = known.get(tuple(distinct))
         if together is None:
-            together = known[tuple(distinct)] = _together(distinct, mesh, caps)
+            together = known[tuple(distinct)] = _together(distinct, mesh, caps, backward)
         for rank in ranks:
             programs[rank] = together[id(graphs[rank])]
     return tuple(programs)
 
 
-def _together(graphs: dict[int, Graph], mesh: Mesh, caps: Caps) -> dict[int, Graph]:
+def _together(
+    graphs: dict[int, Graph], mesh: Mesh, caps: Caps, backward: Collection[int]
+) -> dict[int, Graph]:
     """The new program of each of these, whose ranks meet each other."""
-    analyses = {key: analyse_collectives(unhooked(graph)) for key, graph in graphs.items()}
+    analyses = {
+        key: analyse_collectives(unhooked(graph), backward) for key, graph in graphs.items()
+    }
     if not any(one.collectives for one in analyses.values()):
         return graphs
     alike = list(analyses.values())
@@ -97,7 +105,12 @@ def _axes(graph: Graph) -> set[str]:
 
 
 class _Key(NamedTuple):
-    """Where a node is wanted: at an old node's place, before it (< 0), as it, or after it."""
+    """Where a node is wanted: at an old node's place.
+
+    Attributes:
+        side: 0: before it and what it waits for; 1: a wait; 2: what comes when all have been waited
+            for; 3: the old node; 4: what comes after it.
+    """
 
     place: int
     side: int
@@ -147,7 +160,7 @@ class _Units:
         for node in range(self.count):
             if node not in self.home:
                 self.before[node] = self._mapped(node)
-                self.keys[node] = _Key(node, 2)
+                self.keys[node] = _Key(node, 3)
         gathers: list[int] = []
         scatters: dict[str, int] = {}
         for number, bucket in enumerate(order):
@@ -178,11 +191,13 @@ class _Units:
         if number:
             before.add(self.launch(number - 1))
         needed = min(self.end, *(collective.used for collective in collectives))
-        wanted = _Key(max(collective.ready for collective in collectives), 3)
+        wanted = _Key(max(collective.ready for collective in collectives), 4)
         if bucket.stored:
             wanted = _Key(-1, 0)
-            if gathers and (bucket.unit is None or bucket.unit.limit_all_gathers):
-                wanted = _Key(self.keys[self.wait(gathers[-1])].place, 0)
+            if gathers and bucket.limited:
+                former = self.wait(gathers[-1])
+                wanted = _Key(self.keys[former].place, 2 if self._copies(gathers[-1]) else 0)
+                before |= {former} if self._copies(gathers[-1]) else set()
             if len(gathers) >= MOST_GATHERS and wanted.place >= 0:
                 before.add(self.wait(gathers[-MOST_GATHERS]))
             gathers.append(number)
@@ -191,6 +206,11 @@ class _Units:
         self.before[self.wait(number)] = {self.launch(number)}
         self.keys[self.launch(number)] = wanted
         self.keys[self.wait(number)] = _Key(needed, 1)
+
+    def _copies(self, number: int) -> bool:
+        """Whether weights are copied from their buffer when they are waited for, so that both live
+        at a time."""
+        return len(self.order[number].members) > 1
 
     def _follow(self, number: int, bucket: Bucket, scatters: dict[str, int]) -> None:
         """A reduce-scatter comes after the end of the one before it on its axis.
@@ -201,6 +221,10 @@ class _Units:
         first = self.analysis.collectives[bucket.members[0]]
         if first.kind != REDUCE_SCATTER:
             return
+        if bucket.limited:
+            wait = self.wait(number)
+            ready = max(self.analysis.collectives[place].ready for place in bucket.members)
+            self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_turn(ready), 0))
         former = scatters.get(first.axis)
         scatters[first.axis] = number
         if former is not None and bucket.limited:
@@ -323,4 +347,4 @@ def _length(
         return metas[0].numel
     shapes = [meta.shape for meta in operands]
     where = slots(kind, shapes, moves, parts, operands[0].dtype.itemsize)
-    return buffer_length(kind, parts, where.total)
+    return buffer_length(kind, parts, where.total, len(shapes))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lazygt.graph.mesh import FSDPUnit
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import REDUCE_SCATTER
+from lazygt.passes.base import view_source
 from lazygt.passes.updates import updated_with
 
 
@@ -27,6 +28,10 @@ def reduced_units(graph: Graph, units: Mapping[int, FSDPUnit]) -> dict[int, FSDP
     if not scatters or not units:
         return {}
     updates, metas = updated_with(graph, units), graph.values
+    for node, results in reversed(list(graph.numbered())):
+        source = view_source(node)
+        if source is not None and results[0] in updates:
+            updates.setdefault(source, updates[results[0]])
     shapes: dict[tuple[int, ...], FSDPUnit] = {}
     for value, unit in units.items():
         shapes.setdefault(graph.inputs[value].shape, unit)

@@ -4,9 +4,9 @@ Whoever reads them first, such as a clipping by their norm, is given blocks too,
 has them whole once they are reduced.
 
 To add up the gradients of several microbatches before they are reduced sends the fewest bytes, but
-keeps them whole until the last microbatch. Units with ``reshard_after_forward`` do that with as
-much as travels in one collective. Where there is more, the gradients of each backward are reduced,
-and blocks are added up.
+keeps them whole until the last microbatch. That is done with what is small, or with as much as a
+cap that was asked for allows. Where there is more, the gradients of each backward are reduced, and
+blocks are added up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lazygt.passes.updates import updated_with
 
 _SUMS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
 #: Bytes of a gradient that is added up first in any case: a launch takes longer than it does.
-SMALL = 64 << 10
+SMALL = 16 << 10
 
 
 def gradients_in_blocks(
@@ -159,7 +159,7 @@ class _Gradients:
             if node.op not in _SUMS or not turn % 2 or len(refs := node.refs()) != 2:
                 continue
             home, meta = self._homes.get(results[0]), metas[results[0]]
-            if home is None or home.unit is None or not home.unit.reshard_after_forward:
+            if home is None or home.unit is None:
                 continue
             alike = meta is not None and metas[refs[0]] == metas[refs[1]] == meta
             if alike and 0 < self._born[refs[0]] < turn == self._born[refs[1]]:

@@ -23,6 +23,10 @@ from lazygt.passes.virtual_ranks.merge import merged
 
 Stages = list[tuple[str, Graph]]
 
+#: Bytes of gradients up to which those of several microbatches are added up whole, if no cap was
+#: asked for: to reduce each would save no memory to speak of.
+WORTH_KEEPING = 1 << 20
+
 
 def programs(
     graph: Graph,
@@ -60,7 +64,7 @@ def programs(
     machine = machine or default_machine("cpu")
     shardings = [given or whole for given in inputs]
     tidy = reshard_after_forward(tidy, stored_shardings(tidy, mesh, shardings), backward)
-    cap = CAP if bucket_bytes is None else bucket_bytes
+    cap = WORTH_KEEPING if bucket_bytes is None else bucket_bytes
     tidy = gradients_in_blocks(tidy, mesh, stored_shardings(tidy, mesh, shardings), backward, cap)
     axis = pipeline_axis(tidy, mesh, shardings, workers)
     if axis is None:
@@ -86,7 +90,7 @@ def programs(
     }
     caps = _caps(bucket_bytes, machine, units)
     graphs = classified(program.graphs)
-    apart = overlapped(graphs, mesh if workers is None else workers.workers, caps)
+    apart = overlapped(graphs, mesh if workers is None else workers.workers, caps, backward)
     if stages is not None:
         stages.append(("overlap", apart[0]))
 

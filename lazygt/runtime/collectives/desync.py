@@ -7,10 +7,12 @@ that it will meet. Once a plan and process group, and never in the way of a coll
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_
 from lazygt.runtime.collectives.backends import TextExchange
@@ -42,23 +44,25 @@ def signature(graph: Graph) -> list[Met]:
             operand = (node.args[1] if node.op in (LAUNCH, LAUNCH_) else node.args)[0].index
             meta = values[operand]
             dtype = "" if meta is None else str(meta.dtype).removeprefix("torch.")
-            collectives.append(Met(node.args[-1], f"{_what(node)} of {dtype}", number))
+            collectives.append(Met(node.args[-1], f"{_what(node, values)} of {dtype}", number))
     return collectives
 
 
 _EXCHANGES = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
-def _what(node: Node) -> str:
+def _what(node: Node, values: Sequence[TensorMeta | None]) -> str:
     if node.op not in (LAUNCH, LAUNCH_):
         return f"{node.op.removeprefix('lazygt.')}{node.args[1:-1]}"
-    kind, values, moves, op, _ = node.args
-    result = node.results[0]
-    assert result is not None
-    # blocks differ in size, what they are padded to does not; of exchanges all arguments are in
-    # their moves
-    length = "" if kind in _EXCHANGES else f" [{result.numel}]"
-    return f"{kind}{'' if op is None else ' ' + op} of {len(values)} {moves}{length}"
+    kind, operands, moves, op, _ = node.args
+    # blocks differ in size, what they are padded to does not; what is scattered is whole, wherever
+    # its block goes; of exchanges all arguments are in their moves
+    metas = (
+        [values[ref.index] for ref in operands] if kind == "reduce_scatter" else node.results[:1]
+    )
+    count = sum(meta.numel for meta in metas if meta is not None)
+    length = "" if kind in _EXCHANGES else f" [{count}]"
+    return f"{kind}{'' if op is None else ' ' + op} of {len(operands)} {moves}{length}"
 
 
 def check(group: Group, run: int, graph: Graph, own: bool) -> Failure | None:

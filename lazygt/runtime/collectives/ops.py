@@ -65,9 +65,12 @@ def launch(
 def launch_(
     kind: str, values: Sequence[torch.Tensor], moves: Moves, op: str | None, axis: str
 ) -> None:
-    """Begin an all-reduce in the memory of its only operand."""
+    """Begin an all-reduce, or a reduce-scatter, in the memory of its only operand."""
     (value,) = values
     line = group.line(axis)
+    if kind == "reduce_scatter":
+        value.collective = _scatter_over(value, moves, op, line)  # type: ignore[attr-defined]
+        return
     if not line.carries(value.device):
         _launch_staged(value, str(op), line)
         return
@@ -78,6 +81,24 @@ def launch_(
 
 def _nothing(_: torch.Tensor) -> list[torch.Tensor]:
     return []
+
+
+def _scatter_over(
+    value: torch.Tensor, moves: Moves, op: str | None, line: group.AxisGroup
+) -> AsyncCollective:
+    """A reduce-scatter whose block is written over this rank's own, where blocks are equal."""
+    if not line.carries(value.device):
+        _, collective = _reduce_scatter([value.cpu()], moves, op, line)
+        return _returning(collective, value.device)
+    if value.shape[0] % line.size or not value.is_contiguous():
+        return _reduce_scatter([value], moves, op, line)[1]
+    blocks = value.view(line.size, -1)
+    block = blocks[line.index]
+    rows = value.shape[0] // line.size
+    work = line.backend(block, "reduce_scatter", value.nbytes).reduce_scatter(
+        block, blocks.view(-1), str(op)
+    )
+    return AsyncCollective(work, None, lambda _: [block.view(rows, *value.shape[1:])])
 
 
 def _launch_staged(value: torch.Tensor, op: str, line: group.AxisGroup) -> None:
@@ -193,18 +214,19 @@ def _reduce_scatter(
     shapes = [(rows, *value.shape[1:]) for rows, value in zip(blocks, turned, strict=True)]
     if len(values) == 1:
         sent = _padded(turned[0], line.size * blocks[0]).view(-1)
+        buffer = block = sent.new_empty(where.total)
     else:
-        sent = values[0].new_empty(line.size * where.total)
+        buffer = sent = values[0].new_empty(line.size * where.total)
         _pack_blocks(sent.view(line.size, where.total), where, shapes, turned)
-    buffer = sent.new_empty(where.total)
+        block = sent.view(line.size, where.total)[line.index]  # nobody else reads this rank's own
 
-    def unpack(made: torch.Tensor) -> list[torch.Tensor]:
+    def unpack(_: torch.Tensor) -> list[torch.Tensor]:
         return [
             part[:rows].movedim(0, move[0]).contiguous()
-            for part, rows, move in zip(_parts(made, where, shapes), mine, moves, strict=True)
+            for part, rows, move in zip(_parts(block, where, shapes), mine, moves, strict=True)
         ]
 
-    work = line.backend(buffer, "reduce_scatter", sent.nbytes).reduce_scatter(buffer, sent, str(op))
+    work = line.backend(block, "reduce_scatter", sent.nbytes).reduce_scatter(block, sent, str(op))
     return buffer, AsyncCollective(work, sent, unpack)
 
 

@@ -49,6 +49,23 @@ def check_reductions(axis: str, values: list[torch.Tensor], line: group.AxisGrou
             same(made, block.contiguous(), f"reduce_scatter {op} {dim}")
 
 
+def check_scatters(axis: str, values: list[torch.Tensor], line: group.AxisGroup) -> None:
+    """Blocks that come back in the memory of what was sent: in its own, or in that of a pack."""
+    total = torch.stack(values).sum(0)
+    for dim in range(total.dim()):
+        block = cut(total, dim, line.size, line.index).contiguous()
+        mine = values[line.index].clone()
+        if dim == 0:
+            ops.launch_("reduce_scatter", [mine], [(dim,)], "sum", axis)
+            same(ops.wait(mine, (), (), axis), block, "reduce_scatter over its operand")
+        for kept in ((), (0,), (0, 1)):
+            sent = [values[line.index], 2 * values[line.index]]
+            flying = ops.launch("reduce_scatter", sent, [(dim,), (dim,)], "sum", axis)
+            first, second = ops.wait(flying, (), kept, axis)
+            same(first, block, f"reduce_scatter of a pack {dim}, {kept}")
+            same(second, 2 * block, f"reduce_scatter of a pack {dim}, {kept}")
+
+
 def check_moves(axis: str, whole: torch.Tensor, line: group.AxisGroup) -> None:
     for dim in range(whole.dim()):
         block = cut(whole, dim, line.size, line.index)
@@ -112,7 +129,9 @@ def main() -> None:
             for axis in mesh.names:
                 line = group.line(axis)
                 assert (line.size, line.index) == (mesh.size(axis), mesh.index(rank, axis))
-                check_reductions(axis, [torch.randn(shape) for _ in range(line.size)], line)
+                values = [torch.randn(shape) for _ in range(line.size)]
+                check_reductions(axis, values, line)
+                check_scatters(axis, values, line)
                 check_moves(axis, torch.randint(100, shape), line)
         check_dtypes(mesh.names[-1])
     group.wait()

@@ -1,0 +1,191 @@
+"""What FSDP2 lets scripts say to a sharded module, with the meaning that it has here.
+
+A step is planned as a whole, so most of it needs no saying: what is gathered when, what is gathered
+ahead, and how often gradients are reduced. Such methods check their arguments and do nothing else.
+What would change numbers, or who carries them, raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from lazygt.graph.mesh import FSDPUnit
+from lazygt.record.annotate import set_sharding, stored_now
+from lazygt.record.tensor import LazyTensor, is_lazy
+
+
+class FSDPModule:
+    """A module that ``fully_shard`` was called on; its class is a subclass of the one it had."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Parameters are whole to whoever uses them; gathers are launched ahead of their use.
+
+        Returns:
+            With ``async_op`` a handle that there is nothing to wait for; else None.
+        """
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Whole weights are freed after their last use."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """From here on gather weights again for each backward, or keep them whole until then.
+
+        Args:
+            recurse: also those of modules inside that ``fully_shard`` was called on.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward({reshard_after_forward!r}): expected a bool"
+            )
+        for t, unit in _sharded(cast("nn.Module", self), recurse):
+            changed = unit._replace(reshard_after_forward=reshard_after_forward)
+            if changed != unit:
+                set_sharding(t, stored_now(t)._replace(unit=changed))
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Free whole weights after each backward, as is done anyhow.
+
+        Raises:
+            NotImplementedError: not to do so, for modules that are resharded after the forward.
+        """
+        kept = not reshard_after_backward
+        if kept and any(
+            unit.reshard_after_forward for _, unit in _sharded(cast("nn.Module", self), recurse)
+        ):
+            raise NotImplementedError(
+                "set_reshard_after_backward(False): weights are kept whole over the microbatches "
+                "of a step where they are kept for the backward, too; call "
+                "set_reshard_after_forward(False)"
+            )
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes no number: how often gradients of several microbatches are reduced follows from
+        their bytes and ``fully_shard(bucket_cap_mb=)``."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Likewise."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Which backward is the last one is seen in the recorded step."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """A backward gathers only weights that it reads."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers are launched one ahead, in the order of the recorded ops.
+
+        Raises:
+            ValueError: one of them is not fully sharded.
+        """
+        _check_sharded("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Likewise."""
+        _check_sharded("set_modules_to_backward_prefetch", modules)
+
+    def reset_iter_state(self) -> None:
+        """A step that failed has left nothing behind."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        return _empty, (_own_class(type(self)),), *state
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+_CARRIED = "the session's collectives carry gradients and weights"
+#: method -> why it has no meaning here
+_REFUSED = {
+    "set_gradient_divide_factor": "gradients are those of the loss as it is written; divide that",
+    "set_reduce_scatter_divide_factor": "gradients are those of the loss as it is written; "
+    "divide that",
+    "set_all_reduce_hook": "register a hook on the parameter: p.register_hook(...)",
+    "set_custom_all_gather": _CARRIED,
+    "set_custom_reduce_scatter": _CARRIED,
+    "set_force_sum_reduction_for_comms": _CARRIED,
+    "set_reduce_scatter_unused_params": "a parameter that no loss depends on has no gradient",
+    "set_reduce_scatter_max_input_buffers": "one reduction is under way at a time, or as many as "
+    "there are with fully_shard(limit_all_gathers=False)",
+    "set_separate_reduce_scatter_group": _CARRIED,
+    "set_allocate_memory_from_process_group_for_comm": _CARRIED,
+    "set_symm_mem_for_comm": _CARRIED,
+    "set_post_optim_event": "gathers follow the update in the plan of the step",
+}
+
+
+def _refusing(name: str, why: str) -> Any:
+    def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}() has no meaning for a lazygt module: {why}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Raises NotImplementedError: {why}."
+    return refuse
+
+
+for _name, _why in _REFUSED.items():
+    setattr(FSDPModule, _name, _refusing(_name, _why))
+
+
+def as_fsdp_module(module: nn.Module) -> nn.Module:
+    """The same module, with the methods of ``FSDPModule``."""
+    if not isinstance(module, FSDPModule):
+        module.__class__ = _fsdp_class(type(module))
+    return module
+
+
+#: class of a module -> that with the methods
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fsdp_class(plain_class: type[nn.Module]) -> type[nn.Module]:
+    fsdp_class = _classes.get(plain_class)
+    if fsdp_class is None:
+        fsdp_class = type(
+            f"FSDP{plain_class.__name__}",
+            (FSDPModule, plain_class),
+            {"__module__": plain_class.__module__},
+        )
+        _classes[plain_class] = fsdp_class
+    return fsdp_class
+
+
+def _own_class(fsdp_class: type) -> type[nn.Module]:
+    """The class that a module had."""
+    return cast("type[nn.Module]", fsdp_class.__mro__[2])
+
+
+def _empty(plain_class: type[nn.Module]) -> nn.Module:
+    """A module to be filled with what was copied, or loaded."""
+    fsdp_class = _fsdp_class(plain_class)
+    return fsdp_class.__new__(fsdp_class)
+
+
+def _sharded(module: nn.Module, recurse: bool) -> Iterator[tuple[LazyTensor, FSDPUnit]]:
+    """The parameters of a module that lie in blocks to be gathered, each with its unit."""
+    inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    others = set() if recurse else {id(p) for m in inner for p in cast("Any", m).parameters()}
+    for parameter in module.parameters():
+        unit = stored_now(parameter).unit if is_lazy(parameter) else None
+        if unit is not None and id(parameter) not in others:
+            yield cast("LazyTensor", parameter), unit
+
+
+def _check_sharded(method: str, modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{method}() takes modules that fully_shard was called on, "
+                f"not a {type(module).__name__}"
+            )
