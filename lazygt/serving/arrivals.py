@@ -159,6 +159,7 @@ def read_arrivals(path: Path) -> Recorded:
 
 
 def _uniform(count: int, end: float, rng: np.random.Generator) -> Times:
-    times = rng.random(count) * end
-    times.sort()
-    return times
+    """So many times anywhere before ``end``, in order; made of their gaps, which needs no sort."""
+    times: Times = np.cumsum(rng.standard_exponential(count + 1))
+    times *= end / times[-1]
+    return times[:-1]
