@@ -24,7 +24,7 @@ class Product(NamedTuple):
 
 
 class MatmulLaw(NamedTuple):
-    """See ``machine.model.Matmul``; ``error`` is the median one of what was timed."""
+    """See ``machine.model.Matmul``; ``error`` is the mean one of what was timed."""
 
     rate: dict[str, float]
     tile_rows: int

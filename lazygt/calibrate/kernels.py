@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ _GRID = (
     (8, 512, 512), (20, 512, 512), (100, 512, 512), (512, 8, 512), (512, 20, 512),
     (512, 100, 512), (512, 512, 8), (512, 512, 32), (512, 512, 128),
 )  # fmt: skip
-FULL = Size(7, 0.004, _GRID, 8, 64 << 10, 64 << 20, tuple(4 << 10 + 2 * i for i in range(8)))
+FULL = Size(9, 0.003, _GRID, 8, 64 << 10, 64 << 20, tuple(4 << 10 + 2 * i for i in range(8)))
 QUICK = Size(4, 0.002, (*_GRID[1:3], _GRID[4]), 8, 64 << 10, 16 << 20, (4 << 10, 64 << 10, 1 << 20))
 #: For tests: everything once.
 SMALLEST = Size(1, 0.0, ((32, 32, 32), (8, 32, 32)), 1, 4 << 10, 256 << 10, (4 << 10, 256 << 10))
@@ -62,6 +62,21 @@ class Device:
     clock: Clock
     size: Size
     told: Callable[[], object] = lambda: None
+
+    @property
+    def scale(self) -> int:
+        """How much larger matrices are than those of a CPU."""
+        return self.size.on_gpus if self.type == "cuda" else 1
+
+    @property
+    def cached(self) -> int:
+        """Bytes of an operand that the cache has, and that keeps the device busy."""
+        return self.size.cached * self.scale**2
+
+    @property
+    def large(self) -> int:
+        """Bytes of an operand that the cache has not."""
+        return self.size.large * self.scale
 
     def least(self, works: dict[str, Work]) -> dict[str, float]:
         return least(self.clock, works, self.size.rounds, self.size.spend, self.told)
@@ -78,8 +93,7 @@ def launch(device: Device) -> float:
 
 def matmuls(device: Device, launched: float, units: int) -> MatmulLaw:
     """The law of products of matrices."""
-    scale = device.size.on_gpus if device.type == "cuda" else 1
-    shapes = [tuple(scale * each for each in shape) for shape in device.size.products]
+    shapes = [tuple(device.scale * each for each in shape) for shape in device.size.products]
     works = {
         f"{name} {m} {n} {k}": _product(device, dtype, m, n, k)
         for name, dtype in _DTYPES[device.type].items()
@@ -101,7 +115,7 @@ def _product(device: Device, dtype: torch.dtype, m: int, n: int, k: int) -> Work
 
 def pointwise(device: Device, launched: float) -> dict[str, float]:
     """Elements a second of each family, in the cache."""
-    elements = device.size.cached // 4
+    elements = device.cached // 4
     took = device.least(dict(_families(device, elements)))
     return {family: elements / _beyond(seconds, launched) for family, seconds in took.items()}
 
@@ -129,25 +143,34 @@ class MemoryFigures(NamedTuple):
 
 def memory(device: Device, launched: float) -> MemoryFigures:
     """Bytes a second of an addition, by the size of its operands."""
-    sizes = []
-    nbytes = device.size.cached
-    while nbytes < device.size.large:
-        sizes.append(nbytes)
-        nbytes *= 4
-    sizes.append(device.size.large)
+    sizes = [device.cached]
+    while 4 * sizes[-1] < device.large:
+        sizes.append(4 * sizes[-1])
+    sizes.append(device.large)
     operands = {size: [device.ones(size // 4) for _ in range(3)] for size in sizes}
     works: dict[str, Work] = {str(size): _added(*operands[size]) for size in sizes}
-    a, b, _ = operands[sizes[-1]]
+    a, b, _ = operands[device.large]
     if device.type == "cpu":
         works["fresh"] = lambda: torch.add(a, b)
     took = device.least(works)
-    moved = [3 * size / _beyond(took[str(size)], launched) for size in sizes]
-    between = math.sqrt(moved[0] * moved[-1])
-    cached = [3 * size for size, rate in zip(sizes, moved, strict=True) if rate >= between]
     fresh = None
     if device.type == "cpu":
-        fresh = sizes[-1] / max(took["fresh"] - took[str(sizes[-1])], 1e-9)
-    return MemoryFigures(min(moved), max(cached), max(moved), fresh)
+        fresh = device.large / max(took["fresh"] - took[str(device.large)], 1e-9)
+    bandwidth, cache, cached = by_size(
+        {3 * size: 3 * size / _beyond(took[str(size)], launched) for size in sizes}
+    )
+    return MemoryFigures(bandwidth, cache, cached, fresh)
+
+
+def by_size(rates: Mapping[int, float]) -> tuple[float, float, float]:
+    """Bytes a second beyond the cache, the bytes that it has, and bytes a second in it.
+
+    Args:
+        rates: bytes -> bytes a second; small ones may be slow, since an op takes a while to begin.
+    """
+    beyond, within = rates[max(rates)], max(rates.values())
+    between = math.sqrt(beyond * within)
+    return beyond, max(size for size, rate in rates.items() if rate >= between), within
 
 
 def _added(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> Work:

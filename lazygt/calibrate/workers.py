@@ -17,6 +17,8 @@ from lazygt.session import Session
 #: Ops that are recorded at once.
 _OPS = 500
 _AXIS = "workers"
+#: Payloads up to which collectives are timed more often: they are disturbed more easily.
+_SMALL = 1 << 20
 
 
 class HostFigures:
@@ -29,22 +31,25 @@ class HostFigures:
     def __init__(self, session: Session, rounds: int) -> None:
         x = torch.ones(4)
         session.synchronize()
-        records, runs = zip(*(_chain(session, x, _OPS) for _ in range(rounds + 2)), strict=True)
-        _, longer = zip(*(_chain(session, x, 2 * _OPS) for _ in range(rounds + 2)), strict=True)
+        times = 3 * rounds + 2  # the first run of a plan is checked, the second makes its program
+        records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
+        _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
         self.record = min(records) / _OPS
-        self.launch = max(min(longer) - min(runs), min(runs) / 10) / _OPS
+        self.launch = max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS)
         self.message = min(_asked(x) for _ in range(20 * rounds + 2))
 
 
 def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
-    """Seconds of recording so many ops that need each other, and of running them."""
-    begin = time.perf_counter()
+    """Seconds of recording so many ops that need each other, of this thread alone, and of running
+    them."""
+    begin = time.thread_time()
     y = x
     for _ in range(ops):
         y = y + x
-    recorded = time.perf_counter()
+    recorded = time.thread_time() - begin
+    begin = time.perf_counter()
     session.synchronize()
-    return recorded - begin, time.perf_counter() - recorded
+    return recorded, time.perf_counter() - begin
 
 
 def _asked(x: torch.Tensor) -> float:
@@ -74,7 +79,7 @@ def carriers(
     rows: dict[str, list[Exchange]] = {name: [] for name in names}
     for ranks in groups:
         with Session(workers=ranks, device=device, threads=threads, compile="off"):
-            start = torch.zeros(rounds)
+            many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
             for kind in timed.KINDS:
                 for nbytes in sizes:
                     for name in names:
@@ -83,6 +88,7 @@ def carriers(
                         sent = (ring_bytes if name == "local" else socket_bytes)(
                             kind, nbytes, ranks
                         )
+                        start = many if nbytes <= _SMALL else few
                         took = apply(timed.seconds, start, _AXIS, name, kind, nbytes).item()
                         rows[name].append(Exchange(sent, ranks, took))
                         told()

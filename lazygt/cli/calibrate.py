@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,6 +16,7 @@ from lazygt.calibrate import FULL, QUICK, measure, write
 from lazygt.cli.script import check_output
 from lazygt.config import cache_setting
 from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
+from lazygt.machine.file import in_order
 from lazygt.machine.schema import quantity
 
 
@@ -57,8 +59,8 @@ def calibrate(
 
 def _table(machine: Machine, usual: Machine) -> Table:
     """What was measured, beside the machine that serves where none is named."""
-    table = Table("figure", machine.about, usual.name, "unit")
-    for key, figure in machine.figures.items():
+    table = Table("figure", "here", usual.name, "unit", title=machine.about, box=SIMPLE)
+    for key, figure in in_order(machine.figures):
         if figure.source == CALIBRATED:
             other = usual.figures.get(key)
             before = "" if other is None else f"{other.value:.3g}"

@@ -221,13 +221,18 @@ def text_of(machine: Machine) -> str:
     rows += ["", "[sources]"]
     rows += [f"{_key(name)} = {_quoted(about)}" for name, about in machine.sources.items()]
     section = ""
-    for key in sorted(machine.figures, key=_place):
+    for key, figure in in_order(machine.figures):
         where, _, name = key.rpartition(".")
         if where != section:
             section = where
             rows += ["", f"[[{where[: where.index('[')]}]]" if "[" in where else f"[{where}]"]
-        rows.append(f"{name} = {_written(machine.figures[key], quantity(key))}")
+        rows.append(f"{name} = {_written(figure, quantity(key))}")
     return "\n".join(rows) + "\n"
+
+
+def in_order(figures: Mapping[str, Figure]) -> list[tuple[str, Figure]]:
+    """The figures as they stand in a file."""
+    return sorted(figures.items(), key=lambda entry: _place(entry[0]))
 
 
 def _place(key: str) -> tuple[int, str, int]:

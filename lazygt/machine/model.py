@@ -74,14 +74,13 @@ class Matmul(NamedTuple):
     units: float
     depth: float = 0.0
 
+    def rate_of(self, dtype: str) -> float:
+        """The rate in a dtype; that of f32 where there is none of its own."""
+        return self.rate.get(dtype) or self.rate["f32"]
+
     def most(self, dtype: str) -> float:
         """What the hardware could do at most in a dtype; where that is not known, what it does."""
-        return self.peak.get(dtype) or self.rate.get(dtype) or self.usual
-
-    @property
-    def usual(self) -> float:
-        """The rate in the dtype that is multiplied fastest of those that models train in."""
-        return max(self.rate[dtype] for dtype in ("f32", "f16", "bf16") if dtype in self.rate)
+        return self.peak.get(dtype) or self.rate_of(dtype)
 
 
 class Host(NamedTuple):

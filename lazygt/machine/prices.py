@@ -63,7 +63,7 @@ def matmul_seconds(machine: Machine, dtype: str, m: int, n: int, k: int, batch: 
     tiles = batch * math.ceil(m / law.tile_rows) * math.ceil(n / law.tile_columns)
     rounds = math.ceil(tiles / law.units) * law.units
     flops = 2 * rounds * law.tile_rows * law.tile_columns * (k + law.depth)
-    rate = law.rate.get(dtype, law.rate["f32"])
+    rate = law.rate_of(dtype)
     nbytes = batch * (m * k + k * n + m * n) * _ITEMSIZES[dtype]
     return max(flops / rate, moving_seconds(machine, nbytes))
 

@@ -135,7 +135,7 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
     plans = [_plan_cost(of_plan) for of_plan in runs]
     dearest = sorted(lines.values(), key=lambda line: -(line.cost.flops + line.cost.bytes))
     return Report(
-        _head(plans, [of_plan.mesh for of_plan in runs if of_plan.mesh is not None]),
+        _head(plans, runs),
         dearest,
         plans,
         _merged(row for of_plan in runs for row in _fused(of_plan)),
@@ -154,14 +154,18 @@ def _is_bookkeeping(node: Node) -> bool:
     return node.op.startswith("lazygt.") and node.body is None and family(node) == "random"
 
 
-def _head(plans: list[PlanCost], meshes: list[Mesh]) -> tuple[str, ...]:
+def _head(plans: list[PlanCost], runs: list[Runs]) -> tuple[str, ...]:
     ran = sum(plan.runs for plan in plans)
+    meshes = [of_plan.mesh for of_plan in runs if of_plan.mesh is not None]
     planned_for = [
         f"Planned for the mesh {mesh}: the numbers are those of rank 0 of {mesh.world_size}."
         for mesh in dict.fromkeys(meshes)
     ]
+    machines = dict.fromkeys(str(of_plan.machine) for of_plan in runs)
+    costs_of = [f"Costs are those of the machine {name}." for name in machines]
     return (
         *planned_for,
+        *(costs_of if list(machines) != [str(default_machine("cpu"))] else []),
         f"{count(ran, 'run')} of {count(len(plans), 'plan')}, counted and not timed; a fused "
         f"group counts as one launch at its first member's line.",
         "Peak: the most bytes of a plan's own values alive at once.",

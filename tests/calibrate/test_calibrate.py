@@ -72,6 +72,19 @@ def test_kernels_of_every_dtype_and_family() -> None:
     assert len(told) == 1 + 6 + 3 * len(grid.products) + (4 + 1)
 
 
+def test_the_cache_is_as_large_as_what_is_fast() -> None:
+    """Also where what is small is slow to begin, as on a GPU."""
+    rates = {10: 3.0, 40: 90.0, 160: 100.0, 640: 80.0, 2560: 30.0, 10240: 25.0}
+    assert kernels.by_size(rates) == (25.0, 640, 100.0)
+    assert kernels.by_size({10: 7.0, 40: 7.0}) == (7.0, 40, 7.0)
+
+
+def test_gpus_are_measured_with_more() -> None:
+    cpu, gpu = (kernels.Device(kind, HostClock(), calibrate.FULL) for kind in ("cpu", "cuda"))
+    assert (cpu.cached, gpu.cached) == (64 << 10, 4 << 20)
+    assert (cpu.large, gpu.large) == (64 << 20, 512 << 20)
+
+
 def test_a_figure_that_is_not_measured_keeps_its_source() -> None:
     text = text_of(default_machine("cpu"))
     assert parse(text, "x").figures["host.call"].source == "epyc"

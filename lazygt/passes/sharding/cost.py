@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from lazygt.graph.cost import Cost
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.meta import TensorMeta, short_dtype
 from lazygt.graph.placement import (
     Cut,
     Partial,
@@ -141,8 +141,14 @@ def strategy_seconds(
     comm = sum(collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm)
     flops = cost.flops * work_share(strategy, operands, results, parts)
     moved = cost.bytes * _byte_share(strategy, operands, results, parts)
-    work = max(flops / machine.matmul.usual, moved / machine.memory.bandwidth)
+    work = max(flops / _rate(machine, operands, results), moved / machine.memory.bandwidth)
     return comm + cost.launches * machine.host.launch + work
+
+
+def _rate(machine: Machine, operands: Metas, results: Metas) -> float:
+    """Operations a second in the dtype of a node."""
+    meta = next((meta for meta in (*results, *operands) if meta is not None), None)
+    return machine.matmul.rate_of("f32" if meta is None else short_dtype(meta.dtype))
 
 
 def _byte_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:
