@@ -66,8 +66,8 @@ def _sort(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(x: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.view(8, 4, 8, 4).transpose(0, 2) * n for n in (1, 2, 3))
-    return F.scaled_dot_product_attention(q, k, v)
+    q, k, v = (x.view(8, 2, 16, 4).transpose(0, 2) * n for n in (1, 2, 3))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _deviation(x: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,7 @@ def open_strategies(
             pins,
             not grown.isdisjoint(results),
             not (entry.works or near.isdisjoint(results)),
+            tuple([value in grown for value in refs]) if entry.attends else (),
         )
         key = kind, asked
         opened = known.get(key)
@@ -107,6 +108,7 @@ class _Asked(NamedTuple):
         pins: the placement that each operand must have; nothing where none must.
         grown: whether what cuts it is smaller than its results.
         is_near: whether it is a view near what annotations cut.
+        grown_operands: which operands may be whole before they grow; nothing where none is asked.
     """
 
     masks: Masks
@@ -115,6 +117,7 @@ class _Asked(NamedTuple):
     pins: Pins
     grown: bool
     is_near: bool
+    grown_operands: tuple[bool, ...]
 
 
 def _with_whole(opened: StrategySet, entry: StrategySet) -> StrategySet:
@@ -337,7 +340,9 @@ class _Propagation:
             # nothing large is gathered to be cut again
             is_whole = node.grown or not any(mask & ~SUMS for mask in masks)
             results = node.results if is_whole else ()
-            kept = kept.keep(lambda _, strategy: self._is_asked(strategy, asked, results))
+            kept = kept.keep(
+                lambda _, strategy: self._is_asked(strategy, asked, results, node.grown_operands)
+            )
         may_be_whole = self._explore or node.grown or node.is_near
         if divides and (entry.heavy or not may_be_whole):
             shares = kept.shares
@@ -364,7 +369,13 @@ class _Propagation:
         cuts = map(self._bits.cut, strategy.inputs)
         return not any(wanted) or any(map(and_, wanted, masks)) or any(cuts)
 
-    def _is_asked(self, strategy: Strategy, masks: Masks, results: Masks = ()) -> bool:
+    def _is_asked(
+        self,
+        strategy: Strategy,
+        masks: Masks,
+        results: Masks = (),
+        grown: tuple[bool, ...] = (),
+    ) -> bool:
         """Whether a strategy cuts nothing, or what reached its operands leads to it, or it cuts
         nothing but results that are wanted so."""
         if not masks:
@@ -372,7 +383,12 @@ class _Propagation:
         cut = self._bits.cut
         wanted = [cut(placement) for placement in strategy.inputs]
         if any(wanted):
-            come = all(wanted[place] & masks[place] for place in strategy.given)
+            come = all(
+                wanted[place] & masks[place]
+                if wanted[place]
+                else not masks[place] & ~SUMS or (grown and grown[place])
+                for place in strategy.given
+            )
             return come and any(map(and_, wanted, masks))
         blocks = [cut(placement) for placement in strategy.outputs]
         return not any(blocks) or any(map(and_, blocks, results))

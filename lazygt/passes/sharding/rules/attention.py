@@ -1,23 +1,41 @@
-"""Causal attention of queries in blocks: a rank takes the keys before its block, and those of its
-block, apart.
+"""Fused attention of sequences in blocks, besides its strategies by samples and heads.
 
-What comes of both is put together by their sums of exponentials: that is exact but for rounding.
-Later blocks see more keys, so the last rank has the most to do; where ranks can have as many heads
-each, and exchange less for it, this is not offered.
+Queries in blocks, keys whole: of a causal mask a rank takes the keys before its block, and those of
+its block, apart. Keys in blocks, queries whole, as a token has that reads a long cache: each rank
+attends with its own keys, and two small reductions put the results together. See ``attending``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.node import Node, Ref
+from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules.attending import (
+    HEADS,
+    LENGTH,
+    alignment,
+    attended,
+    gradients,
+    hidden_apart,
+    is_plain,
+    mask_of,
+    merged,
+    merged_over_ranks,
+    nothing,
+    results_of,
+)
 from lazygt.passes.sharding.rules.base import (
     Call,
+    Collective,
     Lowering,
     Metas,
     P,
+    R,
     Rule,
     S,
     Strategy,
@@ -28,7 +46,8 @@ from lazygt.passes.sharding.rules.base import (
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-_HEADS, _LENGTH = 1, 2  #: dims of queries, keys and values
+#: What backward has besides, in blocks as queries are.
+_OF_QUERIES = ("grad_out", "grad_out_", "out", "logsumexp")
 
 
 class _Keys(NamedTuple):
@@ -43,37 +62,61 @@ class _Keys(NamedTuple):
     causal: bool
 
 
-def causal(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
-    """Rules with their strategies, and for causal masks those of queries in blocks."""
+def along_lengths(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
+    """Rules with their strategies, and those of queries, or keys, in blocks."""
     return {op: _with_blocks(rule, backward) for op, rule in rules.items()}
 
 
 def _with_blocks(rule: Rule, backward: bool) -> Rule:
-    lowered, outputs = (_backward, (S(_LENGTH), P, P)) if backward else (_forward, S(_LENGTH))
-    blocks = ["query", *(["grad_out", "out", "logsumexp"] if backward else [])]
-
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
         usual = list(rule(node, metas, parts))
-        plain = call["dropout_p"] == 0 and not call.has("attn_mask")
-        if not (call["is_causal"] and plain and _is_worth_it(call)):
+        if not is_plain(call):
             return usual
-        strategy = call.strategy(outputs, **dict.fromkeys(blocks, S(_LENGTH)))
-        sizes = call.shape("query")[_LENGTH], call.shape("key")[_LENGTH]
-        return [*usual, zeros_when_empty(call, strategy.by(lowered(*sizes)))]
+        usual = [_for_whole_keys(call, strategy) for strategy in usual]
+        return [*usual, *_by_queries(call, backward), *_by_keys(call, backward)]
 
     return strategies
+
+
+def _for_whole_keys(call: Call, strategy: Strategy) -> Strategy:
+    """Where ranks would send less for heads, keys are not gathered for queries in blocks."""
+    names = [name for name, arg in call.args.items() if type(arg) is Ref]
+    of = dict(zip(names, strategy.inputs, strict=True))
+    if of["query"] != S(LENGTH) or of["key"] != R or _is_worth_it(call):
+        return strategy
+    return replace(strategy, given=tuple(map(names.index, ("key", "value"))))
 
 
 def _is_worth_it(call: Call) -> bool:
     """Whether ranks can't have as many heads each, or send less for all keys than for those."""
     query, key, value = (call.meta(name) for name in ("query", "key", "value"))
-    if query.shape[_LENGTH] < 2:
-        return False
-    if any(meta.shape[_HEADS] % call.parts for meta in (query, key)):
+    if any(meta.shape[HEADS] % call.parts for meta in (query, key)):
         return True
     keys = key.nbytes + value.nbytes
     return call.parts * keys < 2 * query.nbytes + keys
+
+
+# -- queries in blocks, of a causal mask -----------------------------------------------------------
+
+
+def _by_queries(call: Call, backward: bool) -> list[Strategy]:
+    queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
+    aligned = alignment(call.node.op)
+    fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.parts))
+    if not (call["is_causal"] and fits and mask_of(call.args) is None and _is_worth_it(call)):
+        return []
+    blocks: dict[str, Placement] = {
+        name: S(LENGTH) for name in ("query", *_OF_QUERIES) if call.has(name)
+    }
+    if backward:
+        outputs: list[Placement] = [S(LENGTH), P, P, R]
+        lower = _backward(queries, keys)
+    else:
+        outputs = [S(LENGTH), S(LENGTH) if call.result(1).numel else R]
+        lower = _forward(queries, keys)
+    outputs = [*outputs, *[R] * len(call.node.results)][: len(call.node.results)]
+    return [zeros_when_empty(call, call.strategy(outputs, **blocks).by(lower))]
 
 
 def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
@@ -83,44 +126,23 @@ def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
     return [some for some in seen if some.first < some.last]
 
 
-def _some(build: Builder, operands: Sequence[Ref], key: int, some: _Keys) -> list[Ref]:
-    """The operands with some of the keys and of their values, which stand at ``key`` and after."""
-    cut = [
-        build.op("aten.slice.Tensor", operands[key + at], _LENGTH, some.first, some.last)
-        for at in range(2)
-    ]
-    return [*operands[:key], *cut, *operands[key + 2 :]]
+def _some(build: Builder, node: Node, operands: Sequence[Ref], some: _Keys) -> dict[str, Ref]:
+    """Some of the keys and of their values."""
+    args = build.bind(node, operands)
+    count = some.last - some.first
+    return {name: build.slice(args[name], LENGTH, some.first, count) for name in ("key", "value")}
 
 
 def _forward(queries: int, keys: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        results = [
-            _attended(build, node, _some(build, operands, 1, some), some)
+        every = [
+            attended(build, node, operands, some.causal, **_some(build, node, operands, some))
             for some in _seen(build, queries, keys)
         ]
-        return reduce(lambda one, other: _merged(build, one, other), results)
+        mixed = reduce(lambda a, b: merged(build, a, b), [mixed for mixed, _ in every])
+        return results_of(build, node, mixed, every[0][1])
 
     return lower
-
-
-def _attended(build: Builder, node: Node, operands: Sequence[Ref], some: _Keys) -> tuple[Ref, ...]:
-    results = build.rerun(node, operands, is_causal=some.causal)
-    return tuple([result for result in results if result is not None])
-
-
-def _merged(build: Builder, first: tuple[Ref, ...], second: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """Two results over different keys, each with the logarithm of its sum, as one over all."""
-    dtype = build.meta(first[0]).dtype
-    sums = build.op("aten.logaddexp.default", first[1], second[1])
-    weighted = []
-    for result, its_sums in (first, second):
-        weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", its_sums, sums))
-        weight = build.op("aten.unsqueeze.default", weight, -1)
-        weighted.append(build.op("aten.mul.Tensor", result, weight))
-    merged = build.op("aten.add.Tensor", *weighted)
-    if build.meta(merged).dtype != dtype:
-        merged = build.op("aten._to_copy.default", merged, dtype=dtype)
-    return merged, sums
 
 
 def _backward(queries: int, keys: int) -> Lowering:
@@ -131,26 +153,63 @@ def _backward(queries: int, keys: int) -> Lowering:
         of_query: list[Ref] = []
         of_keys: tuple[list[Ref], list[Ref]] = ([], [])
         for some in _seen(build, queries, keys):
-            chosen = _some(build, operands, 2, some)
-            query, *others = _attended(build, node, chosen, some)
+            chosen = _some(build, node, operands, some)
+            made = gradients(build, node, operands, some.causal, **chosen)[:3]
+            query, *others = [gradient for gradient in made if gradient is not None]
             of_query.append(query)
-            for gradients, gradient in zip(of_keys, others, strict=True):
-                gradients.append(gradient)
+            for found, gradient in zip(of_keys, others, strict=True):
+                found.append(gradient)
         last = _seen(build, queries, keys)[-1].last
         return (
             reduce(lambda a, b: build.op("aten.add.Tensor", a, b), of_query),
-            *[_among_zeros(build, gradients, keys - last) for gradients in of_keys],
+            *[_among_zeros(build, found, keys - last) for found in of_keys],
+            *[None] * (len(node.results) - 3),
         )
 
     return lower
 
 
-def _among_zeros(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
+def _among_zeros(build: Builder, found: Sequence[Ref], unseen: int) -> Ref:
     """The gradients of the keys that were seen, and of those after them."""
-    whole = (
-        build.op("aten.cat.default", tuple(gradients), _LENGTH) if gradients[1:] else gradients[0]
-    )
+    whole = build.joined(found, LENGTH)
     if not unseen:
         return whole
     padded: Ref = build.op("aten.constant_pad_nd.default", whole, (0, 0, 0, unseen), 0)
     return padded
+
+
+# -- keys in blocks --------------------------------------------------------------------------------
+
+
+def _by_keys(call: Call, backward: bool) -> list[Strategy]:
+    keys, mask = call.shape("key")[LENGTH], mask_of(call.args)
+    if call["is_causal"] or keys < 2 or (mask is not None and call.shape(mask)[-1] != keys):
+        return []
+    blocks: dict[str, Placement] = {"key": S(LENGTH), "value": S(LENGTH)}
+    if mask is not None:
+        blocks[mask] = S(len(call.shape(mask)) - 1)
+    if backward:
+        of_mask = blocks.get(mask or "", R)
+        outputs = (P, S(LENGTH), S(LENGTH), of_mask)[: len(call.node.results)]
+        strategy = call.strategy(outputs, **blocks).by(gradients)
+        return [zeros_when_empty(call, strategy)]
+    sums, numbers = call.result(1), prod(call.shape("query")[: LENGTH + 1])
+    nbytes = numbers * sums.dtype.itemsize
+    comm = (
+        Collective("all_reduce", nbytes, "max"),
+        Collective("all_reduce", nbytes * (call.shape("value")[3] + 1)),
+    )
+    return [call.strategy(R, **blocks).by(_over_keys, comm)]
+
+
+def _over_keys(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    args = build.bind(node, operands)
+    mask, counts, rest = mask_of(args), None, ()
+    if build.shape(args["key"])[LENGTH]:
+        mixed, rest = attended(build, node, operands)
+        if mask is not None:
+            mixed, counts = hidden_apart(build, mixed, args[mask])
+    else:
+        mixed = nothing(build, node, args["query"], args["value"])
+    mixed = merged_over_ranks(build, mixed, mask is not None, counts)
+    return results_of(build, node, mixed, rest)

@@ -71,7 +71,8 @@ class Strategy:
         outputs: a placement for each of ``node.results``.
         lower: adds the local program; None: the same op runs on the blocks.
         comm: the collectives that ``lower`` adds.
-        given: operands for which this is no reason to cut them: it is offered where they come so.
+        given: operands for which this is no reason to cut them, or to put them together: it is
+            offered where they come so.
     """
 
     inputs: tuple[Placement, ...]

@@ -119,6 +119,8 @@ def _partial_strategies(
         given = (*inputs, output) if written else inputs
         if not node.writes or given[0] == output or written:
             strategies.append(Strategy(given, (output,) * len(node.results)))
+    if node.op == "aten.copy_.default":  # what was there is not asked for
+        strategies += [Strategy((partial, R), (R,)) for partial in (P, PMAX)]
     return [*strategies, *_with_number(node, pure, operands, result)]
 
 

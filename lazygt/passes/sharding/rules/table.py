@@ -7,9 +7,10 @@ from functools import partial
 from string import ascii_lowercase
 
 from lazygt.graph.node import Node
-from lazygt.passes.sharding.rules.attention import causal
+from lazygt.passes.sharding.rules.attention import along_lengths
 from lazygt.passes.sharding.rules.base import Call, Metas, Rule, Strategy, table
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
+from lazygt.passes.sharding.rules.overwriting import along_the_index
 
 #: For kernels that take no empty block.
 _filled = partial(rule, no_empty=True)
@@ -132,19 +133,25 @@ _attention = partial(_filled, keeping=_attended)
 _Q, _K, _V, _OUT = "b h !i !e", "b h !j !e", "b h !j !f", "b h !i !f"
 _SUMS, _BIAS = "b h !...", "b h !i !j"
 _GRADIENTS = f"{_Q}, {_K}, {_V}"
-_ATTENTION: dict[str, Rule] = {
+_FORWARD: dict[str, Rule] = {
     **_attention(
         "_scaled_dot_product_flash_attention.default", f"{_Q}, {_K}, {_V} -> {_OUT}, {_SUMS}"
-    ),
-    **_attention(
-        "_scaled_dot_product_flash_attention_backward.default",
-        f"{_OUT}, {_Q}, {_K}, {_V}, {_OUT}, {_SUMS} -> {_GRADIENTS}",
     ),
     **_attention(
         "_scaled_dot_product_efficient_attention.default "
         "_scaled_dot_product_cudnn_attention.default "
         "_scaled_dot_product_fused_attention_overrideable.default",
         f"{_Q}, {_K}, {_V}, {_BIAS} -> {_OUT}, {_SUMS}",
+    ),
+    **_attention(
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        "b h i !e, b h !j !e, b h !j !f, b h i !j -> b h i !f, b h i",
+    ),
+}
+_BACKWARD: dict[str, Rule] = {
+    **_attention(
+        "_scaled_dot_product_flash_attention_backward.default",
+        f"{_OUT}, {_Q}, {_K}, {_V}, {_OUT}, {_SUMS} -> {_GRADIENTS}",
     ),
     **_attention(
         "_scaled_dot_product_efficient_attention_backward.default",
@@ -158,21 +165,13 @@ _ATTENTION: dict[str, Rule] = {
         "_scaled_dot_product_fused_attention_overrideable_backward.default",
         f"{_OUT}, {_Q}, {_K}, {_V}, {_BIAS}, {_OUT}, {_SUMS} -> {_GRADIENTS}, {_BIAS}",
     ),
-    **causal(
-        _attention(
-            "_scaled_dot_product_flash_attention_for_cpu.default",
-            "b h i !e, b h !j !e, b h !j !f, b h i !j -> b h i !f, b h i",
-        )
-    ),
-    **causal(
-        _attention(
-            "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-            "b h i !f, b h i !e, b h !j !e, b h !j !f, b h i !f, b h i, b h i !j "
-            "-> b h i !e, b h !j !e, b h !j !f",
-        ),
-        backward=True,
+    **_attention(
+        "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+        "b h i !f, b h i !e, b h !j !e, b h !j !f, b h i !f, b h i, b h i !j "
+        "-> b h i !e, b h !j !e, b h !j !f",
     ),
 }
+_ATTENTION = {**along_lengths(_FORWARD), **along_lengths(_BACKWARD, backward=True)}
 #: Pooling, padding, resizing, sampling, patches: samples and channels pass, space stays whole.
 _PICTURES: dict[str, Rule] = {
     **_filled(
@@ -278,10 +277,10 @@ _ALONG: dict[str, Rule] = {
         "index_fill_.int_Scalar index_fill.int_Tensor index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
-    **rule(
-        "index_copy.default index_copy_.default index_reduce.default index_reduce_.default",
-        "...@dim, _, ...@dim -> ...@dim",
+    **along_the_index(
+        rule("index_copy.default index_copy_.default", "...@dim, _, ...@dim -> ...@dim")
     ),
+    **rule("index_reduce.default index_reduce_.default", "...@dim, _, ...@dim -> ...@dim"),
     **rule("unfold.default unfold_copy.default", "= ...@dimension -> ...@dimension !w"),
     **rule("unfold_backward.default", "* ...@dim !w -> ...@dim", sizes="input_sizes"),
     **_filled("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),

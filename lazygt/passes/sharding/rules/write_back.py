@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from lazygt.graph.alias import WRITE_BACK, ViewStepKey, view_step
 from lazygt.graph.meta import TensorMeta
-from lazygt.graph.node import Node, Param, Ref, map_arg, params_in
+from lazygt.graph.node import DEVICE, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
@@ -30,6 +32,7 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
+from lazygt.passes.sharding.rules.overwriting import overwritten
 from lazygt.passes.sharding.rules.slicing import partials
 
 if TYPE_CHECKING:
@@ -54,7 +57,8 @@ def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         elif (reshaped := _reshaped(steps, dim, parts)) is not None:
             strategies += _by_blocks(dim, reshaped.last, _written_reshaped(reshaped), covered)
         elif (cut := _cut(steps, dim, parts)) is not None:
-            strategies.append(Strategy((S(dim), R), (S(dim),), _part_written(cut)))
+            lower = _part_written(cut) if cut.start is None else _written_anywhere(cut)
+            strategies.append(Strategy((S(dim), R), (S(dim),), lower))
     return strategies
 
 
@@ -144,8 +148,16 @@ def _covers(steps: Sequence[tuple[Node, TensorMeta, int]]) -> bool:
     return all(node.op in _ALL for node, _, _ in steps)
 
 
+#: Views that keep some of a dim, and which argument says where that begins.
+_CUTS = {"aten.select.int": "index", "aten.slice.Tensor": "start", "aten.narrow.default": "start"}
+
+
 class _Cut(NamedTuple):
-    """Where a chain of views cuts a split dim: its step number ``at`` keeps some of ``dim``."""
+    """Where a chain of views cuts a split dim: its step number ``at`` keeps some of ``dim``.
+
+    Attributes:
+        first, last: which; counted from ``start``, where that is said when the program runs.
+    """
 
     at: int
     dim: int
@@ -153,10 +165,12 @@ class _Cut(NamedTuple):
     first: int
     last: int
     gone: bool
+    start: Param | None = None
 
 
 def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) -> _Cut | None:
-    """A select of the split dim, or, at the end of the chain, a slice of it."""
+    """A select of the split dim, or, at the end of the chain, a slice of it, or either at a place
+    that is said when the program runs."""
     placement: Placement | None = S(dim)
     for at, step in enumerate(steps):
         assert isinstance(placement, Shard)
@@ -170,13 +184,17 @@ def _cut(steps: Sequence[tuple[Node, TensorMeta, int]], dim: int, parts: int) ->
 def _cut_by(step: tuple[Node, TensorMeta, int], at: int, dim: int, last: bool) -> _Cut | None:
     node, meta, _ = step
     call, size = Call(node, (meta,), 1), meta.shape[dim]
-    if node.op not in ("aten.select.int", "aten.slice.Tensor"):
+    if node.op not in _CUTS or call.dim("dim", len(meta.shape)) != dim:
         return None
-    if call.dim("dim", len(meta.shape)) != dim or params_in(node.args):
-        return None
+    if params_in(node.args):
+        start, gone = call[_CUTS[node.op]], node.op == "aten.select.int"
+        known = last and type(start) is Param
+        return _Cut(at, dim, size, 0, 1 if gone else call["length"], gone, start) if known else None
     if node.op == "aten.select.int":
         index = call["index"] % size
         return _Cut(at, dim, size, index, index + 1, gone=True)
+    if node.op == "aten.narrow.default":
+        return None
     start, stop, stride = slice(call["start"], call["end"], call["step"]).indices(size)
     return _Cut(at, dim, size, start, stop, gone=False) if last and stride == 1 else None
 
@@ -196,6 +214,26 @@ def _part_written(cut: _Cut) -> Lowering:
         ends = (0, 0) if a == b else (a - start, b - start)
         step = view_step("aten.slice.Tensor", 0, (None, cut.dim, *ends), (), 0)
         return _write(build, base, value, (*chain[: cut.at], step))
+
+    return lower
+
+
+def _written_anywhere(cut: _Cut) -> Lowering:
+    """Through the views before the cut, row by row."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        (base, value), chain = operands, node.args[2][: cut.at]
+        part = base
+        for op, position, args, kwargs, which in chain:
+            seen = build.node(op, (*args[:position], part, *args[position + 1 :]), kwargs)[which]
+            assert seen is not None
+            part = seen
+        if cut.gone:
+            value = build.op("aten.unsqueeze.default", value, cut.dim)
+        index = build.op("aten.arange.default", cut.last, dtype=torch.int64, device=DEVICE)
+        index = build.op("aten.add.Tensor", index, cut.start)
+        part = overwritten(build, part, cut.dim, cut.size, index, value)
+        return _write(build, base, part, chain) if chain else (part,)
 
     return lower
 

@@ -26,13 +26,33 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: An
 
 
 def _gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Any
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    causal: bool,
+    bias: Any,
 ) -> list[Any]:
-    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    added = None if bias is None else bias.detach().requires_grad_()
-    out, _ = _attention(*leaves, causal, added)
-    found = torch.autograd.grad(out, leaves if added is None else [*leaves, added], gradient)
-    return [*found, *[None] * (added is None)]
+    """As the kernels: from the whole result and its sums, which may be those of more keys."""
+    if not query.numel() or not key.numel():
+        raise AssertionError("the kernels take no empty blocks")
+    groups = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5
+    scores = query @ keys.mT * scale + (0 if bias is None else bias)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    weights = (scores - sums[:, :, : query.shape[2]].unsqueeze(-1)).exp()
+    of_weights = gradient @ values.mT - (gradient * out).sum(-1, keepdim=True)
+    of_scores = weights * of_weights
+    of_keys, of_values = of_scores.mT @ query * scale, weights.mT @ gradient
+    shared = (key.shape[0], key.shape[1], groups, *key.shape[2:3], -1)
+    of_bias = None if bias is None else of_scores.sum_to_size(bias.shape)
+    return [of_scores @ keys * scale, of_keys.view(shared).sum(2), of_values.view(shared).sum(2),
+            of_bias]  # fmt: skip
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, *rest: Any) -> Any:
@@ -44,20 +64,48 @@ def _state() -> tuple[Tensor, Tensor]:
     return torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
 
 
-def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    return _gradients(g, q, k, v, rest[7], None)[:3]
+def flash_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
+) -> Any:
+    assert rest[2:4] == (q.shape[2], k.shape[2])
+    return _gradients(g, q, k, v, out, sums, rest[5], None)[:3]
 
 
 def efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, want: bool, p: float, causal: bool
 ) -> Any:
     out, sums = _attention(q, k, v, causal, bias)
-    padded = torch.nn.functional.pad(sums.float(), (0, -q.shape[2] % 32))
-    return out, padded, *[torch.zeros((), dtype=torch.int64)] * 2
+    padded = torch.nn.functional.pad(sums.float(), (0, -q.shape[2] % 32), value=torch.inf)
+    return out, padded if want else padded[..., :0], *[torch.zeros((), dtype=torch.int64)] * 2
 
 
-def efficient_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any) -> Any:
-    return _gradients(g, q, k, v, rest[6], bias)
+def efficient_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    out: Tensor,
+    sums: Tensor,
+    *rest: Any,
+) -> Any:
+    return _gradients(g, q, k, v, out, sums, rest[4], bias)
+
+
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, want: bool, p: float, causal: bool, *rest: Any
+) -> Any:
+    out, sums = _attention(q, k, v, causal, bias)
+    seeds = [torch.zeros((), dtype=torch.int64)] * 2
+    return out, sums.float().unsqueeze(-1), None, None, *seeds, None
+
+
+def cudnn_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *rest: Any
+) -> Any:
+    bias, _, _, queries, keys, _, causal = rest[2:9]
+    assert (queries, keys) == (q.shape[2], k.shape[2])
+    return _gradients(g, q, k, v, out, sums.squeeze(-1), causal, bias)[:3]
 
 
 def rms_norm_backward(
@@ -89,6 +137,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._scaled_dot_product_cudnn_attention.default": cudnn,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward,
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten.cudnn_batch_norm.default": cudnn_batch_norm,
     "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,

@@ -10,6 +10,7 @@ import torch
 
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import P
+from tests.passes.sharding.rules import standins
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
 
@@ -22,8 +23,8 @@ def queries(d: Draw, grouped: bool) -> list[torch.Tensor]:
     """Query, key and value; ``grouped``: three queries' heads for each of the keys'."""
     b, i, j = d.shape(3)
     heads = 12 if grouped else d.size()
-    return [d.of(b, 3 * heads if grouped else heads, i, 8), d.of(b, heads, j, 8),
-            d.of(b, heads, j, 8)]  # fmt: skip
+    shapes = (b, 3 * heads if grouped else heads, i, 8), (b, heads, j, 8), (b, heads, j, 8)
+    return [d.of(*shape).float() for shape in shapes]
 
 
 def flash(backward: bool, causal: bool = False, grouped: bool = False) -> Make:
@@ -33,14 +34,15 @@ def flash(backward: bool, causal: bool = False, grouped: bool = False) -> Make:
         q, k, v = queries(d, grouped)
         if not backward:
             return Case(f"{op}.default", q, k, v, 0.0, causal, False)
-        sums, state, unused = torch.zeros(q.shape[:3]), torch.zeros(2), torch.zeros(())
-        return Case(f"{op}_backward.default", d.like(q), q, k, v, d.like(q), sums, None, None,
+        out, sums, *_ = standins.flash(q, k, v, 0.0, causal)
+        state, unused = torch.zeros(2), torch.zeros(())
+        return Case(f"{op}_backward.default", d.like(q).float(), q, k, v, out, sums, None, None,
                     q.shape[2], k.shape[2], 0.0, causal, state, unused)  # fmt: skip
 
     return make
 
 
-def efficient(backward: bool, bias: str = "") -> Make:
+def efficient(backward: bool, bias: str = "", causal: bool = False) -> Make:
     """``bias``: which of its four dims are not broadcast."""
     op = "_scaled_dot_product_efficient_attention"
 
@@ -48,13 +50,30 @@ def efficient(backward: bool, bias: str = "") -> Make:
         q, k, v = queries(d, grouped=False)
         whole = dict(zip("bhij", (*q.shape[:3], k.shape[2]), strict=True))
         shape = [size if name in bias else 1 for name, size in whole.items()]
-        added = d.of(*shape) if bias else None
+        added = d.of(*shape).float() if bias else None
         if not backward:
-            return Case(f"{op}.default", q, k, v, added, True, 0.0, False)
-        sums, state = torch.zeros(*q.shape[:2], 32), torch.zeros((), dtype=torch.int64)
+            return Case(f"{op}.default", q, k, v, added, d.flag(), 0.0, causal)
+        out, sums, *_ = standins.efficient(q, k, v, added, True, 0.0, causal)
+        state = torch.zeros((), dtype=torch.int64)
         mask = [True, True, True, added is not None]
-        return Case(f"{op}_backward.default", d.like(q), q, k, v, added, d.like(q), sums, state,
-                    state.clone(), 0.0, mask, False)  # fmt: skip
+        return Case(f"{op}_backward.default", d.like(q).float(), q, k, v, added, out, sums, state,
+                    state.clone(), 0.0, mask, causal)  # fmt: skip
+
+    return make
+
+
+def cudnn_attention(backward: bool, causal: bool) -> Make:
+    op = "_scaled_dot_product_cudnn_attention"
+
+    def make(d: Draw) -> Case:
+        q, k, v = queries(d, grouped=False)
+        if not backward:
+            return Case(f"{op}.default", q, k, v, None, True, 0.0, causal, False)
+        out, sums, *_ = standins.cudnn(q, k, v, None, True, 0.0, causal)
+        state = torch.zeros((), dtype=torch.int64)
+        return Case(f"{op}_backward.default", d.like(q).float(), q, k, v, out, sums, state,
+                    state.clone(), None, None, None, q.shape[2], k.shape[2], 0.0,
+                    causal)  # fmt: skip
 
     return make
 
@@ -142,6 +161,10 @@ CASES: Cases = {
        for causal in (False, True) for grouped in (False, True) for backward in (False, True)},
     **{f"efficient bias={bias!r} backward={backward}": efficient(backward, bias)
        for bias in ("", "bij", "hij", "bhij") for backward in (False, True)},
+    **{f"efficient causal backward={backward}": efficient(backward, causal=True)
+       for backward in (False, True)},
+    **{f"cudnn attention causal={causal} backward={backward}": cudnn_attention(backward, causal)
+       for causal in (False, True) for backward in (False, True)},
     **{f"rms_norm dims={dims} affine={affine} backward={backward}": rms_norm(dims, affine, backward)
        for dims in (1, 2) for affine in (False, True) for backward in (False, True)},
     "rms_norm backward of weights": rms_norm(1, True, True, (False, True)),

@@ -17,9 +17,9 @@ from tests.passes.sharding.rules.harness import Case
 HERE = Param(0)
 
 
-def base(d: Draw) -> torch.Tensor:
+def base(d: Draw, more: int = 1) -> torch.Tensor:
     """A position says something only where there are several."""
-    return d.of(d.size() + 1, d.size() + 1, d.size() + 1)
+    return d.of(*[d.size() + more for _ in range(3)])
 
 
 def position(size: int) -> int:
@@ -66,7 +66,7 @@ def written(*steps: Any) -> Callable[[Draw], Case]:
     """``steps``: (op, arguments) of the views of the base whose value is written."""
 
     def make(d: Draw) -> Case:
-        whole = base(d)
+        whole = base(d, more=3)
         here = position(2)
         value, chain = whole, []
         for op, *args in steps:
@@ -83,7 +83,11 @@ CASES: Cases = {
     "select_backward": placed_back, "select_scatter": put_into, "roll": rolled,
     "write_back of a row": written(("select.int", 0, HERE)),
     "write_back of a column": written(("select.int", 2, HERE)),
-    "write_back of rows": written(("narrow.default", 0, HERE, 1)),
+    "write_back of a place": written(("narrow.default", 0, HERE, 1)),
+    "write_back of rows": written(("narrow.default", 2, HERE, 3)),
+    "write_back of rows of a part": written(
+        ("slice.Tensor", 1, 1, 9), ("narrow.default", 0, HERE, 1)
+    ),
     "write_back of a part of a row": written(("select.int", 0, HERE), ("slice.Tensor", 0, 1, 9)),
     "write_back of a row of a part": written(("slice.Tensor", 1, 1, 9), ("select.int", 0, HERE)),
     "write_back of a turned row": written(("select.int", 1, HERE), ("t.default",)),

@@ -1,0 +1,191 @@
+"""Attention kernels on some queries and some keys, and how what comes of several is put together.
+
+Each gives for a query the mean of values, and the logarithm of its sum of exponentials. From these
+the mean over all keys follows, exact but for rounding, as flash attention does it block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lazygt.graph.node import DEVICE, Arg, Node, Ref
+from lazygt.passes.sharding.rules.base import Call, R, Values, zeros
+
+if TYPE_CHECKING:
+    from lazygt.passes.sharding.builder import Builder
+
+HEADS, LENGTH = 1, 2  #: dims of queries, keys and values
+#: Kernels for GPUs that leave sums for so many queries, the rest of them infinite.
+_ALIGNED = {"efficient": 32}
+#: Below this what is added to a score leaves nothing of it in float32.
+_SWALLOWS = -1e8
+
+
+class Mixed(NamedTuple):
+    """What some queries make of some keys.
+
+    Attributes:
+        values: the mean of values, weighted.
+        sums: logarithms of the sums of weights, one a query.
+    """
+
+    values: Ref
+    sums: Ref
+
+
+def mask_of(args: Mapping[str, Arg]) -> str | None:
+    """The argument that is added to scores, if there is one."""
+    return next((name for name in ("attn_mask", "attn_bias") if type(args.get(name)) is Ref), None)
+
+
+def alignment(op: str) -> int:
+    """Of how many queries a kernel leaves sums at once."""
+    return next((count for name, count in _ALIGNED.items() if name in op), 1)
+
+
+def attended(
+    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
+) -> tuple[Mixed, Values]:
+    """What a kernel gives, and its other results.
+
+    Args:
+        given: operands by argument, where they are others.
+    """
+    changes: dict[str, Any] = {**given, "is_causal": causal}
+    if "compute_log_sumexp" in build.bind(node, operands):
+        changes["compute_log_sumexp"] = True
+    values, sums, *rest = build.rerun(node, operands, **changes)
+    assert values is not None
+    assert sums is not None
+    return Mixed(values, unpacked(build, sums, build.shape(values)[LENGTH])), rest
+
+
+def unpacked(build: Builder, sums: Ref, queries: int) -> Ref:
+    """Sums as kernels leave them, as one a query."""
+    if len(build.shape(sums)) > 3:
+        sums = build.op("aten.squeeze.dim", sums, -1)
+    return build.slice(sums, LENGTH, 0, queries)
+
+
+def packed(build: Builder, op: str, sums: Ref) -> Ref:
+    """One sum a query, as the kernels of an op leave them."""
+    if "cudnn" in op:
+        sums = build.op("aten.unsqueeze.default", sums, -1)
+    missing = -build.shape(sums)[LENGTH] % alignment(op)
+    if missing:
+        sums = build.op("aten.constant_pad_nd.default", sums, (0, missing), float("inf"))
+    return sums
+
+
+def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> Values:
+    """The results of a node, of which its kernel may have been asked for no sums.
+
+    Args:
+        rest: the others of some kernel; nothing where this rank has called none.
+    """
+    wanted = node.results[1]
+    assert wanted is not None
+    if not rest:
+        rest = [None if meta is None else zeros(build, meta, R) for meta in node.results[2:]]
+    if wanted.numel:
+        return mixed.values, packed(build, node.op, mixed.sums), *rest
+    none = build.full((*build.shape(mixed.values)[:LENGTH], 0), 0, like=mixed.sums)
+    return mixed.values, none, *rest
+
+
+def nothing(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
+    """What queries make of no keys."""
+    made, sums = node.results[:2]
+    assert made is not None
+    assert sums is not None
+    queries, features = build.shape(query)[:3], build.shape(value)[3]
+    empty = build.full((*queries, features), 0, like=query)
+    of_none = build.op("aten.full.default", queries, float("-inf"), dtype=sums.dtype,
+                       device=DEVICE)  # fmt: skip
+    return Mixed(empty, of_none)
+
+
+def gradients(
+    build: Builder, node: Node, operands: Sequence[Ref], causal: bool = False, **given: Ref
+) -> Values:
+    """Those of some queries and keys, from the whole result and its sums."""
+    args = {**build.bind(node, operands), **given}
+    changes: dict[str, Any] = {**given, "is_causal": causal}
+    for name, operand in (("max_q", "query"), ("max_k", "key")):
+        if name in args:
+            changes[name] = build.shape(args[operand])[LENGTH]
+    return build.rerun(node, operands, **changes)
+
+
+def merged(build: Builder, first: Mixed, second: Mixed) -> Mixed:
+    """What queries make of different keys, as of all of them."""
+    dtype = build.meta(first.values).dtype
+    sums = build.op("aten.logaddexp.default", first.sums, second.sums)
+    weighted = []
+    for result, its_sums in (first, second):
+        weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", its_sums, sums))
+        weight = build.op("aten.unsqueeze.default", weight, -1)
+        weighted.append(build.op("aten.mul.Tensor", result, weight))
+    whole = build.op("aten.add.Tensor", *weighted)
+    return Mixed(_as(build, whole, dtype), sums)
+
+
+def merged_over_ranks(
+    build: Builder, mixed: Mixed, masked: bool, counts: Ref | None = None
+) -> Mixed:
+    """What queries make of each rank's keys, as of all of them: two small reductions.
+
+    Args:
+        masked: queries may see no key of any rank; they give zeros.
+        counts: see ``hidden_apart``.
+    """
+    values, sums = mixed
+    top = build.all_reduce(sums, "max")
+    if masked:
+        top = _filled(build, top, float("-inf"), 0)
+    weight = build.op("aten.exp.default", build.op("aten.sub.Tensor", sums, top))
+    if counts is not None:
+        weight = build.op("aten.mul.Tensor", weight, counts)
+    weight = build.op("aten.unsqueeze.default", weight, -1)
+    weighted = build.op("aten.mul.Tensor", values, weight)
+    both = build.all_reduce(build.op("aten.cat.default", (weighted, weight), 3))
+    features = build.shape(values)[3]
+    total = build.slice(both, 3, features, 1)
+    if masked:
+        total = _filled(build, total, 0, 1)
+    whole = build.op("aten.div.Tensor", build.slice(both, 3, 0, features), total)
+    total = build.op("aten.squeeze.dim", build.op("aten.log.default", total), -1)
+    sums = build.op("aten.add.Tensor", top, total)
+    return Mixed(_as(build, whole, build.meta(values).dtype), sums)
+
+
+def hidden_apart(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed, Ref]:
+    """With sums that are -inf where a mask hides all keys, of which kernels say otherwise; and how
+    many keys there are where it leaves nothing of scores, nor of their number."""
+    top = build.op("aten.amax.default", mask, (-1,))
+    alike = build.op("aten.eq.Tensor", mask, build.op("aten.unsqueeze.default", top, -1))
+    counts = build.op("aten.sum.dim_IntList", alike, (-1,))
+    counted = build.op("aten.ge.Scalar", top, _SWALLOWS)
+    counts = build.op("aten.masked_fill.Scalar", counts, counted, 1)
+    hidden = build.op("aten.eq.Scalar", top, float("-inf"))
+    sums = build.op("aten.masked_fill.Scalar", mixed.sums, hidden, float("-inf"))
+    return Mixed(mixed.values, sums), counts
+
+
+def _filled(build: Builder, value: Ref, where: float, number: float) -> Ref:
+    found = build.op("aten.eq.Scalar", value, where)
+    filled: Ref = build.op("aten.masked_fill.Scalar", value, found, number)
+    return filled
+
+
+def _as(build: Builder, value: Ref, dtype: Any) -> Ref:
+    if build.meta(value).dtype == dtype:
+        return value
+    cast: Ref = build.op("aten._to_copy.default", value, dtype=dtype)
+    return cast
+
+
+def is_plain(call: Call) -> bool:
+    """Whether parts of it can be put together: where no dropout is drawn."""
+    return call["dropout_p"] == 0
