@@ -122,6 +122,8 @@ def share(meta: TensorMeta | None, placement: Placement, parts: int) -> float:
 
 def work_share(strategy: Strategy, operands: Metas, results: Metas, parts: int) -> float:
     """The part of a node's arithmetic that the busiest rank does: 1 where nothing is cut."""
+    if strategy.share is not None:
+        return strategy.share
     return min(
         (share(meta, placement, parts)
          for metas, placements in ((operands, strategy.inputs), (results, strategy.outputs))
@@ -138,11 +140,22 @@ def strategy_seconds(
     Args:
         cost: of the whole node on one device.
     """
-    comm = sum(collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm)
+    comm = _comm_seconds(machine, strategy, parts)
     flops = cost.flops * work_share(strategy, operands, results, parts)
     moved = cost.bytes * _byte_share(strategy, operands, results, parts)
     work = max(flops / _rate(machine, operands, results), moved / machine.memory.bandwidth)
-    return comm + cost.launches * machine.host.launch + work
+    both = max(comm, work) if strategy.beside else comm + work
+    return both + cost.launches * machine.host.launch
+
+
+def _comm_seconds(machine: Machine, strategy: Strategy, parts: int) -> float:
+    """The time of the collectives inside a strategy: one after the other, or all of a turn at once,
+    which share what carries them."""
+    took = [collective_seconds(machine, c.kind, c.nbytes, parts) for c in strategy.comm]
+    if not (took and strategy.beside):
+        return sum(took)
+    waits = [collective_seconds(machine, c.kind, 0, parts) for c in strategy.comm]
+    return sum(took) - sum(waits) + strategy.beside * max(waits)
 
 
 def _rate(machine: Machine, operands: Metas, results: Metas) -> float:

@@ -157,6 +157,7 @@ class StrategyCatalogue:
             else strategy_seconds(self._machine, cost, strategy, operands, node.results, parts)
             for strategy in strategies
         ]  # fmt: skip
+        strategies, seconds = _cheapest(strategies, seconds)
         shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
         costs = np.array(list(map(ticks, seconds)))
         return StrategySet(
@@ -177,6 +178,21 @@ def _every(node: Node, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
         return tuple(strategies)
     whole = next((strategy for strategy in strategies if not _is_cut(strategy)), replicated(node))
     return (whole, *filter(_is_cut, strategies))
+
+
+def _cheapest(
+    strategies: tuple[Strategy, ...], seconds: list[float]
+) -> tuple[tuple[Strategy, ...], list[float]]:
+    """Of several strategies with the same placements the one that takes the least time."""
+    if all(strategy.share is None for strategy in strategies):
+        return strategies, seconds
+    best: dict[tuple[object, ...], int] = {}
+    for number, strategy in enumerate(strategies):
+        placements = strategy.inputs, strategy.outputs
+        if seconds[number] < seconds[best.setdefault(placements, number)]:
+            best[placements] = number
+    kept = sorted(best.values())
+    return tuple([strategies[number] for number in kept]), [seconds[number] for number in kept]
 
 
 def _signature(

@@ -52,15 +52,21 @@ def strategies_of(node: Node, metas: Metas, parts: int) -> tuple[Strategy, ...]:
     """
     whole = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
     rule = None if node.op == FUSED or node.dynamic else rule_of(node.op)
-    strategies = {(whole.inputs, whole.outputs): whole}
+    strategies = {_kind(whole): whole}
     dtypes = _dtypes(node, metas) if rule else ()
     for strategy in _listed(rule, node, metas, parts) if rule else ():
         if not _reducible(strategy, dtypes):
             continue
-        known = strategies.get((strategy.inputs, strategy.outputs))
+        known = strategies.get(_kind(strategy))
         if known is None or known is whole:  # a rule may say how the op runs on whole values
-            strategies[strategy.inputs, strategy.outputs] = strategy
+            strategies[_kind(strategy)] = strategy
     return tuple(strategies.values())
+
+
+def _kind(strategy: Strategy) -> tuple[object, ...]:
+    """Its placements; of those that say what a rank does, there may be several."""
+    ways = None if strategy.share is None else strategy.comm
+    return strategy.inputs, strategy.outputs, ways
 
 
 def _listed(rule: Rule, node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:

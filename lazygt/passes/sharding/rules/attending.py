@@ -94,10 +94,9 @@ def results_of(build: Builder, node: Node, mixed: Mixed, rest: Values = ()) -> V
     return mixed.values, none, *rest
 
 
-def nothing(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
+def of_no_keys(build: Builder, node: Node, query: Ref, value: Ref) -> Mixed:
     """What queries make of no keys."""
-    made, sums = node.results[:2]
-    assert made is not None
+    sums = node.results[1]
     assert sums is not None
     queries, features = build.shape(query)[:3], build.shape(value)[3]
     empty = build.full((*queries, features), 0, like=query)
@@ -174,8 +173,8 @@ def hidden_apart(build: Builder, mixed: Mixed, mask: Ref) -> tuple[Mixed, Ref]:
 
 
 def _filled(build: Builder, value: Ref, where: float, number: float) -> Ref:
-    found = build.op("aten.eq.Scalar", value, where)
-    filled: Ref = build.op("aten.masked_fill.Scalar", value, found, number)
+    equal = build.op("aten.eq.Scalar", value, where)
+    filled: Ref = build.op("aten.masked_fill.Scalar", value, equal, number)
     return filled
 
 
@@ -188,4 +187,4 @@ def _as(build: Builder, value: Ref, dtype: Any) -> Ref:
 
 def is_plain(call: Call) -> bool:
     """Whether parts of it can be put together: where no dropout is drawn."""
-    return call["dropout_p"] == 0
+    return bool(call["dropout_p"] == 0)

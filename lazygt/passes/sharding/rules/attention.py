@@ -2,7 +2,8 @@
 
 Queries in blocks, keys whole: of a causal mask a rank takes the keys before its block, and those of
 its block, apart. Keys in blocks, queries whole, as a token has that reads a long cache: each rank
-attends with its own keys, and two small reductions put the results together. See ``attending``.
+attends with its own keys, and two small reductions put the results together. Both in blocks: keys
+go round (``ring``). See ``attending``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.rules import ring
 from lazygt.passes.sharding.rules.attending import (
     HEADS,
     LENGTH,
@@ -26,7 +28,7 @@ from lazygt.passes.sharding.rules.attending import (
     mask_of,
     merged,
     merged_over_ranks,
-    nothing,
+    of_no_keys,
     results_of,
 )
 from lazygt.passes.sharding.rules.base import (
@@ -42,10 +44,13 @@ from lazygt.passes.sharding.rules.base import (
     Values,
     zeros_when_empty,
 )
+from lazygt.passes.sharding.rules.ring_schedule import schedule
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
+#: Bytes of keys and values that any rank may have all of.
+_FEW = 256 << 10
 #: What backward has besides, in blocks as queries are.
 _OF_QUERIES = ("grad_out", "grad_out_", "out", "logsumexp")
 
@@ -73,17 +78,21 @@ def _with_blocks(rule: Rule, backward: bool) -> Rule:
         usual = list(rule(node, metas, parts))
         if not is_plain(call):
             return usual
-        usual = [_for_whole_keys(call, strategy) for strategy in usual]
-        return [*usual, *_by_queries(call, backward), *_by_keys(call, backward)]
+        rounds = _by_both(call, backward)
+        whole = [*usual, *_by_queries(call, backward)]
+        if rounds or not _is_worth_it(call):
+            whole = [_for_whole_keys(call, strategy) for strategy in whole]
+        return [*whole, *_by_keys(call, backward), *rounds]
 
     return strategies
 
 
 def _for_whole_keys(call: Call, strategy: Strategy) -> Strategy:
-    """Where ranks would send less for heads, keys are not gathered for queries in blocks."""
+    """The strategy, if it has queries in blocks, for keys that come whole: they are not gathered
+    for it."""
     names = [name for name, arg in call.args.items() if type(arg) is Ref]
     of = dict(zip(names, strategy.inputs, strict=True))
-    if of["query"] != S(LENGTH) or of["key"] != R or _is_worth_it(call):
+    if of["query"] != S(LENGTH) or of["key"] != R:
         return strategy
     return replace(strategy, given=tuple(map(names.index, ("key", "value"))))
 
@@ -102,21 +111,43 @@ def _is_worth_it(call: Call) -> bool:
 
 def _by_queries(call: Call, backward: bool) -> list[Strategy]:
     queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
-    aligned = alignment(call.node.op)
-    fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.parts))
-    if not (call["is_causal"] and fits and mask_of(call.args) is None and _is_worth_it(call)):
+    if not (call["is_causal"] and _divides(call)):
         return []
-    blocks: dict[str, Placement] = {
-        name: S(LENGTH) for name in ("query", *_OF_QUERIES) if call.has(name)
-    }
-    if backward:
-        outputs: list[Placement] = [S(LENGTH), P, P, R]
-        lower = _backward(queries, keys)
-    else:
-        outputs = [S(LENGTH), S(LENGTH) if call.result(1).numel else R]
-        lower = _forward(queries, keys)
-    outputs = [*outputs, *[R] * len(call.node.results)][: len(call.node.results)]
-    return [zeros_when_empty(call, call.strategy(outputs, **blocks).by(lower))]
+    lower = _backward(queries, keys) if backward else _forward(queries, keys)
+    strategy = call.strategy(_results(call, backward, P), **_of_queries(call)).by(lower)
+    if _are_many(call) and queries == keys:
+        share = schedule(queries, keys, call.parts, causal=True, balanced=False).share
+        strategy = replace(strategy, share=share)
+    return [zeros_when_empty(call, strategy)]
+
+
+def _divides(call: Call) -> bool:
+    """Whether there are blocks of queries, each with sums of its own, and no better way."""
+    queries, aligned = call.shape("query")[LENGTH], alignment(call.node.op)
+    fits = queries > 1 and (aligned == 1 or not queries % (aligned * call.parts))
+    return fits and mask_of(call.args) is None and _is_worth_it(call)
+
+
+def _are_many(call: Call) -> bool:
+    """Whether keys and values are too large to be put together on each rank."""
+    return call.meta("key").nbytes + call.meta("value").nbytes > _FEW
+
+
+def _of_queries(call: Call) -> dict[str, Placement]:
+    """What lies as the queries, in blocks."""
+    return {name: S(LENGTH) for name in ("query", *_OF_QUERIES) if call.has(name)}
+
+
+def _results(call: Call, backward: bool, of_keys: Placement) -> list[Placement]:
+    """Where results are of queries in blocks.
+
+    Args:
+        of_keys: the gradients of keys and values.
+    """
+    results: list[Placement] = [S(LENGTH), of_keys, of_keys]
+    if not backward:  # with the sums, if they were asked for
+        results = [S(LENGTH), S(LENGTH) if call.result(1).numel else R]
+    return [*results, *[R] * len(call.node.results)][: len(call.node.results)]
 
 
 def _seen(build: Builder, queries: int, keys: int) -> list[_Keys]:
@@ -154,28 +185,54 @@ def _backward(queries: int, keys: int) -> Lowering:
         of_keys: tuple[list[Ref], list[Ref]] = ([], [])
         for some in _seen(build, queries, keys):
             chosen = _some(build, node, operands, some)
-            made = gradients(build, node, operands, some.causal, **chosen)[:3]
-            query, *others = [gradient for gradient in made if gradient is not None]
+            query, *others = gradients(build, node, operands, some.causal, **chosen)[:3]
+            assert query is not None
             of_query.append(query)
-            for found, gradient in zip(of_keys, others, strict=True):
-                found.append(gradient)
+            for known, gradient in zip(of_keys, others, strict=True):
+                assert gradient is not None
+                known.append(gradient)
         last = _seen(build, queries, keys)[-1].last
         return (
             reduce(lambda a, b: build.op("aten.add.Tensor", a, b), of_query),
-            *[_among_zeros(build, found, keys - last) for found in of_keys],
+            *[_among_zeros(build, known, keys - last) for known in of_keys],
             *[None] * (len(node.results) - 3),
         )
 
     return lower
 
 
-def _among_zeros(build: Builder, found: Sequence[Ref], unseen: int) -> Ref:
+def _among_zeros(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
     """The gradients of the keys that were seen, and of those after them."""
-    whole = build.joined(found, LENGTH)
+    whole = build.joined(gradients, LENGTH)
     if not unseen:
         return whole
     padded: Ref = build.op("aten.constant_pad_nd.default", whole, (0, 0, 0, unseen), 0)
     return padded
+
+
+# -- queries and keys in blocks --------------------------------------------------------------------
+
+
+def _by_both(call: Call, backward: bool) -> list[Strategy]:
+    """Keys go round. Of a causal mask ranks have as much to do each, or send the least."""
+    queries, keys, causal = (
+        call.shape("query")[LENGTH],
+        call.shape("key")[LENGTH],
+        call["is_causal"],
+    )
+    if min(queries, keys) < 2 or (causal and queries != keys):
+        return []
+    if not (_divides(call) and _are_many(call)):
+        return []
+    blocks = {**_of_queries(call), "key": S(LENGTH), "value": S(LENGTH)}
+    strategy = call.strategy(_results(call, backward, S(LENGTH)), **blocks)
+    program = ring.backward if backward else ring.forward
+    strategies = []
+    for balanced in (True, False) if causal else (False,):
+        plan = schedule(queries, keys, call.parts, causal, balanced)
+        lowered = strategy.by(program(plan), ring.comm(call, plan, backward))
+        strategies.append(replace(lowered, share=plan.share, beside=len(plan.turns)))
+    return strategies
 
 
 # -- keys in blocks --------------------------------------------------------------------------------
@@ -204,12 +261,13 @@ def _by_keys(call: Call, backward: bool) -> list[Strategy]:
 
 def _over_keys(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     args = build.bind(node, operands)
-    mask, counts, rest = mask_of(args), None, ()
+    mask, counts = mask_of(args), None
+    rest: Values = ()
     if build.shape(args["key"])[LENGTH]:
         mixed, rest = attended(build, node, operands)
         if mask is not None:
             mixed, counts = hidden_apart(build, mixed, args[mask])
     else:
-        mixed = nothing(build, node, args["query"], args["value"])
+        mixed = of_no_keys(build, node, args["query"], args["value"])
     mixed = merged_over_ranks(build, mixed, mask is not None, counts)
     return results_of(build, node, mixed, rest)

@@ -73,6 +73,10 @@ class Strategy:
         comm: the collectives that ``lower`` adds.
         given: operands for which this is no reason to cut them, or to put them together: it is
             offered where they come so.
+        share: the part of the arithmetic that the busiest rank does, where placements don't tell.
+            Of several with the same placements the one is offered that takes the least time.
+        beside: in so many turns its collectives are under way while a rank does its work; those of
+            a turn go together. 0: work waits for them.
     """
 
     inputs: tuple[Placement, ...]
@@ -80,6 +84,8 @@ class Strategy:
     lower: Lowering | LocalLowering | None = None
     comm: tuple[Collective, ...] = ()
     given: tuple[int, ...] = ()
+    share: float | None = None
+    beside: int = 0
 
     def by(
         self, lower: Lowering | LocalLowering | None, comm: Sequence[Collective] = ()
