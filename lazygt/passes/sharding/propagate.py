@@ -329,8 +329,7 @@ class _Propagation:
         if entry.takes_sums and masks[0] & SUMS:
             return kept.keep(lambda _, strategy: isinstance(strategy.inputs[0], Partial))
         divides = self._divides(kept, masks)
-        useless = not divides and any(mask & ~SUMS for mask in masks)
-        granted = wishes and (useless or entry.attends or not entry.heavy)
+        granted = wishes and (not divides or entry.attends or not entry.heavy)
         asked = tuple(map(or_, masks, wishes)) if granted else masks
         if self._explore:
             kept = kept.keep(

@@ -90,11 +90,11 @@ class Wishes:
         self._late: set[int] = set()
         self._kinds = kinds_of(reach.steps)
         for step in reversed(reach.steps):
-            ends, adds, through = self._kinds[step.kind]
+            ends, adds, through, divides = self._kinds[step.kind]
             if adds and (sums := _common_sums(step.masks)):
                 for value in step.refs:
                     self._wish(value, sums)
-            if not ends:
+            if not ends or (divides and not any(mask & ~SUMS for mask in step.masks)):
                 self._look_back(step, through)
         self._late.clear()
         for step in reach.steps:
@@ -271,6 +271,7 @@ class Kind(NamedTuple):
 
     Attributes:
         ends: whether wishes end there: at what is given nothing, matmuls and random draws.
+        divides: whether a wish may pass for all that, where nothing is in blocks: at a matmul.
         adds: whether it adds one value to another.
         through: whether blocks of the result are as good as made when the operand is in blocks.
     """
@@ -278,6 +279,7 @@ class Kind(NamedTuple):
     ends: bool
     adds: bool
     through: bool
+    divides: bool
 
 
 def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
@@ -293,7 +295,9 @@ def _kind(node: Node) -> Kind:
         or family(node) == "matmul"
         or (not node.op.startswith("lazygt.") and facts(overload(node.op)).random)
     )
-    return Kind(ends, node.op in _ADDITIONS, node.op == PLACE or moves_elements(node))
+    through = node.op == PLACE or moves_elements(node)
+    divides = family(node) == "matmul" and not node.dynamic and node.body is None
+    return Kind(ends, node.op in _ADDITIONS, through, divides)
 
 
 class Spared(NamedTuple):

@@ -11,6 +11,7 @@ from lazygt.graph.placement import Partial
 from lazygt.passes.sharding.rules import (
     creation,
     derived,
+    embedding,
     enlarged,
     extremes,
     foreach,
@@ -111,6 +112,7 @@ DERIVED = derived.rule(strategies_of)
 
 _FAMILIES = (
     creation,
+    embedding,
     extremes,
     foreach,
     grouped,

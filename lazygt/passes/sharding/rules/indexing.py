@@ -1,21 +1,18 @@
-"""Ops that read and write where indices say, embedding tables among them.
+"""Ops that read and write where indices say; tables of embeddings are in ``embedding``.
 
 A rank reads and writes in its own block, or, where indices are in blocks as well, sends rows to
-those who have their places (``rows``). Tables are split by tokens, by features, or by rows, each
-rank looking up its own; bags of embeddings by features only.
+those who have their places (``rows``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, Ref
-from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.rules import rows
 from lazygt.passes.sharding.rules.base import (
     Call,
@@ -104,12 +101,18 @@ def _gathered(dim: int, size: int) -> Lowering:
     return lower
 
 
-#: Scatters that put what is given as it is.
-_PUTS = ("aten.scatter.src", "aten.scatter_.src")
+#: Scatters that put what is given as it is, and what they are called where nothing is written.
+_PUTS = {
+    "aten.scatter.src": "aten.scatter.src",
+    "aten.scatter_.src": "aten.scatter.src",
+    "aten.scatter.value": "aten.scatter.value",
+    "aten.scatter_.value": "aten.scatter.value",
+}
 
 
 def _scatter(added: bool) -> Rule:
-    """scatter, scatter_add: dims other than the one that is indexed, where all have them whole."""
+    """scatter, scatter_add: dims other than the one that is indexed, where all have them whole; and
+    that one, where a rank puts what belongs in its block."""
 
     def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
         call = Call(node, metas, parts)
@@ -127,12 +130,53 @@ def _scatter(added: bool) -> Rule:
             strategies.append(call.strategy(P, self=P, src=P))
             if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
+        of_each = call.has("src") and call.shape("src") == index
         puts = added or node.op in _PUTS
-        if dim == 0 and puts and rows.of_each_element(call, "index") and call.shape("src") == index:
+        if dim == 0 and puts and rows.of_each_element(call, "index") and of_each:
             strategies += rows.putting(call, "index", "src", added, by_element=True)
+        if shape[dim] > 1 and (of_each if added else puts):
+            lower = _added_in_block(dim) if added else _put_in_block(dim)
+            strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
         return strategies
 
     return strategies
+
+
+def _added_in_block(dim: int) -> Lowering:
+    """Zeros are added for what others are to have."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args, (whole,) = build.bind(node, operands), node.results
+        assert whole is not None
+        if not build.shape(args["self"])[dim]:
+            return (args["self"],)
+        local, outside = own_indices(build, args["index"], whole.shape[dim])
+        given = build.op("aten.masked_fill.Scalar", args["src"], outside, 0)
+        return build.rerun(node, operands, index=local, src=given)
+
+    return lower
+
+
+def _put_in_block(dim: int) -> Lowering:
+    """What others are to have is put in one more row, which is dropped."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args, (whole,) = build.bind(node, operands), node.results
+        assert whole is not None
+        value, given = args["self"], args.get("src", args.get("value"))
+        shape = build.shape(value)
+        local, outside = own_indices(build, args["index"], whole.shape[dim])
+        dropped = build.op(
+            "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local, 0)
+        )
+        local = build.op("aten.masked_fill.Scalar", local, dropped, shape[dim])
+        spare = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=value)
+        wide = build.op("aten.cat.default", (value, spare), dim)
+        wide = build.op(_PUTS[node.op], wide, dim, local, given)
+        kept = build.slice(wide, dim, 0, shape[dim])
+        return (build.op("aten.copy_.default", value, kept) if node.writes else kept,)
+
+    return lower
 
 
 def _index_add(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
@@ -238,37 +282,6 @@ def _masked_put(call: Call, rank: int) -> list[Strategy]:
     ]
 
 
-def _embedding(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    count, features = call.shape("weight")
-    strategies = [
-        call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))
-    ]
-    if features > 1:
-        strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
-    if count > 1:
-        strategies.append(call.strategy(P, weight=S(0)).by(_look_up(count)))
-    strategies += rows.taking(call, "weight", "indices")
-    return [*strategies, call.strategy(P, weight=P)]
-
-
-def _look_up(count: int) -> Lowering:
-    """Rows of this rank's block; zeros for those of others."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        weight, indices = args["weight"], args["indices"]
-        if not build.block(count):
-            shape = (*build.shape(indices), build.shape(weight)[1])
-            return (build.full(shape, 0, like=weight),)
-        local, outside = own_indices(build, indices, count)
-        rows = build.op("aten.embedding.default", weight, local)
-        outside = build.op("aten.unsqueeze.default", outside, -1)
-        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
-
-    return lower
-
-
 def own_indices(build: Builder, indices: Ref, count: int) -> tuple[Ref, Ref]:
     """Indices counted from this rank's block, 0 where they lie outside; and which those are.
 
@@ -291,81 +304,6 @@ def _out_of(build: Builder, indices: Ref, start: int, stop: int) -> Ref:
     return either
 
 
-def _embedding_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Scaling by how often a token stands in the batch needs the whole batch."""
-    call = Call(node, metas, parts)
-    count, features = call["num_weights"], call.shape("grad_output")[-1]
-    tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
-    strategies = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
-    if features > 1:
-        strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
-    if count > 1 and not call["scale_grad_by_freq"]:
-        strategies.append(call.strategy(S(0)).by(_own_rows(count)))
-        few = 8 * prod(call.shape("indices")) <= count  # else many rows have a gradient
-        strategies += [_sent_rows(call, dim) for dim in tokens] if few else []
-    return [*strategies, call.strategy(P, grad_output=P)]
-
-
-def _own_rows(count: int) -> Lowering:
-    """The gradient of this rank's rows; tokens of others go to a row that is cut off."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        padding, block = args["padding_idx"], build.block(count)
-        local, outside = own_indices(build, args["indices"], count)
-        padded = build.op("aten.eq.Scalar", args["indices"], padding)
-        outside = build.op("aten.logical_or.default", outside, padded)
-        local = build.op("aten.masked_fill.Scalar", local, outside, block)
-        changes = {"indices": local, "num_weights": block + 1, "padding_idx": -1}
-        (gradient,) = build.rerun(node, operands, **changes)
-        return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
-
-    return lower
-
-
-def _sent_rows(call: Call, dim: int) -> Strategy:
-    """The gradient of each token to the rank that has its row."""
-    table = call.result()
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        gradient, indices = args["grad_output"], args["indices"]
-        padded = build.op("aten.eq.Scalar", indices, args["padding_idx"])
-        padded = build.op("aten.unsqueeze.default", padded, -1)
-        gradient = build.op("aten.masked_fill.Scalar", gradient, padded, 0)
-        zeros = build.full((build.block(table.shape[0]), table.shape[1]), 0, like=gradient)
-        return (rows.put(build, zeros, table, [indices], gradient, added=True),)
-
-    strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
-    picked = call.shape("indices")
-    return rows.exchanging(strategy, rows.Rows(call, "put_rows", "indices", table, picked, dim))
-
-
-_MAX = 2  #: the mode of a bag whose result is its largest row
-
-
-def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """By features, all bags on every rank; what else comes out tells of indices alone."""
-    call = Call(node, metas, parts)
-    rest: list[Placement] = [R] * (len(node.results) - 1)
-    if call["mode"] == _MAX:
-        return ()
-    strategies = [call.strategy([P, *rest], weight=P)]
-    if call.shape("weight")[1] > 1:
-        strategies.append(call.strategy([S(1), *rest], weight=S(1)))
-    return strategies
-
-
-def _bag_backward(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    if call["mode"] == _MAX or call.args.get("sparse"):
-        return ()
-    strategies = [call.strategy(P, grad=P)]
-    if call.shape("grad")[1] > 1:
-        strategies.append(call.strategy(S(1), grad=S(1)))
-    return strategies
-
-
 RULES: dict[str, Rule] = {
     **table("index_select.default", _index_select),
     **table("gather.default", _gather),
@@ -378,8 +316,4 @@ RULES: dict[str, Rule] = {
     **table("index_add.default index_add_.default", _index_add),
     **table("index_put.default index_put_.default _index_put_impl_.default", _index_put),
     **table("index.Tensor _unsafe_index.Tensor", _index),
-    **table("_embedding_bag.default _embedding_bag_forward_only.default", _bag),
-    **table("_embedding_bag_backward.default _embedding_bag_dense_backward.default", _bag_backward),
-    **table("embedding.default", _embedding),
-    **table("embedding_dense_backward.default", _embedding_backward),
 }

@@ -262,7 +262,6 @@ _PICTURES: dict[str, Rule] = {
     **_filled("affine_grid_generator.default", "* n !... -> n !...", sizes="size"),
     **_filled("im2col.default", "* ... !c !h !w -> ... !k !l"),
     **_filled("col2im.default", "* ... !k !l -> ... !c !h !w"),
-    **_filled("pixel_shuffle.default pixel_unshuffle.default", "= ... !c !h !w -> ... !c !h !w"),
     **_filled("channel_shuffle.default native_channel_shuffle.default", "= n !c ... -> n !c ..."),
 }
 #: Along one dim or some all elements are needed; the others pass.
