@@ -169,13 +169,21 @@ def _kthvalue(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
-def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """A block's sums plus the totals of the blocks before it."""
+#: Of each cumulative op, what makes the total of a block, and how two totals are put together.
+_TOTALS = {
+    "aten.cumsum.default": ("aten.sum.dim_IntList", "aten.add.Tensor"),
+    "aten.cumprod.default": ("aten.prod.dim_int", "aten.mul.Tensor"),
+    "aten.logcumsumexp.default": ("aten.logsumexp.default", "aten.logaddexp.default"),
+}
+
+
+def _cumulated(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
+    """What a block comes to, and the totals of the blocks before it."""
     call = Call(node, metas, parts)
     dim, strategies = other_dims(call)
     shape = call.shape("self")
     size = shape[dim] if shape else 0
-    strategies.append(call.strategy(P, self=P))
+    strategies += [call.strategy(P, self=P)] if node.op == "aten.cumsum.default" else []
     if size < 2:
         return strategies
     total = call.result().nbytes // size * parts
@@ -185,14 +193,15 @@ def _cumsum(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 def _after(dim: int) -> Lowering:
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (sums,) = build.rerun(node, operands)
-        assert sums is not None
-        dtype = build.meta(sums).dtype
-        sum_of_block = build.op("aten.sum.dim_IntList", operands[0], (dim,), True, dtype=dtype)
-        totals = build.all_gather(sum_of_block, dim, build.parts)
+        total, together = _TOTALS[node.op]
+        (cumulated,) = build.rerun(node, operands)
+        assert cumulated is not None
+        dims = dim if total == "aten.prod.dim_int" else (dim,)
+        wide = {} if total == "aten.logsumexp.default" else {"dtype": build.meta(cumulated).dtype}
+        totals = build.op(total, operands[0], dims, True, **wide)
+        totals = build.all_gather(totals, dim, build.parts)
         before = build.op("aten.slice.Tensor", totals, dim, 0, build.index)
-        before = build.op("aten.sum.dim_IntList", before, (dim,), True, dtype=dtype)
-        return (build.op("aten.add.Tensor", sums, before),)
+        return (build.op(together, cumulated, build.op(total, before, dims, True, **wide)),)
 
     return lower
 
@@ -284,6 +293,6 @@ RULES: dict[str, Rule] = {
     **table("any.default any.dim any.dims", _rule(PMAX)),
     **table("all.default all.dim all.dims", _rule(PMIN)),
     **table("kthvalue.default", _kthvalue),
-    **table("cumsum.default", _cumsum),
+    **table("cumsum.default cumprod.default logcumsumexp.default", _cumulated),
     **table("linalg_vector_norm.default norm.ScalarOpt_dim norm.Scalar", _norm),
 }

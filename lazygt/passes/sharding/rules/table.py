@@ -272,8 +272,8 @@ _ALONG: dict[str, Rule] = {
         "...@dim -> ...@dim, ...@dim",
     ),
     **rule(
-        "argsort.default cumprod.default logcumsumexp.default index_fill.int_Scalar "
-        "index_fill_.int_Scalar index_fill.int_Tensor index_fill_.int_Tensor cumprod_.default",
+        "argsort.default index_fill.int_Scalar index_fill_.int_Scalar index_fill.int_Tensor "
+        "index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
     **along_the_index(

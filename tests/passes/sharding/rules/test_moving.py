@@ -282,6 +282,8 @@ INDEXING: Cases = {
     "sort": on("sort.default", 2), "sort stable": on("sort.stable", 2, stable=True, dim=0),
     "topk": on("topk.default", 2, 1, 0), "smallest": on("topk.default", 2, 1, 1, False),
     "cumsum": on("cumsum.default", 3, 1), "cummax": on("cummax.default", 2, 0),
+    "cumprod": on("cumprod.default", 2, 1), "logcumsumexp": on("logcumsumexp.default", 2, 0),
+    "cumprod of whole numbers": lambda d: Case("cumprod.default", d.indices(9, *d.shape(2)), 1),
     "cumsum of whole numbers": lambda d: Case("cumsum.default", d.indices(9, *d.shape(2)), 0),
     "kthvalue": on("kthvalue.default", 2, 1, 0),
     "second smallest": lambda d: Case("kthvalue.default", d.of(d.size() + 6, d.size()), 2, 0, True),
