@@ -1,13 +1,12 @@
-"""Cutting and joining: cat, stack, split, slice, select, pad, flip, roll, and their gradients.
+"""Cutting and joining: cat, stack, split, slice, select, and their gradients.
 
 Dims that are not cut pass through, as do partial sums. A piece of a split dim may lie on several
-ranks; each places its part of it among zeros, and only the piece is reduced. What moves a whole
-tensor along a split dim (cat, flip, roll, pad) is one reduce-scatter.
+ranks; each places its part of it among zeros, and only the piece is reduced, or its rows are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +30,6 @@ from lazygt.passes.sharding.rules.base import (
     shardable_dims,
     table,
 )
-from lazygt.passes.sharding.rules.pointwise import added_once
 from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 if TYPE_CHECKING:
@@ -282,35 +280,17 @@ def _placed_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
     first_place, _, _ = slice(call["start"], None).indices(size)
     bounds = [shard_bounds(size, call.parts, rank) for rank in range(call.parts)]
     bounds = [(start - first_place, stop - first_place) for start, stop in bounds]
-    want = [_within(start, stop, shape[dim]) for start, stop in bounds]
+    want = [within(start, stop, shape[dim]) for start, stop in bounds]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (start, stop), (first, last) = bounds[build.index], want[build.index]
         padding = (*[0, 0] * (len(shape) - 1 - dim), first - start, stop - last)
         return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
 
-    return _moved(call, dim, [(rows,) for rows in want], lower, "grad_output")
+    return moved(call, dim, [(rows,) for rows in want], lower, "grad_output")
 
 
-def _untouched(touched: Callable[[Call], set[int]], linear: bool = True) -> Rule:
-    """Of an op that mixes elements only along some dims."""
-
-    def strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-        call = Call(node, metas, parts)
-        mixed = touched(call)
-        strategies = [
-            call.strategy(S(d), self=S(d))
-            for d in shardable_dims(call.shape("self"))
-            if d not in mixed
-        ]
-        if not linear:
-            return strategies
-        return [*strategies, call.strategy(P, self=P)]
-
-    return strategies
-
-
-def _moved(
+def moved(
     call: Call, dim: int, want: Sequence[Ranges], locally: Lowering, name: str = "self"
 ) -> list[Strategy]:
     """Of an op along a dim in blocks, with each rank's rows in the place of its block.
@@ -330,161 +310,10 @@ def _moved(
     return [call.strategy(S(dim), **{name: S(dim)}).by(lower, row_comm(move, meta))]
 
 
-def _dims(call: Call) -> set[int]:
-    """Those that are rolled: all of them, as one, where none is named."""
-    rank = len(call.shape("self"))
-    dims = call["dims"]
-    return {d % rank for d in dims} if dims else set(range(rank))
-
-
-def _flipped_dims(call: Call) -> set[int]:
-    rank = len(call.shape("self"))
-    return {d % rank for d in call["dims"]}
-
-
-def _flip(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Along the cut dim ranks get each other's rows, and turn them round."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_flipped_dims)(node, metas, parts))
-    for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
-        size = call.shape("self")[dim]
-        bounds = [shard_bounds(size, parts, rank) for rank in range(parts)]
-        strategies += _moved(call, dim, [((size - b, size - a),) for a, b in bounds], _again)
-    return strategies
-
-
-def _again(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-    return build.rerun(node, operands)
-
-
-def _roll(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Along the cut dim: each rank gets the rows that come where its own were."""
-    call = Call(node, metas, parts)
-    strategies = list(_untouched(_dims)(node, metas, parts))
-    shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
-    if any(type(shift) is Param for shift in shifts):
-        return strategies
-    rank = len(shape)
-    for dim in _dims(call).intersection(shardable_dims(shape)) if dims else ():
-        along = [d % rank == dim for d in dims]
-        shift = sum(shift for shift, is_along in zip(shifts, along, strict=True) if is_along)
-        rest = [(d, s) for d, s, is_along in zip(dims, shifts, along, strict=True) if not is_along]
-        want = [_rolled(shape[dim], shift, *shard_bounds(shape[dim], parts, r))
-                for r in range(parts)]  # fmt: skip
-        strategies += _moved(call, dim, want, _rolled_along(rest))
-    return strategies
-
-
-def _rolled(size: int, shift: int, start: int, stop: int) -> Ranges:
-    """The rows that come to those from ``start`` to before ``stop``."""
-    first, count = (start - shift) % size, stop - start
-    ranges = (first, min(first + count, size)), (0, first + count - size)
-    return tuple([(a, b) for a, b in ranges if a < b])
-
-
-def _rolled_along(rest: Sequence[tuple[int, int]]) -> Lowering:
-    """The same along the other dims."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        if not rest:
-            return operands
-        dims, shifts = zip(*rest, strict=True)
-        return build.rerun(node, operands, dims=dims, shifts=shifts)
-
-    return lower
-
-
-def _padded(call: Call) -> set[int]:
-    rank, pad = len(call.shape("self")), call["pad"]
-    return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
-
-
-def _pad(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    call = Call(node, metas, parts)
-    value = call["value"]
-    kept = [strategy for dim in sorted(_padded(call)) for strategy in _padded_in_blocks(call, dim)]
-    if value is None or (type(value) in (int, float) and value == 0):
-        return [*_untouched(_padded)(node, metas, parts), *kept]
-    strategies = _untouched(_padded, linear=False)(node, metas, parts)
-    return [*strategies, *kept, call.strategy(P, self=P).by(added_once("value"))]
-
-
-def _padded_in_blocks(call: Call, dim: int) -> list[Strategy]:
-    """Of blocks those of what is padded; each rank pads what reaches over the ends."""
-    shape, pad = call.shape("self"), call["pad"]
-    at = 2 * (len(shape) - 1 - dim)
-    size, wide, before = shape[dim], call.result().shape[dim], pad[at]
-    if min(size, wide) < 2:
-        return []
-    bounds = [shard_bounds(wide, call.parts, rank) for rank in range(call.parts)]
-    want = [_within(start - before, stop - before, size) for start, stop in bounds]
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        start, stop = (row - before for row in bounds[build.index])
-        first, last = want[build.index]
-        pads = list(pad)
-        pads[at : at + 2] = first - start, stop - last
-        return build.rerun(node, operands, pad=pads)
-
-    return _moved(call, dim, [(rows,) for rows in want], lower)
-
-
-def _within(start: int, stop: int, size: int) -> tuple[int, int]:
+def within(start: int, stop: int, size: int) -> tuple[int, int]:
     """The rows from ``start`` to before ``stop`` that a dim of ``size`` has, or none at all."""
     first, last = max(start, 0), min(stop, size)
     return (first, last) if first < last else (stop, stop)
-
-
-def _onto_diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """diag_embed: the last dim becomes two; the others stand in order in the rest."""
-    call = Call(node, metas, parts)
-    rank = len(call.result().shape)
-    diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
-    places = [place for place in range(rank) if place not in diagonal]
-    split = [d for d in shardable_dims(call.shape("self")) if d < len(places)]
-    return [*(call.strategy(S(places[d]), self=S(d)) for d in split), call.strategy(P, self=P)]
-
-
-def _repeat(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """Dims that are there once pass through."""
-    call = Call(node, metas, parts)
-    shape, repeats = call.shape("self"), call["repeats"]
-    new = len(repeats) - len(shape)
-    once = [d for d in shardable_dims(shape) if repeats[d + new] == 1]
-    return [*(call.strategy(S(d + new), self=S(d)) for d in once), call.strategy(P, self=P)]
-
-
-def _diagonal(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """The two dims of the diagonal become the last one."""
-    call = Call(node, metas, parts)
-    rank = len(call.shape("self"))
-    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
-    split = [d for d in shardable_dims(call.shape("self")) if d not in gone]
-    strategies = [call.strategy(S(d - sum(other < d for other in gone)), self=S(d)) for d in split]
-    strategies += [
-        strategy for d in sorted(gone) for strategy in partial_by_padding(call, {"self": d})
-    ]
-    return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
-
-
-def _triangle(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
-    """tril and triu: the diagonal is counted from where the block starts."""
-    call = Call(node, metas, parts)
-    shape = call.shape("self")
-    strategies = []
-    for dim in shardable_dims(shape):
-        towards = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
-        lower = _shifted(shape[dim], towards) if towards else None
-        strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
-    return [*strategies, call.strategy(P, self=P)]
-
-
-def _shifted(size: int, towards: int) -> Lowering:
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        diagonal = build.bind(node, operands)["diagonal"]
-        return build.rerun(node, operands, diagonal=diagonal + towards * build.rank_offset(size))
-
-    return lower
 
 
 _SPLITS = (
@@ -502,12 +331,4 @@ RULES: dict[str, Rule] = {
     **table("narrow.default", _narrow),
     **table("select_backward.default", _placed(gone=True)),
     **table("slice_backward.default", _placed(gone=False)),
-    **table("repeat.default", _repeat),
-    **table("diagonal.default diagonal_copy.default", _diagonal),
-    **table("diag_embed.default", _onto_diagonal),
-    **table("flip.default", _flip),
-    **table("rot90.default", _untouched(_dims)),
-    **table("roll.default", _roll),
-    **table("constant_pad_nd.default", _pad),
-    **table("tril.default triu.default tril_.default triu_.default", _triangle),
 }

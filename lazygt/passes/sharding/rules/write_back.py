@@ -17,7 +17,7 @@ from lazygt.graph.node import DEVICE, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
-from lazygt.passes.sharding.rules import slicing, views
+from lazygt.passes.sharding.rules import moving, slicing, views
 from lazygt.passes.sharding.rules.base import (
     Call,
     Lowering,
@@ -38,7 +38,7 @@ from lazygt.passes.sharding.rules.slicing import partials
 if TYPE_CHECKING:
     from lazygt.passes.sharding.builder import Builder
 
-_VIEWS = {**slicing.RULES, **views.RULES}
+_VIEWS = {**slicing.RULES, **moving.RULES, **views.RULES}
 
 
 def _strategies(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
