@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from lazygt.cli.script import (
     OnMachine,
@@ -21,12 +21,8 @@ from lazygt.cli.script import (
     on_mesh,
     run,
 )
-from lazygt.graph.text import amount, duration
-from lazygt.observe.report import shown
 from lazygt.session import Session
 from lazygt.simulation import DRY, Living, Prediction, predict
-
-_ROWS = 8
 
 
 def simulate(
@@ -71,61 +67,10 @@ def simulate(
 
 
 def _show(prediction: Prediction, as_json: bool) -> None:
+    """In the terminal's width and colours; everything, as plain text, into a file or pipe."""
     if as_json:
         typer.echo(json.dumps(prediction.as_json()))
-        return
-    for line in _sentences(prediction):
-        typer.echo(line)
-    console = Console()
-    if not console.is_terminal:  # whole lines into a file or pipe
-        console.width = 140
-    console.print(_lines(prediction))
-    if prediction.collectives:
-        console.print(_collectives(prediction))
-
-
-def _sentences(prediction: Prediction) -> list[str]:
-    mesh, machine = prediction.mesh, prediction.machine
-    where = f"{machine}, one rank" if mesh is None else f"{mesh} of {machine}"
-    exposed = sum(row.exposed for row in prediction.collectives)
-    hidden = sum(row.hidden for row in prediction.collectives)
-    bound = "recording in the client" if prediction.host_bound else "the ranks"
-    peak, capacity = prediction.peak_bytes, machine.memory.capacity
-    fits = "" if peak <= capacity else f": more than the {amount(int(capacity), 'B')} there are"
-    return [
-        f"A step on {where}: {duration(prediction.step_seconds)} (estimated), bound by {bound}",
-        f"  ranks {duration(prediction.computing)}, recording {duration(prediction.recording)}"
-        f"{', one after the other: each step reads a value' if prediction.waits else ''}",
-        f"  {amount(prediction.flops, 'flop')} on all ranks, {prediction.mfu:.1%} of their peak in "
-        f"{prediction.dtype}",
-        f"  peak {amount(peak, 'B')} a rank at {shown(prediction.peak_line)}{fits}",
-        *([f"  collectives: {duration(exposed)} exposed, {duration(hidden)} hidden"]
-          if prediction.collectives else []),
-        *([] if mesh is None or prediction.collectives else [
-            "  nothing is exchanged: every rank does all that the program says of its values"
-        ]),
-        *([] if prediction.looped else [
-            "  no step is repeated: this is the last one, up to its backward pass"
-        ]),
-    ]  # fmt: skip
-
-
-def _lines(prediction: Prediction) -> Table:
-    table = Table(
-        "computed at", title="the dearest lines of the busiest rank", title_justify="left"
-    )
-    table.add_column("time", justify="right")
-    for line, seconds in prediction.by_line()[:_ROWS]:
-        table.add_row(shown(line), duration(seconds))
-    return table
-
-
-def _collectives(prediction: Prediction) -> Table:
-    table = Table("axis", "collective", "line", title="collectives", title_justify="left")
-    for column in ("count", "payload", "time", "exposed"):
-        table.add_column(column, justify="right")
-    for row in prediction.collectives[:_ROWS]:
-        table.add_row(row.axis, row.kind, shown(row.line), str(row.times),
-                      amount(row.nbytes, "B"), duration(row.seconds),
-                      duration(row.exposed))  # fmt: skip
-    return table
+    elif sys.stdout.isatty():
+        Console().print(prediction)
+    else:
+        typer.echo(str(prediction))

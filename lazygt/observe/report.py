@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import linecache
 import os
 import re
@@ -18,6 +17,7 @@ from rich.text import Text
 from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
+from lazygt.printed import Printed
 
 #: The way to an installed package.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
@@ -26,8 +26,6 @@ _LONGEST = 48
 _NARROWEST = 20
 #: The column of what the user wrote.
 SOURCE = "source"
-_WIDEST = 1_000
-_HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
 class LineCost(NamedTuple):
@@ -124,8 +122,8 @@ class AlternativeRow(NamedTuple):
     extra: float | None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
     """What is going to be computed, and at what cost. Prints as tables, and shows in a notebook.
 
     Attributes:
@@ -171,21 +169,6 @@ class Report:
             if table.rows:
                 yield Text(f"\n{title}", style="bold")
                 yield table.fitting(options.max_width)
-
-    def __str__(self) -> str:
-        console = Console(
-            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDEST, record=True, force_jupyter=False)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format=_HTML)
 
     def _lines(self) -> _Grid:
         table = _Grid("line", ">ops", ">launches", ">flops", ">share", ">read",

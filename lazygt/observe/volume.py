@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_limit
 from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
+from lazygt.printed import Printed
 
-_WIDEST = 1_000
 #: Claims are rounded.
 _ROUNDING = 0.02
 _BYTES = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?)\s*([kMGTP]?)B", re.IGNORECASE)
@@ -43,8 +42,8 @@ def parse_volume_claim(text: str) -> VolumeClaim:
     return VolumeClaim(parallelism, float(match[1]) * 1000.0 ** _POWERS[match[2].upper()])
 
 
-@dataclass(frozen=True)
-class VolumeReport:
+@dataclass(frozen=True, repr=False)
+class VolumeReport(Printed):
     """What a step exchanges. Prints as a table.
 
     Attributes:
@@ -95,16 +94,6 @@ class VolumeReport:
         if self.remarks:
             yield Text("\nto mind", style="bold")
             yield from (Text(f"- {remark}") for remark in self.remarks)
-
-    def __str__(self) -> str:
-        console = Console(
-            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
-
-    __repr__ = __str__
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")

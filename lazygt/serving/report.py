@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from lazygt.graph.text import count, duration
+from lazygt.printed import Printed
 from lazygt.serving.arrivals import Arrivals
 from lazygt.serving.choices import FOR_SLO, Choice, Point
 from lazygt.serving.formulas import StageNumbers
 from lazygt.serving.mistakes import Remark
 from lazygt.serving.simulation import Run
 
-_WIDEST = 1_000
 
-
-@dataclass(frozen=True)
-class ServicePlan:
+@dataclass(frozen=True, repr=False)
+class ServicePlan(Printed):
     """A service, planned. Prints as tables.
 
     Attributes:
@@ -110,16 +108,6 @@ class ServicePlan:
         if self.remarks:
             yield _titled("to mind")
             yield from (Text(f"- {remark}") for remark in self.remarks)
-
-    def __str__(self) -> str:
-        console = Console(
-            file=io.StringIO(), width=_WIDEST, color_system=None, legacy_windows=False
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(row.rstrip() for row in captured.get().rstrip().splitlines())
-
-    __repr__ = __str__
 
     def _title(self) -> str:
         return f"{_gpus(self._named(self.chosen))} ({self.chosen.why})"

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
+from lazygt.observe.report import shown
+from lazygt.printed import Printed
 from lazygt.simulation.events import RankClass, Simulated
+
+#: Of each table.
+_ROWS = 8
 
 
 class CollectiveTime(NamedTuple):
@@ -49,9 +60,9 @@ class SimulatedRun(NamedTuple):
     elsewhere: int
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A step of a program on a machine.
+@dataclass(frozen=True, repr=False)
+class Prediction(Printed):
+    """A step of a program on a machine. Prints as tables.
 
     Attributes:
         mesh: the ranks; None for one.
@@ -153,6 +164,47 @@ class Prediction:
                     spent[span.line] += span.end - span.begin
         return sorted(spent.items(), key=lambda row: -row[1])
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from map(Text, self._sentences())
+        yield Text("\nthe dearest lines of the busiest rank", style="bold")
+        table = _table("line", ">time")
+        for line, seconds in self.by_line()[:_ROWS]:
+            table.add_row(shown(line), duration(seconds))
+        yield table
+        if self.collectives:
+            yield Text("\ncollectives, the most exposed first", style="bold")
+            table = _table("axis", "collective", ">count", ">payload", ">time", ">exposed", "line")
+            for row in self.collectives[:_ROWS]:
+                table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
+                              duration(row.seconds), duration(row.exposed),
+                              shown(row.line))  # fmt: skip
+            yield table
+
+    def _sentences(self) -> Iterator[str]:
+        where = "one rank" if self.mesh is None else str(self.mesh)
+        bound = "recording in the client" if self.host_bound else "the ranks"
+        turns = ", one after the other: each step reads a value" if self.waits else ""
+        peak, capacity = self.peak_bytes, int(self.machine.memory.capacity)
+        fits = "" if peak <= capacity else f": more than the {amount(capacity, 'B')} there are"
+        yield (
+            f"A step on {where}, {self.machine}: {duration(self.step_seconds)} (estimated), "
+            f"bound by {bound}"
+        )
+        yield f"  ranks {duration(self.computing)}, recording {duration(self.recording)}{turns}"
+        yield (
+            f"  {amount(self.flops, 'flop')} on all ranks, {self.mfu:.1%} of their peak in "
+            f"{self.dtype}"
+        )
+        yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{fits}"
+        if self.collectives:
+            exposed = sum(row.exposed for row in self.collectives)
+            hidden = sum(row.hidden for row in self.collectives)
+            yield f"  collectives: {duration(exposed)} exposed, {duration(hidden)} hidden"
+        elif self.mesh is not None:
+            yield "  nothing is exchanged: every rank does all that the program says of its values"
+        if not self.looped:
+            yield "  no step is repeated: this is the last one, up to its backward pass"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline in Chrome's trace format: a process for each class of ranks, a track
         for each of its lanes."""
@@ -193,6 +245,15 @@ class Prediction:
             "peak_line": self.peak_line,
             "collectives": [row._asdict() for row in self.collectives],
         }  # fmt: skip
+
+
+def _table(*columns: str) -> Table:
+    """Of columns by their names; those that begin with ``>`` stand to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return table
 
 
 def _exposed(ranks: RankClass) -> float:

@@ -284,7 +284,7 @@ def test_the_command(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     shown = CliRunner().invoke(cli.app, ["simulate", str(script), "-o", str(trace)])
     assert shown.exit_code == 0, shown.output
-    assert shown.output.startswith("A step on cpu-generic, one rank: ")
+    assert shown.output.startswith("A step on one rank, cpu-generic: ")
     assert "train.py:8" in shown.output
     boxes = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert {box["args"]["line"].rpartition(":")[0] for box in boxes} == {str(script)}
