@@ -72,6 +72,7 @@ class Prediction(Printed):
             take turns.
         looped: whether the program repeats a step; else it is what came after the last backward
             pass but one, or all.
+        tokens: of a step on all ranks, as rows of the largest look-up in an embedding; 0: none.
     """
 
     machine: Machine
@@ -80,6 +81,7 @@ class Prediction(Printed):
     recording: float
     waits: bool
     looped: bool
+    tokens: int = 0
 
     @property
     def computing(self) -> float:
@@ -92,6 +94,11 @@ class Prediction(Printed):
         if self.waits:
             return self.recording + self.computing
         return max(self.recording, self.computing)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks; 0 for a program that looks up none."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def host_bound(self) -> bool:
@@ -195,6 +202,8 @@ class Prediction(Printed):
             f"  {amount(self.flops, 'flop')} on all ranks, {self.mfu:.1%} of their peak in "
             f"{self.dtype}"
         )
+        if self.tokens:
+            yield f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} a second"
         yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{fits}"
         if self.collectives:
             exposed = sum(row.exposed for row in self.collectives)
@@ -239,6 +248,8 @@ class Prediction(Printed):
             "step_seconds": self.step_seconds,
             "recording_seconds": self.recording,
             "computing_seconds": self.computing,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
             "flops": self.flops,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from lazygt.simulation.kernels import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 
 #: Settings of a session that records and plans, and computes nothing.
-DRY = {"launcher": "dry", "compile": "off"}
+DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
 #: Flushes that the program does not wait for.
 _GOES_ON = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
 #: Runs of a step at most, for a loop to be seen.
@@ -109,7 +110,22 @@ def predict(session: Session, machine: Machine, living: Living) -> Prediction:
         sum(flush.ops * machine.host.record + machine.host.message for flush in step),
         any(flush.reason not in _GOES_ON for flush in step),
         looped,
+        sum(_tokens(session, entries[flush.digest].plan) for flush in step),
     )
+
+
+def _tokens(session: Session, plan: Plan) -> int:
+    """How many rows a run looks up in the table that it looks up the most in, on all ranks."""
+    recorded = dict(session.stages(plan)).get("recorded")
+    if recorded is None:
+        return 0
+    metas, rows = recorded.values, Counter[int]()
+    for node in recorded.nodes:
+        if node.op == "aten.embedding.default":
+            table, index = node.refs()
+            meta = metas[index]
+            rows[table] += 0 if meta is None else meta.numel
+    return max(rows.values(), default=0)
 
 
 def _last_turn(flushes: list[Flush], entries: Mapping[bytes | None, PlanRecord]) -> list[Flush]:

@@ -201,6 +201,25 @@ def test_mfu_is_of_the_dtype_that_is_multiplied() -> None:
         assert 0.2 < prediction.mfu < 1
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_tokens_are_those_of_all_ranks_and_microbatches(microbatches: int) -> None:
+    def program() -> None:
+        words, places = nn.Embedding(32, 16), nn.Embedding(8, 16)
+        opt = torch.optim.SGD([*words.parameters(), *places.parameters()], lr=0.1)
+        ids = torch.randint(0, 32, (8, 6), device="cpu").to("lazygt")
+        ids = lazygt.distribute(ids, {"data": Shard(0)})
+        for _ in range(3):
+            for part in ids.chunk(microbatches):
+                (words(part) + places(torch.arange(6))).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    prediction, _ = predicted(program, {"data": 2})
+    assert prediction.tokens == 8 * 6
+    assert prediction.tokens_per_second == pytest.approx(48 / prediction.step_seconds)
+    assert "48 tokens, " in str(prediction)
+
+
 def test_between_hosts_a_line_goes_by_the_network() -> None:
     gpu = default_machine("cuda")
     here, there = list(range(8)), list(range(0, 64, 8))
