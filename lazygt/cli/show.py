@@ -116,6 +116,12 @@ def profile(
     typer.echo(f"{timeline.runs} runs written to {output}; open it at https://ui.perfetto.dev")
     for line, steps, seconds in timeline.by_line()[:_SLOWEST]:
         typer.echo(f"  {seconds * 1e3:10.3f} ms  {steps:6} steps  {line}")
+    for row in timeline.collectives():
+        share = row.exposed / (row.exposed + row.hidden)
+        typer.echo(
+            f"  {row.exposed * 1e3:10.3f} ms  {row.times:6} times  {row.kind} over {row.axis}: "
+            f"exposed, {share:.0%} of it; {row.hidden * 1e3:.3f} ms hidden"
+        )
     for what, times, seconds in timeline.beside():
         typer.echo(f"  {seconds * 1e3:10.3f} ms  {times:6} times  {what}")
     finish(ran)

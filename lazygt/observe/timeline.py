@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lazygt.graph.source import expand
 from lazygt.history import Flush
+from lazygt.observe.exchanges import ExchangeTime, exchange_times
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Compile
 from lazygt.runtime.console import Observer
@@ -137,6 +138,12 @@ class Timeline:
                 steps[lines[number]] += count
                 spent[lines[number]] += end - begin
         return [(line, steps[line], taken / 1e9) for line, taken in spent.most_common()]
+
+    def collectives(self) -> list[ExchangeTime]:
+        """The collectives of all workers, the most exposed first; see ``ExchangeTime``."""
+        return exchange_times(
+            (run.plan.steps.graph, run.timings) for run in self._runs if run.plan is not None
+        )
 
     def beside(self) -> list[tuple[str, int, float]]:
         """(what, how often, seconds) of what went on beside the runs, if anything did."""
