@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 
 _WIDEST = 1_000
 _HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
@@ -30,3 +31,13 @@ class Printed:
         console = Console(file=io.StringIO(), width=_WIDEST, record=True, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format=_HTML)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines, of columns by their names; those that begin with ``>`` stand to the
+    right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return table

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from lazygt.cli.script import (
     OnMachine,
     OnMesh,
+    Ran,
     Script,
     check_output,
     fail,
@@ -21,8 +25,9 @@ from lazygt.cli.script import (
     on_mesh,
     run,
 )
+from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
-from lazygt.simulation import DRY, Living, Prediction, predict
+from lazygt.simulation import DRY, Living, Prediction, check, predict
 
 
 def simulate(
@@ -34,6 +39,9 @@ def simulate(
         Path | None, typer.Option("--output", "-o", help="write a timeline (Chrome's trace format)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the figures, for scripts")] = False,
+    checked: Annotated[
+        bool, typer.Option("--check", help="then run it here, and set what was measured beside it")
+    ] = False,
 ) -> None:
     """Record an unchanged script without computing anything, and say what a step would take.
 
@@ -50,20 +58,54 @@ def simulate(
         context, script, True, settings,
         opened=lambda session: watched.append((session, Living(session))),
     )  # fmt: skip
-    predictions = []
+    by_session: list[Prediction | None] = []
     for session, living in watched:
         try:
-            predictions.append(predict(session, session.machine, living))
-        except ValueError as error:
+            by_session.append(predict(session, session.machine, living))
+        except ValueError as error:  # it has run nothing
+            by_session.append(None)
             if len(watched) == 1 and not ran.failed:
                 fail(context, str(error))
+    predictions = [prediction for prediction in by_session if prediction is not None]
     for prediction in predictions:
         _show(prediction, as_json)
     if output is not None and predictions:
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         longest.save(output)
         typer.echo(f"timeline written to {output}; open it at https://ui.perfetto.dev")
+    if checked and predictions and not ran.failed:
+        ran = _check(context, script, mesh, by_session)
     finish(ran)
+
+
+def _check(
+    context: typer.Context,
+    script: Path,
+    mesh: str | None,
+    by_session: Sequence[Prediction | None],
+) -> Ran:
+    """Run the script for real, and show each session's prediction beside what its workers did."""
+    devices = {prediction.machine.device for prediction in by_session if prediction is not None}
+    if "cuda" in devices and not torch.cuda.is_available():
+        fail(context, "--check runs the script on this machine, which has no CUDA device")
+    settings = {"compile": "off", **({} if mesh is None else {"mesh": mesh})}
+    timelines: list[Timeline] = []
+
+    def opened(session: Session) -> None:
+        timelines.append(Timeline())
+        profiles.enter_context(profile(session, timelines[-1]))
+
+    with ExitStack() as profiles:
+        ran = run(context, script, True, settings, opened=opened)
+    for prediction, timeline in zip(by_session, timelines, strict=False):
+        if prediction is None:
+            continue
+        try:
+            told = check(prediction, timeline.timed)
+        except ValueError as error:
+            fail(context, str(error))
+        typer.echo(f"\n{told}")
+    return ran
 
 
 def _show(prediction: Prediction, as_json: bool) -> None:

@@ -75,6 +75,11 @@ class Timeline:
         """How many timed runs there are, over all workers."""
         return len(self._runs)
 
+    @property
+    def timed(self) -> Sequence[TimedRun]:
+        """The timed runs, as they came."""
+        return self._runs
+
     def session(self) -> int:
         """The number of one more session that draws here."""
         self._sessions += 1

@@ -14,7 +14,7 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_limit
 from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
-from lazygt.printed import Printed
+from lazygt.printed import Printed, plain_table
 
 #: Claims are rounded.
 _ROUNDING = 0.02
@@ -96,11 +96,10 @@ class VolumeReport(Printed):
             yield from (Text(f"- {remark}") for remark in self.remarks)
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("parallelism", ">ranks", "collective", "of", ">count", ">elements each",
-                     ">logical", ">ring, many ranks", ">ring, a rank"):  # fmt: skip
-            right = name.startswith(">")
-            table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        table = plain_table(
+            "parallelism", ">ranks", "collective", "of", ">count", ">elements each",
+            ">logical", ">ring, many ranks", ">ring, a rank",
+        )  # fmt: skip
         for name, volumes in _by_parallelism(self.volumes).items():
             for row in volumes:
                 table.add_row(name, str(row.ranks), row.kind, row.what, f"{row.times:,}",

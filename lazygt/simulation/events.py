@@ -106,7 +106,7 @@ def simulate_plans(plans: Sequence[Plan], mesh: Mesh, machine: Machine) -> Simul
         _Run(of_rank[rank], rank, counts[key], mesh, class_of, machine)
         for key, rank in firsts.items()
     ]
-    left = list(runs)
+    left = [run for run in runs if not run.ended]
     while left:
         moved = [run.advance(runs) for run in left]
         if not any(moved):

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
 from lazygt.observe.report import shown
-from lazygt.printed import Printed
+from lazygt.printed import Printed, plain_table
 from lazygt.simulation.events import RankClass, Simulated
 
 #: Of each table.
@@ -174,13 +173,15 @@ class Prediction(Printed):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(Text, self._sentences())
         yield Text("\nthe dearest lines of the busiest rank", style="bold")
-        table = _table("line", ">time")
+        table = plain_table("line", ">time")
         for line, seconds in self.by_line()[:_ROWS]:
             table.add_row(shown(line), duration(seconds))
         yield table
         if self.collectives:
             yield Text("\ncollectives, the most exposed first", style="bold")
-            table = _table("axis", "collective", ">count", ">payload", ">time", ">exposed", "line")
+            table = plain_table(
+                "axis", "collective", ">count", ">payload", ">time", ">exposed", "line"
+            )
             for row in self.collectives[:_ROWS]:
                 table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
                               duration(row.seconds), duration(row.exposed),
@@ -256,15 +257,6 @@ class Prediction(Printed):
             "peak_line": self.peak_line,
             "collectives": [row._asdict() for row in self.collectives],
         }  # fmt: skip
-
-
-def _table(*columns: str) -> Table:
-    """Of columns by their names; those that begin with ``>`` stand to the right."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
-    return table
 
 
 def _exposed(ranks: RankClass) -> float:
