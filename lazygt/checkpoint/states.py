@@ -119,8 +119,11 @@ def load(given: Any, state: Any) -> None:
 
 
 def class_of(given: Any) -> str:
-    """What kind of object it is, as checkpoints have it."""
-    return (Tensor if isinstance(given, Tensor) else type(given)).__qualname__
+    """What kind of object it is, as checkpoints have it: of a module in blocks, what it was."""
+    if isinstance(given, Tensor):
+        return Tensor.__qualname__
+    kind: type = getattr(type(given), "__plain_class__", type(given))
+    return kind.__qualname__
 
 
 # -- texts ---------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def _fsdp_class(plain_class: type[nn.Module]) -> type[nn.Module]:
         fsdp_class = type(
             f"FSDP{plain_class.__name__}",
             (FSDPModule, plain_class),
-            {"__module__": plain_class.__module__},
+            {"__module__": plain_class.__module__, "__plain_class__": plain_class},
         )
         _classes[plain_class] = fsdp_class
     return fsdp_class
@@ -163,7 +163,7 @@ def _fsdp_class(plain_class: type[nn.Module]) -> type[nn.Module]:
 
 def _own_class(fsdp_class: type) -> type[nn.Module]:
     """The class that a module had."""
-    return cast("type[nn.Module]", fsdp_class.__mro__[2])
+    return cast("type[nn.Module]", fsdp_class.__plain_class__)  # type: ignore[attr-defined]
 
 
 def _empty(plain_class: type[nn.Module]) -> nn.Module:
