@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import copyreg
 import ctypes
 import os
 import signal
@@ -66,6 +67,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent a
 _ELSEWHERE = tuple(
     PACKAGE + part for part in ("cli/", "observe/", "graph/", "passes/", "transfer/")
 )
+#: Python's function that whatever is pickled or copied goes through passes over all that is raised
+#: in it, Ctrl-C too (a bare ``except``).
+_SWALLOWS = copyreg._slotnames.__code__  # type: ignore[attr-defined]
 #: Torch's functions that set a mode of this thread and set it back, not always in a ``with`` block:
 #: context managers, and what is around an optimizer's step.
 _CHANGING_MODES = frozenset(("__enter__", "__exit__", "_use_grad"))
@@ -87,6 +91,8 @@ def _in_users_code(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE) and not name.startswith(_ELSEWHERE):
+            return False
+        if frame.f_code is _SWALLOWS:
             return False
         frame = frame.f_back
     return not in_torch()

@@ -5,6 +5,7 @@ Moments that nobody has chosen: tests/faults/test_interrupts.py.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
@@ -67,6 +68,30 @@ def test_it_comes_at_once_in_the_users_own_code() -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupt()
         assert not DEFER_INTERRUPT._pending
+
+
+class Interrupting(type):
+    """A class of this kind is interrupted when Python notes its slots, as it does for a pickle."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "__slotnames__":
+            interrupt()
+
+
+def test_it_is_not_lost_where_python_passes_over_what_is_raised() -> None:
+    """``copyreg`` has a bare ``except`` there."""
+
+    class Pickled(metaclass=Interrupting):
+        pass
+
+    def copied() -> None:
+        copy.copy(Pickled())
+        wait_for_ever()
+
+    with lazygt.session(launcher="inline"), pytest.raises(KeyboardInterrupt):
+        copied()
+    assert "__slotnames__" in vars(Pickled)
 
 
 def test_it_ends_a_blocking_call_of_the_users() -> None:
