@@ -8,11 +8,13 @@ gradient is reduced in a dtype of its own, and then comes in the parameter's.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from lazygt.graph.mesh import Sharding
@@ -119,8 +121,11 @@ class _Casts:
         return bool(others) and parameter.is_floating_point()
 
     def _cast(self, parameter: nn.Parameter) -> Tensor:
+        """Not seen by modes: what a checkpoint keeps by a policy it counts in both passes, and only
+        the second one casts a block's parameters inside of it."""
         dtype = self.param_dtype or parameter.dtype
-        cast: Tensor = _Cast.apply(parameter, dtype, self.reduce_dtype or dtype)  # type: ignore[no-untyped-call]
+        with _disable_current_modes() if is_lazy(parameter) else nullcontext():
+            cast: Tensor = _Cast.apply(parameter, dtype, self.reduce_dtype or dtype)  # type: ignore[no-untyped-call]
         return cast
 
 

@@ -8,13 +8,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import lazygt
 from lazygt.graph.cost import peak_bytes
@@ -237,6 +243,24 @@ class Checkpointed(nn.Module):
         return again
 
 
+class Selective(nn.Module):
+    """A layer and what follows it, checkpointed by a policy."""
+
+    def __init__(self, contexts: Any) -> None:
+        super().__init__()
+        self.inner, self.contexts = nn.Linear(8, 8), contexts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.contexts is None:
+            return self.body(x)
+        y: torch.Tensor = checkpoint(self.body, x, use_reentrant=False, context_fn=self.contexts)
+        return y
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x).relu().square()
+        return y
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_is_recomputed_is_cast_again(session: lazygt.Session, reentrant: bool) -> None:
     gradients = []
@@ -245,6 +269,26 @@ def test_what_is_recomputed_is_cast_again(session: lazygt.Session, reentrant: bo
         model = lazygt.fully_shard(Checkpointed(how), mp_policy=MixedPrecisionPolicy(HALF, FULL))
         model(torch.randn(4, 8, requires_grad=True)).float().square().sum().backward()
         gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == 2
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_checkpoint_that_keeps_some_ops_does_not_count_casts(session: lazygt.Session) -> None:
+    kept: list[Any] = []
+
+    def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept.append(op)
+        product = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    gradients = []
+    for contexts in (None, partial(create_selective_checkpoint_contexts, policy)):
+        torch.manual_seed(0)
+        model = lazygt.fully_shard(Selective(contexts), mp_policy=MixedPrecisionPolicy(HALF, FULL))
+        model(torch.randn(4, 8, requires_grad=True)).float().square().sum().backward()
+        gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert torch.ops.aten.addmm.default in kept
+    assert torch.ops.aten._to_copy.default not in kept
     assert len(gradients[0]) == 2
     assert all(map(torch.equal, *gradients))
 
