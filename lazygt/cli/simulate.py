@@ -39,8 +39,11 @@ def simulate(
         Path | None, typer.Option("--output", "-o", help="write a timeline (Chrome's trace format)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the figures, for scripts")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="fused groups as one kernel each")
+    ] = True,
     checked: Annotated[
-        bool, typer.Option("--check", help="then run it here, and set what was measured beside it")
+        bool, typer.Option("--check", help="then run it here, not compiled, and compare")
     ] = False,
 ) -> None:
     """Record an unchanged script without computing anything, and say what a step would take.
@@ -61,7 +64,8 @@ def simulate(
     by_session: list[Prediction | None] = []
     for session, living in watched:
         try:
-            by_session.append(predict(session, session.machine, living))
+            told = predict(session, session.machine, living, compiled=compiled and not checked)
+            by_session.append(told)
         except ValueError as error:  # it has run nothing
             by_session.append(None)
             if len(watched) == 1 and not ran.failed:

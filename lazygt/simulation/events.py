@@ -17,12 +17,11 @@ from lazygt.errors import LazyGTError
 from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.cost import alive_bytes, member_costs
 from lazygt.graph.mesh import Mesh
-from lazygt.graph.node import Graph
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.prices import line_seconds
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.simulation.kernels import node_seconds, product_flops
+from lazygt.simulation.kernels import Kernel, kernels_of, product_flops
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 
@@ -85,34 +84,71 @@ class Simulated:
         return max(each.seconds for each in self.classes)
 
 
-def simulate_plans(plans: Sequence[Plan], mesh: Mesh, machine: Machine) -> Simulated:
-    """One run of the plans of all ranks.
+class Rehearsal:
+    """The plans of all ranks, made ready to be run on one machine after another.
 
     Args:
         plans: of each rank of the mesh, or the one that all run.
-
-    Raises:
-        Deadlock: ranks wait for each other.
+        compiled: whether fused groups are.
     """
-    of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
-    firsts: dict[int, int] = {}
-    counts: dict[int, int] = defaultdict(int)
-    for rank, plan in enumerate(of_rank):
-        firsts.setdefault(id(plan), rank)
-        counts[id(plan)] += 1
-    numbers = {key: number for number, key in enumerate(firsts)}
-    class_of = [numbers[id(plan)] for plan in of_rank]
-    runs = [
-        _Run(of_rank[rank], rank, counts[key], mesh, class_of, machine)
-        for key, rank in firsts.items()
-    ]
-    left = [run for run in runs if not run.ended]
-    while left:
-        moved = [run.advance(runs) for run in left]
-        if not any(moved):
-            raise Deadlock("; ".join(run.stands() for run in left))
-        left = [run for run in left if not run.ended]
-    return Simulated(tuple([run.told for run in runs]))
+
+    def __init__(self, plans: Sequence[Plan], mesh: Mesh, *, compiled: bool = True) -> None:
+        of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
+        firsts: dict[int, int] = {}
+        self._counts: dict[int, int] = defaultdict(int)
+        for rank, plan in enumerate(of_rank):
+            self._counts[firsts.setdefault(id(plan), rank)] += 1
+        numbers = {key: number for number, key in enumerate(firsts)}
+        class_of = [numbers[id(plan)] for plan in of_rank]
+        self._parts = [
+            _Part(of_rank[rank], rank, mesh, class_of, compiled) for rank in firsts.values()
+        ]
+
+    def on(self, machine: Machine) -> Simulated:
+        """One run.
+
+        Raises:
+            Deadlock: ranks wait for each other.
+        """
+        runs = [_Run(part, self._counts[part.rank], machine) for part in self._parts]
+        left = [run for run in runs if not run.ended]
+        while left:
+            moved = [run.advance(runs) for run in left]
+            if not any(moved):
+                raise Deadlock("; ".join(run.stands() for run in left))
+            left = [run for run in left if not run.ended]
+        return Simulated(tuple([run.told for run in runs]))
+
+
+class _Part:
+    """What one class of ranks does, on whichever machine."""
+
+    def __init__(
+        self, plan: Plan, rank: int, mesh: Mesh, class_of: Sequence[int], compiled: bool
+    ) -> None:
+        self.rank, self.graph = rank, plan.graph
+        self.lines = {
+            axis: next(line for line in mesh.lines(axis) if rank in line) for axis in mesh.names
+        }
+        self.classes = {
+            axis: tuple([class_of[other] for other in line]) for axis, line in self.lines.items()
+        }
+        self.place = {axis: line.index(rank) for axis, line in self.lines.items()}
+        self.kernels = kernels_of(plan.graph, compiled=compiled)
+        self.exchanges = communications_by_node(plan.graph, mesh)
+        self.results = [results for _, results in plan.graph.numbered()]
+
+    def counted(self, count: int) -> RankClass:
+        """What is known of it before it runs."""
+        graph, told = self.graph, RankClass(self.rank, count)
+        alive = alive_bytes(graph, Schedule.of(graph).frees)
+        peak = max(range(len(alive)), key=alive.__getitem__, default=None)
+        told.peak_bytes = sum(meta.nbytes for meta in graph.inputs)
+        if peak is not None:
+            told.peak_bytes, told.peak_line = alive[peak], graph.line(peak)
+        told.flops = sum(cost.flops for costs in member_costs(graph) for cost in costs)
+        told.products = product_flops(self.kernels)
+        return told
 
 
 class _Run:
@@ -123,27 +159,11 @@ class _Run:
         sent: (axis, place of the receiver on it) -> when each message is there.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        count: int,
-        mesh: Mesh,
-        class_of: Sequence[int],
-        machine: Machine,
-    ) -> None:
-        self.told = RankClass(rank, count)
-        self._graph, self._machine = plan.graph, machine
-        self._lines = {
-            axis: next(line for line in mesh.lines(axis) if rank in line) for axis in mesh.names
-        }
-        self._classes = {
-            axis: tuple([class_of[other] for other in line]) for axis, line in self._lines.items()
-        }
-        self._place = {axis: line.index(rank) for axis, line in self._lines.items()}
-        self._seconds = node_seconds(plan.graph, machine)
-        self._exchanges = communications_by_node(plan.graph, mesh)
-        self._results = [results for _, results in plan.graph.numbered()]
+    def __init__(self, part: _Part, count: int, machine: Machine) -> None:
+        self.told = part.counted(count)
+        self._graph, self._machine = part.graph, machine
+        self._lines, self._classes, self._place = part.lines, part.classes, part.place
+        self._kernels, self._exchanges, self._results = part.kernels, part.exchanges, part.results
         self._now = self._host = 0.0
         self._next = 0
         self.launched: dict[str, list[float]] = defaultdict(list)
@@ -155,7 +175,6 @@ class _Run:
         #: axis -> its collectives, and when those began and ended of which that is known
         self._flights: dict[str, list[Communication]] = defaultdict(list)
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self._count(plan.graph)
 
     @property
     def ended(self) -> bool:
@@ -193,20 +212,27 @@ class _Run:
         return True
 
     def _compute(self, number: int) -> None:
-        seconds = self._seconds[number]
-        launch = self._machine.host.launch
+        begins = [self._kernel(kernel) for kernel in self._kernels[number]]
+        if begins:
+            name, line = self._graph.nodes[number].op, self._graph.line(number)
+            self.told.spans.append(Span("compute", name, begins[0], self._now, line))
+
+    def _kernel(self, kernel: Kernel) -> float:
+        """Run a kernel; when it begins. A device is launched upon ahead of what it computes."""
+        host = self._machine.host
+        launch, seconds = (
+            host.call if kernel.compiled else host.launch,
+            kernel.seconds(self._machine),
+        )
+        begin = self._now
         if self._machine.device == "cuda":
-            self._host += launch if seconds else 0.0
-            begin = max(self._now, self._host) if seconds else self._now
+            self._host += launch
+            begin = max(begin, self._host)
         else:
-            begin = self._now
-            seconds += launch if seconds else 0.0
-        if not seconds:
-            return
+            seconds += launch
         self._now = begin + seconds
         self.told.busy += seconds
-        name, line = self._graph.nodes[number].op, self._graph.line(number)
-        self.told.spans.append(Span("compute", name, begin, self._now, line))
+        return begin
 
     def _begun(self, number: int) -> bool:
         """Whether a collective that is waited for at once was launched already."""
@@ -270,12 +296,3 @@ class _Run:
             span = Span(axis, "receive", begin, self._now, what.source, exposed, what.nbytes)
             self.told.spans.append(span)
         return True
-
-    def _count(self, graph: Graph) -> None:
-        alive = alive_bytes(graph, Schedule.of(graph).frees)
-        peak = max(range(len(alive)), key=alive.__getitem__, default=None)
-        self.told.peak_bytes = sum(meta.nbytes for meta in graph.inputs)
-        if peak is not None:
-            self.told.peak_bytes, self.told.peak_line = alive[peak], graph.line(peak)
-        self.told.flops = sum(cost.flops for costs in member_costs(graph) for cost in costs)
-        self.told.products = product_flops(graph)

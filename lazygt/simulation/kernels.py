@@ -3,17 +3,20 @@
 family       law
 matmul       tiles of the result for products of matrices; flops at the machine's rate for others
              (convolutions, attention)
-pointwise    elements at the rate of the op's kind, or bytes, whichever takes longer; the members of
-             a fused group one after another, its bytes once
+pointwise    elements at the rate of the op's kind, or bytes, whichever takes longer
 memory       bytes
 view         nothing
+
+A fused group that is compiled is one kernel: what its members compute one after another, and its
+bytes once. One that is not is a kernel for each member.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from lazygt.graph.cost import Cost, base_name, family, member_costs
 from lazygt.graph.meta import TensorMeta
@@ -34,68 +37,114 @@ _KINDS = (
 )  # fmt: skip
 
 
+class Product(NamedTuple):
+    """``batch`` products of [m, k] and [k, n]; with no sizes ``flops`` of another kind."""
+
+    dtype: str
+    flops: int
+    sizes: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def seconds(self, machine: Machine) -> float:
+        """Without the launch."""
+        if not any(self.sizes):
+            return self.flops / machine.matmul.rate_of(self.dtype)
+        return matmul_seconds(machine, self.dtype, *self.sizes)
+
+
+class Kernel(NamedTuple):
+    """What one launch computes, on whichever machine.
+
+    Attributes:
+        elements: (one of ``machine.schema.FAMILIES``, how many) for each op that goes through them.
+        nbytes: read and written.
+        compiled: whether it is a fused group's.
+    """
+
+    products: tuple[Product, ...]
+    elements: tuple[tuple[str, int], ...]
+    nbytes: int
+    compiled: bool = False
+
+    def seconds(self, machine: Machine) -> float:
+        """Without the launch."""
+        work = sum(product.seconds(machine) for product in self.products)
+        work += sum(count / machine.pointwise[kind] for kind, count in self.elements)
+        return max(work, moving_seconds(machine, self.nbytes))
+
+
+def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...]]:
+    """The kernels of each node; none for views and for what ranks exchange.
+
+    Args:
+        compiled: whether fused groups are.
+    """
+    kernels = []
+    for node, costs in zip(graph.nodes, member_costs(graph), strict=True):
+        if node.body is None:
+            kernels.append(_plain(node, costs[0], graph.values))
+        elif compiled:
+            kernels.append((_fused(node.body, costs),))
+        else:
+            members = kernels_of(node.body)
+            kernels.append(tuple([kernel for member in members for kernel in member]))
+    return kernels
+
+
 def node_seconds(graph: Graph, machine: Machine) -> list[float]:
     """Seconds that each node of a graph computes, without its launch; nothing for what ranks
     exchange."""
-    metas = graph.values
-    return [
-        _seconds(node, costs, metas, machine)
-        for node, costs in zip(graph.nodes, member_costs(graph), strict=True)
-    ]
+    return [sum(kernel.seconds(machine) for kernel in kernels) for kernels in kernels_of(graph)]
 
 
-def product_flops(graph: Graph) -> Counter[str]:
+def product_flops(kernels: Iterable[Sequence[Kernel]]) -> Counter[str]:
     """Arithmetic operations of matrix products and the like, by dtype as the machine names it."""
-    metas, flops = graph.values, Counter[str]()
-    for node, costs in zip(graph.nodes, member_costs(graph), strict=True):
-        if family(node) == "matmul":
-            flops[_dtype(node, metas)] += sum(cost.flops for cost in costs)
+    flops = Counter[str]()
+    for of_node in kernels:
+        for kernel in of_node:
+            for product in kernel.products:
+                flops[product.dtype] += product.flops
     return flops
 
 
-def _seconds(
-    node: Node, costs: Sequence[Cost], metas: Sequence[TensorMeta | None], machine: Machine
-) -> float:
-    if node.body is not None:
-        inner = node.body.values
-        work = sum(
-            _arithmetic(member, cost.flops, inner, machine)
-            for member, cost in zip(node.body.nodes, costs, strict=True)
-        )
-        return max(work, moving_seconds(machine, sum(cost.bytes for cost in costs)))
-    (cost,) = costs
+def _plain(node: Node, cost: Cost, metas: Sequence[TensorMeta | None]) -> tuple[Kernel, ...]:
     if not cost.launches or family(node) == "collective":
-        return 0.0
-    work = _arithmetic(node, cost.flops, metas, machine)
-    return max(work, moving_seconds(machine, cost.bytes))
+        return ()
+    return (Kernel(*_arithmetic([(node, cost.flops)], metas), cost.bytes),)
+
+
+def _fused(body: Graph, costs: Sequence[Cost]) -> Kernel:
+    members = [(member, cost.flops) for member, cost in zip(body.nodes, costs, strict=True)]
+    work = _arithmetic(members, body.values)
+    return Kernel(*work, sum(cost.bytes for cost in costs), compiled=True)
 
 
 def _arithmetic(
-    node: Node, flops: int, metas: Sequence[TensorMeta | None], machine: Machine
-) -> float:
-    """What a node computes, were memory fast enough."""
-    kind = family(node)
-    if kind == "matmul":
-        return _product(node, flops, metas, machine)
-    if kind in ("memory", "view", "collective"):
-        return 0.0
-    return flops / machine.pointwise[pointwise_family(node)]
+    members: Iterable[tuple[Node, int]], metas: Sequence[TensorMeta | None]
+) -> tuple[tuple[Product, ...], tuple[tuple[str, int], ...]]:
+    """What ops compute: their products, and the elements that the others go through."""
+    products, elements = [], []
+    for node, flops in members:
+        kind = family(node)
+        if kind == "matmul":
+            products.append(_product(node, flops, metas))
+        elif kind not in ("memory", "view", "collective"):
+            elements.append((pointwise_family(node), flops))
+    return tuple(products), tuple(elements)
 
 
-def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None], machine: Machine) -> float:
+def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None]) -> Product:
     operands = [meta for value in node.refs() if (meta := metas[value]) is not None]
-    dtype = _dtype(node, metas)
+    dtype = _dtype(operands)
     places = _PRODUCTS.get(base_name(node.op))
     if places is None or len(operands) <= max(places):
-        return flops / machine.matmul.rate.get(dtype, machine.matmul.rate["f32"])
+        return Product(dtype, flops)
     left, right = (operands[place].shape for place in places)
-    return matmul_seconds(machine, dtype, left[-2], right[-1], left[-1], math.prod(left[:-2]))
+    return Product(dtype, flops, (left[-2], right[-1], left[-1], math.prod(left[:-2])))
 
 
-def _dtype(node: Node, metas: Sequence[TensorMeta | None]) -> str:
+def _dtype(operands: Sequence[TensorMeta]) -> str:
     """Of its first operand; half precision of either kind has one rate."""
-    first = next((meta for value in node.refs() if (meta := metas[value]) is not None), None)
-    return "f32" if first is None else _ITEMSIZES.get(first.dtype.itemsize, "f32")
+    return _ITEMSIZES.get(operands[0].dtype.itemsize, "f32") if operands else "f32"
 
 
 def pointwise_family(node: Node) -> str:

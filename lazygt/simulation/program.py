@@ -21,7 +21,7 @@ from lazygt.runtime.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
-from lazygt.simulation.events import simulate_plans
+from lazygt.simulation.events import Rehearsal
 from lazygt.simulation.kernels import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 
@@ -61,6 +61,7 @@ def simulate(
     mesh: Mapping[str, int] | str | None = None,
     machine: str | os.PathLike[str] | None = None,
     device: str | None = None,
+    compiled: bool = True,
 ) -> Prediction:
     """What a step of a program takes on a machine that need not be there.
 
@@ -71,6 +72,7 @@ def simulate(
         mesh: the ranks, such as ``data=8,model=4``; None: one.
         machine: a name such as ``h100``, or a machine file; None: as ``lazygt.session`` has it.
         device: ``cuda`` or ``cpu``; None: the machine's.
+        compiled: whether fused groups are one kernel each, or one for each of their ops.
 
     Raises:
         MachineError: there is no such machine, or its file is wrong.
@@ -81,10 +83,12 @@ def simulate(
     with Session(**{key: value for key, value in settings.items() if value is not None}) as session:
         living = Living(session)
         program()
-    return predict(session, priced, living)
+    return predict(session, priced, living, compiled=compiled)
 
 
-def predict(session: Session, machine: Machine, living: Living) -> Prediction:
+def predict(
+    session: Session, machine: Machine, living: Living, *, compiled: bool = True
+) -> Prediction:
     """What a step of the program of a dry session takes.
 
     Raises:
@@ -102,7 +106,10 @@ def predict(session: Session, machine: Machine, living: Living) -> Prediction:
     looped = length < len(names)
     step = flushes[first : first + length] if looped else _last_turn(flushes, entries)
     mesh = session.mesh
-    runs = [_run(entries[flush.digest], flush.run, mesh, machine, living) for flush in step]
+    runs = [
+        _run(entries[flush.digest], living.after.get(flush.run - 1, 0), mesh, machine, compiled)
+        for flush in step
+    ]
     return Prediction(
         machine,
         mesh if mesh.world_size > 1 else None,
@@ -159,9 +166,9 @@ def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
 
 
 def _run(
-    entry: PlanRecord, number: int, mesh: Mesh, machine: Machine, living: Living
+    entry: PlanRecord, before: int, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
-    inputs = sum(meta.nbytes for meta in entry.plan.graph.inputs)
-    elsewhere = max(living.after.get(number - 1, 0) - inputs, 0)
-    name = entry.plan.digest.hex()[:12]
-    return SimulatedRun(name, simulate_plans(entry.plans, mesh, machine), elsewhere)
+    """A run of a plan, before which a rank holds so many bytes."""
+    elsewhere = max(before - sum(meta.nbytes for meta in entry.plan.graph.inputs), 0)
+    simulated = Rehearsal(entry.plans, mesh, compiled=compiled).on(machine)
+    return SimulatedRun(entry.plan.digest.hex()[:12], simulated, elsewhere)

@@ -18,7 +18,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
 from lazygt.machine.prices import collective_seconds, line_seconds
 from lazygt.runtime.plan import Plan
-from lazygt.simulation import DRY, Living, Prediction, predict, simulate_plans
+from lazygt.simulation import DRY, Living, Prediction, Rehearsal, predict
 from lazygt.simulation.program import repeated
 
 pytestmark = pytest.mark.timeout(120)
@@ -236,6 +236,24 @@ def test_between_hosts_a_line_goes_by_the_network() -> None:
     )
 
 
+def test_a_fused_group_is_one_kernel_where_it_is_compiled() -> None:
+    def program() -> None:
+        x = torch.randn(100, 100)
+        lazygt.current().flush()
+        y = (x * 2 + 1).relu()  # noqa: F841
+        lazygt.current().flush()
+
+    _, session = predicted(program)
+    plans = [entry.plan for entry in session.entries()]
+    (group,) = (plan for plan in plans if any(node.body for node in plan.graph.nodes))
+    once = 2 * 40_000e-9  # all of it is read and written
+    took = {
+        compiled: Rehearsal([group], Mesh.parse("a=1"), compiled=compiled).on(PLAIN).seconds
+        for compiled in (True, False)
+    }
+    assert took == pytest.approx({True: once + PLAIN.host.call, False: 3 * (once + 1e-6)})
+
+
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     def program() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
@@ -248,8 +266,9 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     entry = max(session.entries(), key=lambda entry: len(entry.plans))
     receiver = entry.plans[1]
     with pytest.raises(lazygt.LazyGTError, match=r"rank 0 at lazygt.recv"):
-        simulate_plans([receiver, Plan(receiver.graph, mesh=session.mesh)],
-                       Mesh.parse("pipe=2"), PLAIN)  # fmt: skip
+        Rehearsal([receiver, Plan(receiver.graph, mesh=session.mesh)], Mesh.parse("pipe=2")).on(
+            PLAIN
+        )
 
 
 @pytest.mark.parametrize(
