@@ -1,4 +1,4 @@
-"""What a graph costs: arithmetic, bytes moved, launches, and the most memory it needs at once.
+"""What a graph costs: arithmetic, bytes moved and launches.
 
 The numbers are those of the graph as it is written, counted and not timed. Every op reads each
 operand and writes each result once (not what it only overwrites, nor rows that it does not pick).
@@ -13,8 +13,7 @@ view                         none, no bytes and no launch
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,8 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from lazygt.graph.alias import COPY, DONE, WRITE_BACK, analyse, draws, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, map_arg
-from lazygt.graph.ops import viewed_argument
-from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, POINT_TO_POINT, WAIT
+from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT, WAIT
 
 #: What ranks do together, and the end of it.
 _COLLECTIVES = COLLECTIVES | POINT_TO_POINT | {WAIT}
@@ -269,88 +267,3 @@ def _tensors(arg: Arg, metas: Metas) -> Any:
         return 1 if type(item) is Param else item
 
     return map_arg(arg, leaf)
-
-
-def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
-    """The most bytes alive at once while the nodes run in order; see ``alive_bytes``."""
-    inputs = sum(_extent(meta) for meta in graph.inputs)
-    return max(alive_bytes(graph, frees), default=inputs)
-
-
-def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
-    """The bytes alive while each node runs.
-
-    Values that share memory (views, versions written in place, what lies in the buffer that it came
-    in) count once, for as long as one of them lives. So does a pack of values that is being sent.
-    What a node needs only while it runs (workspaces, the values between the members of a fused
-    node) is not counted.
-
-    Args:
-        frees: for each node the values that are dropped after it, inputs among them; an input
-            that is never dropped counts from the first node to the last.
-    """
-    homes = _homes(graph)
-    sizes = [_extent(meta) for meta in graph.values]
-    alive = Counter(homes[: len(graph.inputs)])
-    now = sum(sizes[home] for home in alive)
-    history = []
-    sent: dict[int, int] = {}
-    for (node, results), dropped in zip(graph.numbered(), frees, strict=True):
-        for home in homes[results.start : results.stop]:
-            now += 0 if alive[home] else sizes[home]
-            alive[home] += 1
-        if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] == "all_gather":
-            sent[results[0]] = sum(sizes[value.index] for value in node.args[1])
-            now += sent[results[0]]
-        history.append(now)
-        if node.op == WAIT:
-            now -= sent.pop(node.args[0].index, 0)
-        for value in dropped:
-            alive[homes[value]] -= 1
-            now -= 0 if alive[homes[value]] else sizes[homes[value]]
-    return history
-
-
-def _extent(meta: TensorMeta | None) -> int:
-    """Bytes from a tensor's first element in memory to its last."""
-    return meta.extent * meta.dtype.itemsize if meta is not None else 0
-
-
-def _homes(graph: Graph) -> list[int]:
-    """For each value the first one in whose memory it lives."""
-    homes = list(range(len(graph.values)))
-    launches = {
-        results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
-    }
-    for (node, results), modes in zip(graph.numbered(), analyse(graph).modes, strict=True):
-        fresh, versions = results[: len(node.fresh)], results[len(node.fresh) :]
-        if node.op == WRITE_BACK and modes != (COPY,):
-            homes[fresh[0]] = homes[node.args[0].index]
-        elif node.op == WAIT and fresh:
-            launch = launches.get(node.args[0].index)
-            for position in _stays(launch, node.args[2]) if launch else ():
-                homes[fresh[position]] = homes[node.args[0].index]
-        elif node.body is None and family(node) == "view":
-            facts = op_facts(node)
-            source = node.args[viewed_argument(facts) if facts and facts.views else 0]
-            if isinstance(source, Ref):
-                homes[fresh.start : fresh.stop] = [homes[source.index]] * len(fresh)
-        for target, mode, version in zip(node.writes, modes, versions, strict=False):
-            if mode != COPY:
-                homes[version] = homes[target]
-    return homes
-
-
-#: Launches whose results are put together of what comes.
-_MADE_ANEW = ("all_to_all", "send_recv", "take_rows", "put_rows")
-
-
-def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
-    """Which of the values of a launch are used where they lie in its buffer, once it has come."""
-    kind, values, moves, _, _ = launch.args
-    copied = kind in _MADE_ANEW or (kind == "all_gather" and len(values) > 1)
-    return [
-        place
-        for place in range(len(values))
-        if place not in kept and not copied and (kind == "all_reduce" or moves[place][0] == 0)
-    ]

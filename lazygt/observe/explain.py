@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lazygt.graph.alive import alive_bytes, peak_bytes
 from lazygt.graph.collectives import Communication, communications
-from lazygt.graph.cost import Cost, alive_bytes, base_name, family, member_costs, peak_bytes
+from lazygt.graph.cost import Cost, base_name, family, member_costs
 from lazygt.graph.fusion import REDUCTIONS, expand_fused, numbers_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node

@@ -172,6 +172,14 @@ def _zero_tensor(size: Any, *, dtype: Any = None, layout: Any = None, device: An
     return torch.zeros(size, dtype=dtype, device=device or tensor.DEVICE_0)
 
 
+def _empty_permuted(size: Any, physical_layout: Any, *, dtype: Any = None, layout: Any = None,
+                    device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
+    """Memory of its own: torch would make a view, and ``empty_like`` of a meta tensor with it."""
+    meta = torch.empty_permuted(size, physical_layout, dtype=dtype, layout=layout, device="meta")
+    device = device or tensor.DEVICE_0
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device=device)
+
+
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
     return _dispatch(torch.ops.aten.copy_.default, (target, source), {})
 
@@ -332,6 +340,7 @@ def register() -> None:
     kernels: dict[str, Callable[..., Any]] = {
         "_copy_from": _copy_from,
         "_efficientzerotensor": _zero_tensor,
+        "empty_permuted": _empty_permuted,
         "_copy_from_and_resize": _copy_from_and_resize,
     }
     for name, kernel in kernels.items():

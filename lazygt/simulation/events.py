@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazygt.errors import LazyGTError
+from lazygt.graph.alive import alive_bytes
 from lazygt.graph.collectives import Communication, communications_by_node
-from lazygt.graph.cost import alive_bytes, member_costs
+from lazygt.graph.cost import member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine

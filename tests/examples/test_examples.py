@@ -1,6 +1,7 @@
 """Each example, in a short form, as a user starts it; lazy and eager must print one result."""
 
 import hashlib
+import json
 import os
 import random
 import re
@@ -197,3 +198,45 @@ def test_killed_workers_change_no_bit(workers: int) -> None:
     match = re.search(r"weights (\w+) and (\w+)", told)
     assert match
     assert match[1] == match[2]
+
+
+TINY_LARGE = "--layers 2 --hidden 16 --heads 2 --vocabulary 50 --sequence 8 --batch 4"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "",
+        "--data-parallel 2 --shard fsdp",
+        "--pipeline 2 --microbatches 2",
+        "--data-parallel 2 --recompute",
+    ],
+)
+def test_large_gpt_agrees_with_eager(mesh: str) -> None:
+    eager = run_example("large_gpt.py", f"{TINY_LARGE} --precision fp32 --eager {mesh}")
+    lazy = run_example("large_gpt.py", f"{TINY_LARGE} --precision fp32 {mesh}")
+    assert losses(lazy) == losses(eager)
+
+
+def test_47_billion_parameters_are_simulated_and_not_allocated() -> None:
+    """Six bytes a token and parameter, and what attention multiplies; 8 bytes of state on 8."""
+    told = subprocess.run(
+        [*LARGE, "--machine", "b200", "--data-parallel", "8", "--shard", "fsdp"],
+        cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    *_, figures, resident = told.stdout.splitlines()
+    step, parameters = json.loads(figures), 46.8e9
+    assert step["mesh"] == {"data": 8}
+    assert step["tokens"] == 8 * 2048
+    assert step["flops"] == pytest.approx(6 * parameters * step["tokens"], rel=0.08)
+    assert parameters < step["peak_bytes"] < 2 * parameters
+    assert int(resident) << 10 < 1e9
+
+
+#: ``lazygt simulate --json``, and then the most KiB that the process was resident with.
+LARGE = [
+    sys.executable, "-c",
+    "import resource, sys; from lazygt.cli import app; app(standalone_mode=False); "
+    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)",
+    "simulate", "examples/large_gpt.py", "--json",
+]  # fmt: skip

@@ -254,6 +254,17 @@ def test_what_is_loaded_is_no_view(s: lazygt.Session, tmp_path: Path) -> None:
     lazygt.fully_shard(twin, mesh_dim="workers")  # refuses views
 
 
+def test_a_module_made_on_the_meta_device_gets_memory_of_its_own(s: lazygt.Session) -> None:
+    module = nn.Linear(2, 3, device="meta").to(torch.float64).to_empty(device="lazygt")
+    assert view_of(module.weight) is None
+    turned = torch.empty_like(torch.empty(2, 3, 4, device="meta").mT, device="lazygt")
+    assert view_of(turned) is None
+    assert turned.stride() == (12, 1, 4)
+    lazygt.fully_shard(module, mesh_dim="workers")  # refuses views
+    nn.init.ones_(module.weight)
+    assert module.weight.sum().item() == 6
+
+
 @pytest.mark.parametrize("where", [None, "lazygt"])
 def test_ties_survive_saving(s: lazygt.Session, tmp_path: Path, where: str | None) -> None:
     x = torch.arange(6.0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lazygt
-from lazygt.graph.cost import peak_bytes
+from lazygt.graph.alive import peak_bytes
 from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT

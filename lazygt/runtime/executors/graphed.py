@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.alias import draws
-from lazygt.graph.cost import peak_bytes
+from lazygt.graph.alive import peak_bytes
 from lazygt.graph.meta import intern
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.captured_plan import CapturedPlan

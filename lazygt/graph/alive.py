@@ -1,0 +1,128 @@
+"""What is alive while a graph runs: which values, how many bytes, and the most at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from lazygt.graph.alias import COPY, WRITE_BACK, analyse, op_facts
+from lazygt.graph.cost import family
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.node import Graph, Node, Ref
+from lazygt.graph.ops import viewed_argument
+from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
+
+
+class Change(NamedTuple):
+    """What is alive beside what was before.
+
+    Attributes:
+        home: the value in whose memory it lies; of a pack that is being sent, the launch's result.
+        nbytes: below 0: it is dropped.
+        packed: it is a pack that is being sent.
+    """
+
+    home: int
+    nbytes: int
+    packed: bool = False
+
+
+def peak_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> int:
+    """The most bytes alive at once while the nodes run in order; see ``alive_bytes``."""
+    return max(alive_bytes(graph, frees), default=sum(map(extent_bytes, graph.inputs)))
+
+
+def alive_bytes(graph: Graph, frees: Sequence[Collection[int]]) -> list[int]:
+    """The bytes alive while each node runs; see ``alive_changes``."""
+    homes = homes_of(graph)
+    sizes = list(map(extent_bytes, graph.values))
+    now = sum(sizes[home] for home in set(homes[: len(graph.inputs)]))
+    history, left = [], 0
+    for came, dropped in alive_changes(graph, frees, homes):
+        now += left + sum(change.nbytes for change in came)
+        left = sum(change.nbytes for change in dropped)
+        history.append(now)
+    return history
+
+
+def alive_changes(
+    graph: Graph, frees: Sequence[Collection[int]], homes: Sequence[int]
+) -> Iterator[tuple[list[Change], list[Change]]]:
+    """For each node what is alive beside what was before, and what is dropped after it.
+
+    Values that share memory (views, versions written in place, what lies in the buffer that it came
+    in) count once, for as long as one of them lives. So does a pack of values that is being sent.
+    What a node needs only while it runs (workspaces, the values between the members of a fused
+    node) is not counted. Before the first node all inputs are alive.
+
+    Args:
+        frees: for each node the values that are dropped after it, inputs among them; an input
+            that is never dropped counts from the first node to the last.
+        homes: see ``homes_of``.
+    """
+    sizes = list(map(extent_bytes, graph.values))
+    alive = Counter(homes[: len(graph.inputs)])
+    sent: dict[int, int] = {}
+    for (node, results), dropped in zip(graph.numbered(), frees, strict=True):
+        came, left = [], []
+        for home in homes[results.start : results.stop]:
+            if not alive[home]:
+                came.append(Change(home, sizes[home]))
+            alive[home] += 1
+        if node.op == LAUNCH and len(node.args[1]) > 1 and node.args[0] == "all_gather":
+            sent[results[0]] = sum(sizes[value.index] for value in node.args[1])
+            came.append(Change(results[0], sent[results[0]], True))
+        if node.op == WAIT and (pack := sent.pop(node.args[0].index, 0)):
+            left.append(Change(node.args[0].index, -pack, True))
+        for value in dropped:
+            home = homes[value]
+            alive[home] -= 1
+            if not alive[home]:
+                left.append(Change(home, -sizes[home]))
+        yield came, left
+
+
+def extent_bytes(meta: TensorMeta | None) -> int:
+    """Bytes from a tensor's first element in memory to its last."""
+    return meta.extent * meta.dtype.itemsize if meta is not None else 0
+
+
+def homes_of(graph: Graph) -> list[int]:
+    """For each value the first one in whose memory it lives."""
+    homes = list(range(len(graph.values)))
+    launches = {
+        results[0]: node for node, results in graph.numbered() if node.op in (LAUNCH, LAUNCH_)
+    }
+    for (node, results), modes in zip(graph.numbered(), analyse(graph).modes, strict=True):
+        fresh, versions = results[: len(node.fresh)], results[len(node.fresh) :]
+        if node.op == WRITE_BACK and modes != (COPY,):
+            homes[fresh[0]] = homes[node.args[0].index]
+        elif node.op == WAIT and fresh:
+            launch = launches.get(node.args[0].index)
+            for position in _stays(launch, node.args[2]) if launch else ():
+                homes[fresh[position]] = homes[node.args[0].index]
+        elif node.body is None and family(node) == "view":
+            facts = op_facts(node)
+            source = node.args[viewed_argument(facts) if facts and facts.views else 0]
+            if isinstance(source, Ref):
+                homes[fresh.start : fresh.stop] = [homes[source.index]] * len(fresh)
+        for target, mode, version in zip(node.writes, modes, versions, strict=False):
+            if mode != COPY:
+                homes[version] = homes[target]
+    return homes
+
+
+#: Launches whose results are put together of what comes.
+_MADE_ANEW = ("all_to_all", "send_recv", "take_rows", "put_rows")
+
+
+def _stays(launch: Node, kept: Sequence[int]) -> list[int]:
+    """Which of the values of a launch are used where they lie in its buffer, once it has come."""
+    kind, values, moves, _, _ = launch.args
+    copied = kind in _MADE_ANEW or (kind == "all_gather" and len(values) > 1)
+    return [
+        place
+        for place in range(len(values))
+        if place not in kept and not copied and (kind == "all_reduce" or moves[place][0] == 0)
+    ]
