@@ -66,6 +66,7 @@ _WHERE = {
     "simulate": "lazygt.simulation.program",
     "shard_optimizer_state": "lazygt.parallel.optimizer_state",
     "stage": "lazygt.parallel.pipeline",
+    "sweep": "lazygt.sweeps.program",
     "to_networkx": "lazygt.observe.picture",
     "why": "lazygt.observe.why",
 }
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from lazygt.observe.why import why
     from lazygt.record.tensor import Viewer as _Viewer
     from lazygt.simulation.program import simulate
+    from lazygt.sweeps.program import sweep
 
 with _uncollected():
     from lazygt import transfer
@@ -188,6 +190,7 @@ __all__ = [
     "shard_optimizer_state",
     "simulate",
     "stage",
+    "sweep",
     "to_networkx",
     "transfer",
     "transfer_weights",

@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"session", "checkpoint"}),
     frozenset({"parallel"}),
     frozenset({"observe", "calibrate", "simulation"}),
+    frozenset({"sweeps"}),
     frozenset({"cli", "lightning"}),
     frozenset({"lazygt"}),
 )

@@ -17,11 +17,12 @@ from lazygt.cli.plan_serving import plan_serving
 from lazygt.cli.script import SETTINGS, ScriptCommand
 from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.simulate import simulate
+from lazygt.cli.sweep import sweep
 from lazygt.cli.viz import viz
 from lazygt.record.context import current_session
 
 PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving)
-WITH_SCRIPT = (dump, explain, profile, simulate, viz, why)
+WITH_SCRIPT = (dump, explain, profile, simulate, sweep, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 for _plain in PLAIN:

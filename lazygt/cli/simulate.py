@@ -13,6 +13,7 @@ import torch
 import typer
 from rich.console import Console
 
+from lazygt.cli.on_gpus import OnGpus, OnHosts, on_gpus
 from lazygt.cli.script import (
     OnMachine,
     OnMesh,
@@ -21,8 +22,6 @@ from lazygt.cli.script import (
     check_output,
     fail,
     finish,
-    on_machine,
-    on_mesh,
     run,
 )
 from lazygt.observe.timeline import Timeline, profile
@@ -33,6 +32,8 @@ from lazygt.simulation import DRY, Living, Prediction, check, predict
 def simulate(
     context: typer.Context,
     script: Script,
+    gpus: OnGpus = None,
+    hosts: OnHosts = None,
     mesh: OnMesh = None,
     machine: OnMachine = None,
     output: Annotated[
@@ -55,7 +56,7 @@ def simulate(
     """
     if output is not None:
         check_output(context, output)
-    settings = on_machine(context, on_mesh(context, DRY, mesh), machine)
+    settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     watched: list[tuple[Session, Living]] = []
     ran = run(
         context, script, True, settings,
@@ -78,7 +79,7 @@ def simulate(
         longest.save(output)
         typer.echo(f"timeline written to {output}; open it at https://ui.perfetto.dev")
     if checked and predictions and not ran.failed:
-        ran = _check(context, script, mesh, by_session)
+        ran = _check(context, script, settings.get("mesh"), by_session)
     finish(ran)
 
 

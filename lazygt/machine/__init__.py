@@ -5,12 +5,14 @@ those of ``machines/`` come with lazygt, ``lazygt calibrate`` writes one of the 
 """
 
 from lazygt.machine.find import CALIBRATED, calibrated_place, default_machine, machine_of, shipped
+from lazygt.machine.gpus import Gpus
 from lazygt.machine.model import Figure, Link, Machine
 from lazygt.machine.prices import collective_seconds
 
 __all__ = [
     "CALIBRATED",
     "Figure",
+    "Gpus",
     "Link",
     "Machine",
     "calibrated_place",

@@ -37,12 +37,16 @@ def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> M
     """The machine of that name, or of that file.
 
     Args:
-        named: one of ``shipped()``, in small or capital letters; ``calibrated``; or a path.
+        named: one of ``shipped()``, in small or capital letters; ``calibrated``; or a path. Behind
+            an ``@`` may stand how many ranks are on a host: ``b200@4``.
 
     Raises:
         MachineError: there is none, or its file is wrong.
     """
     name = os.fspath(named)
+    others, at, ranks = name.rpartition("@")
+    if at and ranks.isdigit() and not Path(name).is_file():
+        return _with_ranks(machine_of(others, cache_dir), int(ranks))
     if name.lower() in shipped():
         return _shipped(name.lower())
     if name.lower() == CALIBRATED:
@@ -61,6 +65,14 @@ def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> M
 def default_machine(device: str) -> Machine:
     """The machine that serves where none is named."""
     return _shipped(_DEFAULTS[device])
+
+
+def _with_ranks(machine: Machine, ranks: int) -> Machine:
+    """The same machine with so many ranks on a host."""
+    if not ranks:
+        raise MachineError(f"{machine}@{ranks}", "", "has no rank on a host: expected at least 1")
+    changed = machine.with_values({"collectives.ranks": ranks})
+    return replace(changed, name=f"{machine.name}@{ranks}", path=machine.path)
 
 
 @cache

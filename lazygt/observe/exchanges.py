@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lazygt.graph.collectives import communications_by_node
+from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.runtime.messages import Timings
@@ -58,23 +58,49 @@ def exchange_times(runs: Iterable[tuple[Graph, Timings]]) -> list[ExchangeTime]:
     return sorted(totals.values(), key=lambda row: (-row.exposed, row.kind, row.axis))
 
 
-def _of_run(graph: Graph, timings: Timings) -> Iterable[ExchangeTime]:
+class Flight(NamedTuple):
+    """A collective of a timed run.
+
+    Attributes:
+        launched, waited: when both began and ended, in nanoseconds; one that is waited for at once
+            was not waited for besides.
+    """
+
+    what: Communication
+    launched: tuple[int, int]
+    waited: tuple[int, int] | None
+
+    @property
+    def nanoseconds(self) -> tuple[int, int]:
+        """From its launch to when it had been waited for; it may have ended before that."""
+        return self.launched[0], (self.waited or self.launched)[1]
+
+
+def flights(graph: Graph, timings: Timings) -> list[Flight]:
+    """The collectives of a timed run, in the order of their launches."""
     exchanges = communications_by_node(graph)
     if not exchanges:
-        return
+        return []
     results = [values for _, values in graph.numbered()]
-    #: value that is under way -> its launch, and when that had ended
-    under_way: dict[int, tuple[int, int]] = {}
+    flown: list[Flight] = []
+    #: value that is under way -> the number of its flight
+    under_way: dict[int, int] = {}
     for number, _, begin, end in timings.steps:
         node = graph.nodes[number]
         if node.op == WAIT and node.args[0].index in under_way:
-            launch, since = under_way.pop(node.args[0].index)
-            what = exchanges[launch]
-            hidden = (begin - since) / 1e9
-            yield ExchangeTime(what.kind, what.mesh_dim, 0, 0, (end - begin) / 1e9, hidden)
+            flight = under_way.pop(node.args[0].index)
+            flown[flight] = flown[flight]._replace(waited=(begin, end))
         elif number in exchanges:
-            what = exchanges[number]
             if node.op in _LAUNCHES:
-                under_way[results[number][0]] = number, end
-            exposed = (end - begin) / 1e9
-            yield ExchangeTime(what.kind, what.mesh_dim, 1, what.nbytes, exposed, 0.0)
+                under_way[results[number][0]] = len(flown)
+            flown.append(Flight(exchanges[number], (begin, end), None))
+    return flown
+
+
+def _of_run(graph: Graph, timings: Timings) -> Iterable[ExchangeTime]:
+    for what, launched, waited in flights(graph, timings):
+        exposed, hidden = launched[1] - launched[0], 0
+        if waited is not None:
+            exposed += waited[1] - waited[0]
+            hidden = waited[0] - launched[1]
+        yield ExchangeTime(what.kind, what.mesh_dim, 1, what.nbytes, exposed / 1e9, hidden / 1e9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -17,17 +17,15 @@ from lazygt.graph.mesh import FSDPUnit, Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
 from lazygt.parallel.distribute import own_parameter
 from lazygt.parallel.fsdp_module import as_fsdp_module
+from lazygt.parallel.knobs import Knobs, Wrap, knobs_for, rewraps
 from lazygt.parallel.mixed_precision import apply_policy
 from lazygt.record.annotate import set_sharding, stored_now
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import LazyTensor, is_lazy
 from lazygt.session import current
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-#: Whether a module, of this name, is the root of a unit.
-Roots = Callable[[str, nn.Module], bool]
-Wrap = Literal["auto", "block", "one", "block2"] | Roots
 _LISTS = (nn.ModuleList, nn.Sequential)
 _calls = itertools.count()
 
@@ -91,18 +89,23 @@ def fully_shard(
         NotImplementedError: to reshard to a part of the ranks, or to offload what GPUs compute.
     """
     _check(module, bucket_cap_mb)
+    asked = Knobs(wrap, bucket_cap_mb, reshard_after_forward, limit_all_gathers)
+    knobs = knobs_for(asked, lambda: bool(repeated_blocks(module)))
     session = current()
     axis = _axis(mesh_dim, mesh, session.mesh)
     _check_offload(offload_policy, session.device_type)
     parts = session.mesh.size(axis)
-    reshards = _reshards(reshard_after_forward, parts)
-    unit = _unit(module, axis, bucket_cap_mb, reshards, limit_all_gathers)
+    reshards = _reshards(knobs.reshard_after_forward, parts)
+    unit = _unit(module, axis, knobs.bucket_cap_mb, reshards, knobs.limit_all_gathers)
     cut = _Cut(session.mesh.names.index(axis), parts, shard_placement_fn)
-    taken = _taken(module, fsdp_units(module, wrap), unit, cut, ignored_params or ())
+    units = fsdp_units(module, knobs.wrap)
+    taken = _taken(module, units, unit, cut, ignored_params or ())
+    if rewraps():
+        _rewrap(module, units, unit)
     for parameter, sharding in taken:
         set_sharding(parameter, sharding)
     if mp_policy is not None:
-        roots = {module, *map(module.get_submodule, _roots(module, wrap))}
+        roots = {module, *map(module.get_submodule, _roots(module, knobs.wrap))}
         apply_policy(module, roots, [parameter for parameter, _ in taken], mp_policy)
     return as_fsdp_module(module)
 
@@ -190,6 +193,21 @@ def _taken(
         if id(parameter) not in left_out
         and stored_now(t := own_parameter(name, parameter)).unit is None
     ]
+
+
+def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None:
+    """Take parameters over from earlier calls along the same axis; they lie as before.
+
+    Args:
+        units: as in ``_taken``.
+    """
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter):
+            continue
+        before = stored_now(parameter)
+        if before.unit is not None and before.unit.axis == unit.axis:
+            taken_over = unit._replace(name=f"{unit.name}.{units[name]}")
+            set_sharding(parameter, before._replace(unit=taken_over))
 
 
 class _Cut(NamedTuple):

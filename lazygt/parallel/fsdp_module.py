@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from lazygt.graph.mesh import FSDPUnit
+from lazygt.parallel.knobs import reshards_as_told
 from lazygt.record.annotate import set_sharding, stored_now
 from lazygt.record.tensor import LazyTensor, is_lazy
 
@@ -41,8 +42,9 @@ class FSDPModule:
             raise ValueError(
                 f"set_reshard_after_forward({reshard_after_forward!r}): expected a bool"
             )
+        told = reshards_as_told(reshard_after_forward)
         for t, unit in _sharded(cast("nn.Module", self), recurse):
-            changed = unit._replace(reshard_after_forward=reshard_after_forward)
+            changed = unit._replace(reshard_after_forward=told)
             if changed != unit:
                 set_sharding(t, stored_now(t)._replace(unit=changed))
 

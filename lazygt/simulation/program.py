@@ -16,7 +16,7 @@ import torch
 
 from lazygt.graph.mesh import Mesh
 from lazygt.history import Flush
-from lazygt.machine import Machine, default_machine, machine_of
+from lazygt.machine import Gpus, Machine, default_machine, machine_of
 from lazygt.runtime.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
@@ -62,6 +62,8 @@ def simulate(
     machine: str | os.PathLike[str] | None = None,
     device: str | None = None,
     compiled: bool = True,
+    gpus: str | None = None,
+    hosts: int | None = None,
 ) -> Prediction:
     """What a step of a program takes on a machine that need not be there.
 
@@ -73,11 +75,20 @@ def simulate(
         machine: a name such as ``h100``, or a machine file; None: as ``lazygt.session`` has it.
         device: ``cuda`` or ``cpu``; None: the machine's.
         compiled: whether fused groups are one kernel each, or one for each of their ops.
+        gpus: such as ``8xB200``: the machine ``b200``, and a mesh of 8 ranks (without ``mesh`` all
+            on the axis ``data``).
+        hosts: on which the GPUs are, as many on each; None: each has as many as it has room for.
 
     Raises:
         MachineError: there is no such machine, or its file is wrong.
-        ValueError: the program runs nothing; the mesh is none.
+        ValueError: the program runs nothing; the mesh is none, or not of as many ranks as GPUs.
     """
+    if gpus is not None:
+        ranks = Gpus.parse(gpus, hosts, None if machine is None else os.fspath(machine))
+        mesh = ranks.mesh(mesh if mesh is None or isinstance(mesh, str) else str(Mesh.of(mesh)))
+        machine = ranks.machine
+    elif hosts is not None:
+        raise ValueError("hosts says where GPUs are: give gpus, too")
     priced = default_machine(device or "cpu") if machine is None else machine_of(machine)
     settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
     with Session(**{key: value for key, value in settings.items() if value is not None}) as session:

@@ -65,7 +65,8 @@ _SIGINT = int(signal.SIGINT)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds until the signal is sent again
 #: What of this package changes no state of a session by itself, or has waits of its own.
 _ELSEWHERE = tuple(
-    PACKAGE + part for part in ("cli/", "observe/", "graph/", "passes/", "transfer/")
+    PACKAGE + part
+    for part in ("cli/", "sweeps/", "simulation/", "observe/", "graph/", "passes/", "transfer/")
 )
 #: Python's function that whatever is pickled or copied goes through passes over all that is raised
 #: in it, Ctrl-C too (a bare ``except``).

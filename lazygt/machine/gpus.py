@@ -1,0 +1,85 @@
+"""So many GPUs of a kind on so many hosts, as ``8xB200`` says it: a machine and a mesh."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from lazygt.errors import MachineError
+from lazygt.graph.mesh import Mesh
+from lazygt.machine.find import machine_of
+
+_TEXT = re.compile(r"\s*(\d+)\s*(?:[xX]\s*(\S+))?\s*")
+#: The axis of a mesh that nobody has named.
+_AXIS = "data"
+
+
+class Gpus(NamedTuple):
+    """What a program is to run on.
+
+    Attributes:
+        ranks: on all hosts together.
+        machine: what ``machine_of`` takes; None: none was named.
+    """
+
+    ranks: int
+    machine: str | None
+
+    @staticmethod
+    def parse(text: str, hosts: int | None = None, machine: str | None = None) -> Gpus:
+        """What ``8xB200`` names, or ``8`` of a ``machine`` that is named elsewhere.
+
+        Args:
+            hosts: on which they are, as many on each; None: each host has as many as it has room
+                for, as its machine says.
+
+        Raises:
+            ValueError: it is no such text, the GPUs don't divide by the hosts, or two machines are
+                named.
+            MachineError: there is no such machine, or its hosts have no room for so many.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None or not int(match[1]):
+            raise ValueError(f"{text!r} is not so many GPUs of a kind, such as 8xB200")
+        count, named = int(match[1]), match[2]
+        if named is not None and machine is not None:
+            raise ValueError(f"{text} names a machine, and {machine} is another: give one of them")
+        named = named or machine
+        if hosts is not None:
+            named = _spread(count, named, hosts)
+        elif named is not None:
+            machine_of(named)
+        return Gpus(count, named)
+
+    def mesh(self, given: str | None = None) -> str:
+        """The mesh of these ranks: the one given, or all of them on the axis ``data``.
+
+        Raises:
+            ValueError: it is none, or has another number of ranks.
+        """
+        if given is None:
+            return f"{_AXIS}={self.ranks}"
+        mesh = Mesh.parse(given)
+        if mesh.world_size != self.ranks:
+            raise ValueError(
+                f"the mesh {mesh} is of {mesh.world_size} ranks, and there are {self.ranks} GPUs: "
+                f"its sizes have to multiply to {self.ranks}, as {_AXIS}={self.ranks} does"
+            )
+        return given
+
+
+def _spread(count: int, machine: str | None, hosts: int) -> str:
+    """The machine with as many ranks on a host as follow."""
+    if machine is None:
+        raise ValueError("which hosts? name their machine, as in 8xB200")
+    if hosts < 1 or count % hosts:
+        raise ValueError(f"{count} GPUs are not as many on each of {hosts} hosts")
+    on_host, room = count // hosts, int(machine_of(machine).collectives.ranks)
+    if on_host > room:
+        raise MachineError(
+            machine,
+            "collectives.ranks",
+            f"is {room} on a host, and {count} GPUs on {hosts} would be {on_host}: say more hosts, "
+            "or name a machine file of larger ones",
+        )
+    return machine if on_host == room else f"{machine}@{on_host}"

@@ -1,0 +1,120 @@
+"""Arguments of ``fully_shard`` that are forced upon a script, whatever it says: what a sweep turns.
+
+with forced_knobs(wrap="one", reshard_after_forward=False) as forced:
+    ...                     # every call of fully_shard meanwhile gets these
+forced.check()              # raises where they had nothing to act upon
+
+A script may call ``fully_shard`` for each block, and for the whole model then. A ``wrap`` that is
+forced upon it is that of the whole: the last call for a parameter decides which unit it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+#: Whether a module, of this name, is the root of a unit.
+Roots = Callable[[str, nn.Module], bool]
+Wrap = Literal["auto", "block", "one", "block2"] | Roots
+
+
+class Knobs(NamedTuple):
+    """How parameters are gathered; see ``fully_shard``."""
+
+    wrap: Wrap = "auto"
+    bucket_cap_mb: float | None = None
+    reshard_after_forward: bool | int | None = True
+    limit_all_gathers: bool = True
+
+
+@dataclass
+class Forced:
+    """What is forced upon calls, and whether there were any.
+
+    Attributes:
+        calls: of ``fully_shard`` meanwhile.
+        without_blocks: of them those with another ``wrap`` than is forced, since their modules
+            have no repeated blocks.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    without_blocks: int = 0
+
+    @property
+    def rewraps(self) -> bool:
+        """Whether a call takes over parameters that are in another call's unit."""
+        return "wrap" in self.given
+
+    def upon(self, asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
+        """What a call gets that has asked for ``asked``.
+
+        Args:
+            has_blocks: whether its module has repeated blocks.
+        """
+        self.calls += 1
+        knobs = asked._replace(**self.given)
+        if self.rewraps and knobs.wrap == "block" and not has_blocks():
+            self.without_blocks += 1
+            return knobs._replace(wrap=asked.wrap)
+        return knobs
+
+    def check(self) -> None:
+        """Raise where nothing was forced upon anything.
+
+        Raises:
+            ValueError: there was no call, or no module of one had blocks to be wrapped.
+        """
+        if self.given and not self.calls:
+            names = ", ".join(self.given)
+            raise ValueError(
+                f"{names}: the script never calls lazygt.fully_shard, whose arguments these are"
+            )
+        if self.calls and self.calls == self.without_blocks:
+            raise ValueError(
+                "wrap='block': no module that fully_shard is called on has repeated blocks in a "
+                "ModuleList or Sequential"
+            )
+
+
+_forced = Forced()
+
+
+def knobs_for(asked: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
+    """What a call of ``fully_shard`` gets; see ``Forced.upon``."""
+    return _forced.upon(asked, has_blocks)
+
+
+def reshards_as_told(asked: bool) -> bool:
+    """What a call of ``set_reshard_after_forward`` gets."""
+    return bool(_forced.given.get("reshard_after_forward", asked))
+
+
+def rewraps() -> bool:
+    """See ``Forced``."""
+    return _forced.rewraps
+
+
+@contextmanager
+def forced_knobs(**given: Any) -> Iterator[Forced]:
+    """Every call of ``fully_shard`` meanwhile gets these, whatever it says.
+
+    Args:
+        given: fields of ``Knobs``.
+
+    Raises:
+        TypeError: there is no such field.
+    """
+    global _forced
+    unknown = sorted(set(given) - set(Knobs._fields))
+    if unknown:
+        raise TypeError(f"forced_knobs({unknown[0]}=...): expected {', '.join(Knobs._fields)}")
+    before, _forced = _forced, Forced(given)
+    try:
+        yield _forced
+    finally:
+        _forced = before

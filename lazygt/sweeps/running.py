@@ -1,0 +1,209 @@
+"""Goes through the combinations of a sweep: each is simulated, and measured where it can be.
+
+Every combination is recorded and planned once without computing. On ranks that are not there that
+is all, and a step of it is simulated. On workers that are there it says how much memory a rank
+needs, and how many tokens a step has; then, if there is room, the program runs for real.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lazygt.graph.text import amount
+from lazygt.parallel.knobs import forced_knobs
+from lazygt.session import Session
+from lazygt.simulation import DRY, Living, Prediction, predict
+from lazygt.sweeps.knobs import Combination
+from lazygt.sweeps.row import FAILED, MEASURED, SIMULATED, SKIPPED, Row
+from lazygt.sweeps.shares import Shares, measured_shares, simulated_shares
+from lazygt.sweeps.steps import Steps, StepsDone, Stopwatch, Window
+
+#: Of the memory that a rank has: workspaces of kernels, and what an allocator wastes, are in no
+#: prediction.
+SAFE = 0.9
+#: Steps that a dry run does: the first makes the optimizer's state, and a step has to be repeated.
+DRY_STEPS = 4
+
+#: Runs the program once: the combination (of which ``passed`` is the program's), the settings of
+#: its sessions, and who wants to be told of these. Raises what the program raises.
+Run = Callable[[Combination, Mapping[str, Any], Callable[[Session], object]], object]
+
+
+class ProgramFailed(Exception):
+    """The program ended in an error, which this says in a line."""
+
+
+class KnobsIgnored(ProgramFailed):
+    """The program has nothing that the knobs could act upon."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where combinations run.
+
+    Attributes:
+        settings: of every session.
+        simulated: whether the ranks are not there.
+        memory: bytes that a rank may use; None: 90 % of those that there are.
+        window: which steps are measured.
+        tick: called after each step, dry or not.
+    """
+
+    settings: Mapping[str, Any]
+    simulated: bool
+    memory: float | None = None
+    window: Window = field(default_factory=Window)
+    tick: Callable[[], object] = lambda: None
+
+    @property
+    def how(self) -> str:
+        return SIMULATED if self.simulated else MEASURED
+
+    @property
+    def ticks(self) -> int:
+        """Steps of a combination."""
+        return DRY_STEPS + (0 if self.simulated else self.window.total)
+
+
+def rows_of(combos: Sequence[Combination], run: Run, ground: Ground) -> Iterator[Row]:
+    """A row for each combination, as they come. One that fails is a row, too."""
+    for combo in combos:
+        try:
+            yield _row(combo, run, ground)
+        except Exception as error:  # noqa: BLE001 - whatever the program raises is told in its row
+            yield Row(combo, ground.how, FAILED, note=_line(error))
+
+
+def _row(combo: Combination, run: Run, ground: Ground) -> Row:
+    try:
+        prediction = _predicted(combo, run, ground)
+    except Exception as error:
+        if ground.simulated or isinstance(error, KnobsIgnored):
+            raise
+        # zeros stood for what the program read: with values it may go on
+        row = _measured(combo, run, ground, 0)
+        return replace(row, note=f"its memory was not looked at before: {_line(error)}")
+    peak, room = prediction.peak_bytes, _room(prediction, ground)
+    if peak > room:
+        note = f"a rank would need {amount(peak, 'B')}, and {amount(int(room), 'B')} are safe"
+        return Row(combo, ground.how, SKIPPED, peak_bytes=peak, note=note)
+    if not ground.simulated:
+        return _measured(combo, run, ground, prediction.tokens)
+    return Row(
+        combo, SIMULATED, step_seconds=prediction.step_seconds, tokens=prediction.tokens,
+        peak_bytes=peak, shares=simulated_shares(prediction),
+    )  # fmt: skip
+
+
+def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
+    """A step of a combination, of which nothing is computed."""
+    watched: dict[int, Living] = {}
+
+    def opened(session: Session) -> None:
+        watched[id(session)] = Living(session)
+        steps.opened(session)
+
+    steps = Steps(DRY_STEPS, lambda session, done: ground.tick())
+    with _forced_run(combo) as sessions:
+        try:
+            run(combo, {**ground.settings, **DRY}, sessions.opened(opened))
+        except StepsDone:
+            pass
+        finally:
+            steps.close()
+    if steps.session is None:
+        raise ProgramFailed("no torch optimizer stepped in a session: there is no step to look at")
+    session = steps.session
+    return predict(session, session.machine, watched[id(session)])
+
+
+def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
+    watch = Stopwatch(ground.window, ground.tick)
+    with _forced_run(combo) as sessions:
+        try:
+            run(combo, ground.settings, sessions.opened(watch.opened))
+        except StepsDone:
+            pass
+        finally:
+            watch.close()
+    if watch.step_seconds is None:
+        raise ProgramFailed(
+            f"the program ended after {watch.steps.done} steps of {ground.window.total}: let it do "
+            f"more, or measure fewer"
+        )
+    shares = _shares(watch)
+    return Row(
+        combo, MEASURED, step_seconds=watch.step_seconds, tokens=tokens,
+        peak_bytes=watch.peak_bytes, shares=shares,
+        note="" if shares else f"ended after {watch.steps.done} steps: shares are not known",
+    )  # fmt: skip
+
+
+def _shares(watch: Stopwatch) -> Shares | None:
+    session = watch.steps.session
+    if watch.timeline is None or session is None or not watch.timeline.timed:
+        return None
+    return measured_shares(
+        watch.timeline.timed, watch.profiled_seconds, watch.window.profiled, session.mesh,
+        session.machine,
+    )  # fmt: skip
+
+
+class _Sessions:
+    """The sessions that a run has opened."""
+
+    def __init__(self) -> None:
+        self.all: list[Session] = []
+
+    def opened(self, tell: Callable[[Session], object]) -> Callable[[Session], object]:
+        """What notes a session, and tells of it."""
+
+        def opened(session: Session) -> None:
+            self.all.append(session)
+            tell(session)
+
+        return opened
+
+
+@contextmanager
+def _forced_run(combo: Combination) -> Iterator[_Sessions]:
+    """A run of the program with what the combination forces upon it; no worker survives it."""
+    sessions = _Sessions()
+    with ExitStack() as stack:
+        forced = stack.enter_context(forced_knobs(**combo.forced))
+        try:
+            yield sessions
+        finally:
+            for session in sessions.all:
+                session.close()
+        try:
+            forced.check()
+        except ValueError as error:
+            raise KnobsIgnored(str(error)) from None
+
+
+def _room(prediction: Prediction, ground: Ground) -> float:
+    """Bytes that a rank may use."""
+    if ground.memory is not None:
+        return ground.memory
+    if ground.simulated:
+        return SAFE * prediction.machine.memory.capacity
+    if torch.cuda.is_available() and ground.settings.get("device") != "cpu":
+        return SAFE * float(torch.cuda.get_device_properties(0).total_memory)
+    pages: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks = 1 if prediction.mesh is None else prediction.mesh.world_size
+    return SAFE * pages / ranks
+
+
+def _line(error: Exception) -> str:
+    """An error in a line."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, ProgramFailed):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
