@@ -176,6 +176,8 @@ class _Run:
         #: axis -> its collectives, and when those began and ended of which that is known
         self._flights: dict[str, list[Communication]] = defaultdict(list)
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        #: (axis, place) -> seconds in which nothing was computed, of those under way
+        self._exposed: dict[tuple[str, int], float] = defaultdict(float)
 
     @property
     def ended(self) -> bool:
@@ -251,12 +253,22 @@ class _Run:
         if not self._is_known(axis, place, runs):
             return False
         (begin, end), what = self._times[axis][place], self._flights[axis][place]
-        exposed = max(end - max(self._now, begin), 0.0)
+        self._stand_still(axis, place)
+        exposed = self._exposed.pop((axis, place), 0.0)
         name = f"{what.kind} {what.reduce_op}" if what.reduce_op else what.kind
         self.told.spans.append(Span(axis, name, begin, end, what.source, exposed, what.nbytes))
         self._now = max(self._now, end)
         del self._under_way[value]
         return True
+
+    def _stand_still(self, axis: str, place: int) -> None:
+        """Compute nothing until a collective ends: it is exposed, and so are those before it that
+        it has to wait for."""
+        for earlier in range(place, -1, -1):
+            begin, end = self._times[axis][earlier]
+            if end <= self._now:
+                break
+            self._exposed[axis, earlier] += end - max(self._now, begin)
 
     def _is_known(self, axis: str, place: int, runs: Sequence[_Run]) -> bool:
         """Whether it can be told when a collective ends, and those before it on its axis."""

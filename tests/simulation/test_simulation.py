@@ -350,3 +350,25 @@ def test_a_script_that_records_nothing(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli.app, ["simulate", "--machine", "abacus", str(script)])
     assert shown.exit_code == 2
     assert "abacus" in shown.output
+
+
+def test_a_rank_computes_or_waits_for_collectives() -> None:
+    """Also for those before the one that it waits for: gathers wait behind reductions."""
+
+    def deep() -> None:
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(6))
+        model = nn.Sequential(*blocks)
+        lazygt.fully_shard(model, bucket_cap_mb=0, limit_all_gathers=False)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = lazygt.distribute(torch.randn(8, WIDTH), {"data": Shard(0)})
+        for _ in range(3):
+            model(x).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    prediction, _ = predicted(deep, {"data": 4})
+    (run,) = prediction.runs
+    (ranks,) = run.simulated.classes
+    exposed = sum(span.exposed for span in ranks.spans)
+    assert ranks.busy + exposed == pytest.approx(ranks.seconds)
+    assert all(0 <= row.exposed <= row.seconds * (1 + 1e-9) for row in prediction.collectives)
