@@ -16,6 +16,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.regions import sent
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.history import Flush, History
+from lazygt.kinds import Kinds
 from lazygt.planner import CachedPlan, Planner
 from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
 from lazygt.record.idle import Idle
@@ -85,6 +86,8 @@ class Submitter:
             self.rewind = Rewind(recorder, client, planner, config.max_ahead)
             client.undo = self.rewind.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
+        #: what the workers' values are to the program
+        self.kinds = Kinds(recorder)
         #: who looks at which optimizers step, until that is clear
         self.idle: Idle | None = None
         recorder.sink = self
@@ -156,6 +159,7 @@ class Submitter:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: for sharded programs this is a sync point."""
+        self.kinds.stepped(optimizer)
         if self.idle is not None and self.idle.stepped(optimizer):
             self.idle = None
         if self._may_shard:
@@ -227,7 +231,7 @@ class Submitter:
                 kept = self._planner.build(trace, outputs, reason)
             history.plan_hits += hit
             history.last_plan = kept.entry.plan
-        seq, values, provenance, regions = self._run(trace, kept, reason, fetch)
+        run, values, regions = self._run(trace, kept, reason, fetch)
         forced_by = user_call_site(1) or self._recorder.backward_call_site
         history.recent.append(
             Flush(
@@ -236,7 +240,7 @@ class Submitter:
                 ops,
                 None if kept is None else kept.entry.plan.digest,
                 hit,
-                seq,
+                run.seq,
             )
         )
         if kept is not None:
@@ -245,11 +249,14 @@ class Submitter:
                 values = kept.grouped(list(values))
             trace.rebind(kept, living, values, self._recorder.backward_call_site)
         del values, living
+        if self._client.observer is not None:
+            entry = None if kept is None else kept.entry
+            self._client.observer.submitted(run.seq, entry, run.inputs, run.base)
         answer: Any = None
         if fetch is not None:
-            answer = self._fetched(seq, fetch, regions, as_number)
+            answer = self._fetched(run.seq, fetch, regions, as_number)
         elif ask:
-            answer = self._asked(seq, provenance)
+            answer = self._asked(run.seq, run.provenance)
         else:
             self._client.hold_back()
         self._heed()
@@ -257,12 +264,11 @@ class Submitter:
 
     def _run(
         self, trace: Trace, kept: CachedPlan | None, reason: str, fetch: Storage | None
-    ) -> tuple[int, Iterable[RemoteValue], Provenance, Regions | None]:
+    ) -> tuple[Recorded, Iterable[RemoteValue], Regions | None]:
         """Send the run of a trace and begin a new one; does not wait.
 
         Returns:
-            The number of the run, its outputs, what its steps are, and where the blocks of the
-            fetched value lie.
+            The run, its outputs, and where the blocks of the fetched value lie.
         """
         entry = None if kept is None else kept.entry
         wanted, regions = self._wanted(fetch, trace, kept)
@@ -274,8 +280,9 @@ class Submitter:
             entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
         frees = self._client.last_frees
-        self._note(Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown))
-        return seq, values, provenance, regions
+        run = Recorded(seq, base, kept, provenance, params, inputs, frees, trace.shown)
+        self._note(run)
+        return run, values, regions
 
     def _provenance(
         self, step: TrieNode, call_sites: Sequence[CallSite | None], kept: CachedPlan | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Collection
 from typing import IO, TYPE_CHECKING, TextIO
 
 from lazygt.graph.source import expand, user_call_site
@@ -108,6 +109,12 @@ class Observer:
 
     def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
         """A message has been sent or received."""
+
+    def submitted(
+        self, run: int, entry: PlanRecord | None, inputs: Collection[int], base: int
+    ) -> None:
+        """A run of values with the ids ``inputs`` was sent, whose first output has the id ``base``;
+        the user's handles show its outputs."""
 
     def waiting(self, what: str) -> None:
         """Nothing has come yet."""

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazygt.errors import LazyGTError
-from lazygt.graph.alive import alive_bytes
 from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.cost import member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.prices import line_seconds
-from lazygt.runtime.plan import Plan, Schedule
+from lazygt.runtime.plan import Plan
 from lazygt.simulation.kernels import Kernel, kernels_of, product_flops
+from lazygt.simulation.memory import Memory, Told, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 
@@ -59,19 +59,30 @@ class RankClass:
         rank, count: the first of them, and how many there are.
         seconds: until it has nothing to do any more.
         busy: of these, seconds that it computes.
-        peak_bytes, peak_line: the most bytes alive at once, and the user's line then.
+        memory: that it needs, beside what the plan does not read.
+        alive: (seconds, bytes of each of ``memory.KINDS`` from then on).
         flops: that it computes; those of matrix products by dtype.
     """
 
     rank: int
     count: int
+    memory: Memory
     seconds: float = 0.0
     busy: float = 0.0
-    peak_bytes: int = 0
-    peak_line: str = ""
     flops: int = 0
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
+    alive: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once."""
+        return self.memory.peak
+
+    @property
+    def peak_line(self) -> str:
+        """The user's line that is running then."""
+        return self.memory.line
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +102,17 @@ class Rehearsal:
     Args:
         plans: of each rank of the mesh, or the one that all run.
         compiled: whether fused groups are.
+        told: what is known of their inputs and outputs.
     """
 
-    def __init__(self, plans: Sequence[Plan], mesh: Mesh, *, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        mesh: Mesh,
+        *,
+        compiled: bool = True,
+        told: Told = Told(),  # noqa: B008 - nothing is known
+    ) -> None:
         of_rank = list(plans) * (mesh.world_size if len(plans) == 1 else 1)
         firsts: dict[int, int] = {}
         self._counts: dict[int, int] = defaultdict(int)
@@ -102,7 +121,7 @@ class Rehearsal:
         numbers = {key: number for number, key in enumerate(firsts)}
         class_of = [numbers[id(plan)] for plan in of_rank]
         self._parts = [
-            _Part(of_rank[rank], rank, mesh, class_of, compiled) for rank in firsts.values()
+            _Part(of_rank[rank], rank, mesh, class_of, compiled, told) for rank in firsts.values()
         ]
 
     def on(self, machine: Machine) -> Simulated:
@@ -125,7 +144,13 @@ class _Part:
     """What one class of ranks does, on whichever machine."""
 
     def __init__(
-        self, plan: Plan, rank: int, mesh: Mesh, class_of: Sequence[int], compiled: bool
+        self,
+        plan: Plan,
+        rank: int,
+        mesh: Mesh,
+        class_of: Sequence[int],
+        compiled: bool,
+        told: Told,
     ) -> None:
         self.rank, self.graph = rank, plan.graph
         self.lines = {
@@ -139,15 +164,12 @@ class _Part:
         self.exchanges = communications_by_node(plan.graph, mesh)
         self.results = [results for _, results in plan.graph.numbered()]
 
+        self.memory = memory_of(plan.graph, told)
+        self.flops = sum(cost.flops for costs in member_costs(plan.graph) for cost in costs)
+
     def counted(self, count: int) -> RankClass:
         """What is known of it before it runs."""
-        graph, told = self.graph, RankClass(self.rank, count)
-        alive = alive_bytes(graph, Schedule.of(graph).frees)
-        peak = max(range(len(alive)), key=alive.__getitem__, default=None)
-        told.peak_bytes = sum(meta.nbytes for meta in graph.inputs)
-        if peak is not None:
-            told.peak_bytes, told.peak_line = alive[peak], graph.line(peak)
-        told.flops = sum(cost.flops for costs in member_costs(graph) for cost in costs)
+        told = RankClass(self.rank, count, self.memory, flops=self.flops)
         told.products = product_flops(self.kernels)
         return told
 
@@ -178,6 +200,8 @@ class _Run:
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         #: (axis, place) -> seconds in which nothing was computed, of those under way
         self._exposed: dict[tuple[str, int], float] = defaultdict(float)
+        #: when each node begins
+        self._begun_at: list[float] = []
 
     @property
     def ended(self) -> bool:
@@ -190,11 +214,14 @@ class _Run:
 
     def advance(self, runs: Sequence[_Run]) -> bool:
         """Go on until something has to be waited for that is not known yet; whether it moved."""
-        begin = self._next
+        begin, now = self._next, self._now
         while not self.ended and self._step(self._next, runs):
-            self._next += 1
+            self._begun_at.append(now)
+            self._next, now = self._next + 1, self._now
         if self.ended:
             self.told.seconds = max(self._now, *self._free.values(), 0.0)
+            at = [*self._begun_at, self._now]
+            self.told.alive = [(at[node], row) for node, row in self.told.memory.history]
         return self._next > begin
 
     def _step(self, number: int, runs: Sequence[_Run]) -> bool:

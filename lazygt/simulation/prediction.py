@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from lazygt.machine import Machine
 from lazygt.observe.report import shown
 from lazygt.printed import Printed, plain_table
 from lazygt.simulation.events import RankClass, Simulated
+from lazygt.simulation.memory import KINDS, Held
 
 #: Of each table.
 _ROWS = 8
@@ -51,12 +53,33 @@ class SimulatedRun(NamedTuple):
     """A run of a plan.
 
     Attributes:
-        elsewhere: bytes that a rank holds meanwhile beside what the plan reads and makes.
+        beside: bytes by kind that a rank holds meanwhile beside what the plan reads and makes.
     """
 
     plan: str
     simulated: Simulated
-    elsewhere: int
+    beside: Mapping[str, int]
+
+    @property
+    def elsewhere(self) -> int:
+        """All of ``beside``."""
+        return sum(self.beside.values())
+
+
+class Peak(NamedTuple):
+    """The most that a rank needs at once.
+
+    Attributes:
+        rank, line: which, and the user's line that is running then.
+        kinds: its bytes by kind (see ``simulation.memory``); they add up to ``nbytes``.
+        lines: the same by kind and line, the largest first.
+    """
+
+    nbytes: int
+    rank: int
+    line: str
+    kinds: dict[str, int]
+    lines: Sequence[Held]
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,19 +153,26 @@ class Prediction(Printed):
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a rank needs at once."""
-        return max(self._peaks())[0]
+        return self.peak.nbytes
 
     @property
     def peak_line(self) -> str:
         """The user's line that is running then."""
-        return max(self._peaks())[1]
+        return self.peak.line
 
-    def _peaks(self) -> list[tuple[int, str]]:
-        return [
-            (ranks.peak_bytes + run.elsewhere, ranks.peak_line)
-            for run in self.runs
-            for ranks in run.simulated.classes
-        ]
+    @cached_property
+    def peak(self) -> Peak:
+        """The most that a rank needs at once, by kind and by line."""
+        run, ranks = max(
+            ((run, ranks) for run in self.runs for ranks in run.simulated.classes),
+            key=lambda pair: pair[0].elsewhere + pair[1].peak_bytes,
+        )
+        memory = ranks.memory
+        kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
+        held = Counter({(row.kind, row.line): row.nbytes for row in memory.lines})
+        held.update({(kind, ""): nbytes for kind, nbytes in run.beside.items()})
+        lines = [Held(kind, line, nbytes) for (kind, line), nbytes in held.most_common()]
+        return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)
 
     @property
     def collectives(self) -> list[CollectiveTime]:
@@ -172,6 +202,11 @@ class Prediction(Printed):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(Text, self._sentences())
+        yield Text("\nwhat holds memory at the peak", style="bold")
+        table = plain_table("kind", ">bytes", "line")
+        for kind, line, nbytes in self.peak.lines[:_ROWS]:
+            table.add_row(kind, amount(nbytes, "B"), shown(line) if line else "held before")
+        yield table
         yield Text("\nthe dearest lines of the busiest rank", style="bold")
         table = plain_table("line", ">time")
         for line, seconds in self.by_line()[:_ROWS]:
@@ -206,6 +241,8 @@ class Prediction(Printed):
         if self.tokens:
             yield f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} a second"
         yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{fits}"
+        kinds = [f"{kind} {amount(held, 'B')}" for kind, held in self.peak.kinds.items() if held]
+        yield f"    {', '.join(kinds)}"
         if self.collectives:
             exposed = sum(row.exposed for row in self.collectives)
             hidden = sum(row.hidden for row in self.collectives)
@@ -233,6 +270,13 @@ class Prediction(Printed):
                         "ts": (begin + span.begin) * 1e6, "dur": (span.end - span.begin) * 1e6,
                         "args": {"line": span.line, "bytes": span.nbytes},
                     })  # fmt: skip
+                for seconds, row in ranks.alive:
+                    held = zip(KINDS, row, strict=True)
+                    events.append({
+                        "ph": "C", "name": "memory", "pid": ranks.rank, "tid": 0,
+                        "ts": (begin + seconds) * 1e6,
+                        "args": {kind: run.beside.get(kind, 0) + alive for kind, alive in held},
+                    })  # fmt: skip
             begin += run.simulated.seconds
         names = [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": lane}}
@@ -255,6 +299,11 @@ class Prediction(Printed):
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
             "peak_line": self.peak_line,
+            "memory": {
+                "rank": self.peak.rank,
+                "kinds": self.peak.kinds,
+                "lines": [row._asdict() for row in self.peak.lines[:_ROWS]],
+            },
             "collectives": [row._asdict() for row in self.collectives],
         }  # fmt: skip
 

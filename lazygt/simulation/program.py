@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lazygt.graph.mesh import Mesh
 from lazygt.history import Flush
+from lazygt.kinds import OTHER
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
 from lazygt.runtime.console import Observer
 from lazygt.runtime.plan import Plan
@@ -23,6 +24,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.simulation.events import Rehearsal
 from lazygt.simulation.kernels import node_seconds
+from lazygt.simulation.memory import Told
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 
 #: Settings of a session that records and plans, and computes nothing.
@@ -36,23 +38,40 @@ _EQUAL = 1 + 1e-9
 
 
 class Living(Observer):
-    """Counts what a rank of a dry session holds after each run.
+    """Notes what a rank of a dry session holds in each run, and what it is to the program.
 
     Attributes:
-        after: bytes, by the number of the run.
+        beside: bytes by kind that a run neither reads nor makes, by its number.
+        told: what is known of plans, by their names.
     """
 
     def __init__(self, session: Session) -> None:
-        self.after: dict[int, int] = {}
+        self.beside: dict[int, Counter[str]] = {}
+        self.told: dict[bytes, Told] = {}
+        self._kinds: dict[int, str] = {}
+        self._tells = session._submitter.kinds
         self._store = session._link._worker.store  # type: ignore[attr-defined]
         session._client.observer = self
 
-    def message(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
+    def submitted(
+        self, run: int, entry: PlanRecord | None, inputs: Collection[int], base: int
+    ) -> None:
         """See ``Observer``."""
-        if (direction, kind) == ("send", "run"):
-            values = self._store.values.values()
-            tensors = (value for value in values if isinstance(value, torch.Tensor))
-            self.after[run] = sum(tensor.nbytes for tensor in tensors)
+        # parameters that no optimizer has stay where they were before the first step
+        self._kinds.update(self._tells.by_id(everywhere=not self._tells.trains))
+        outputs = range(base, base + (0 if entry is None else entry.outputs))
+        if entry is not None:
+            kept = [place for place, key in enumerate(inputs) if key in self._store]
+            kinds = self._of(inputs), self._of(outputs)
+            self.told[entry.plan.digest] = Told(*kinds, frozenset(kept))
+        held, read = Counter[str](), set(inputs)
+        for key, value in self._store.values.items():
+            if isinstance(value, torch.Tensor) and key not in read and key not in outputs:
+                held[self._kinds.get(key, OTHER)] += value.nbytes
+        self.beside[run] = held
+
+    def _of(self, ids: Iterable[int]) -> list[str]:
+        return [self._kinds.get(key, OTHER) for key in ids]
 
 
 def simulate(
@@ -118,8 +137,7 @@ def predict(
     step = flushes[first : first + length] if looped else _last_turn(flushes, entries)
     mesh = session.mesh
     runs = [
-        _run(entries[flush.digest], living.after.get(flush.run - 1, 0), mesh, machine, compiled)
-        for flush in step
+        _run(entries[flush.digest], flush.run, living, mesh, machine, compiled) for flush in step
     ]
     return Prediction(
         machine,
@@ -177,9 +195,8 @@ def repeated(names: Sequence[Any], weights: Sequence[float]) -> tuple[int, int]:
 
 
 def _run(
-    entry: PlanRecord, before: int, mesh: Mesh, machine: Machine, compiled: bool
+    entry: PlanRecord, run: int, living: Living, mesh: Mesh, machine: Machine, compiled: bool
 ) -> SimulatedRun:
-    """A run of a plan, before which a rank holds so many bytes."""
-    elsewhere = max(before - sum(meta.nbytes for meta in entry.plan.graph.inputs), 0)
-    simulated = Rehearsal(entry.plans, mesh, compiled=compiled).on(machine)
-    return SimulatedRun(entry.plan.digest.hex()[:12], simulated, elsewhere)
+    told = living.told.get(entry.plan.digest, Told())
+    simulated = Rehearsal(entry.plans, mesh, compiled=compiled, told=told).on(machine)
+    return SimulatedRun(entry.plan.digest.hex()[:12], simulated, living.beside.get(run, {}))
