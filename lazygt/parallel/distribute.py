@@ -60,11 +60,17 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
     return distribute(t, placements)
 
 
-def placed(t: LazyTensor, sharding: Sharding, with_gradient: bool = True) -> LazyTensor:
-    """``t`` with an annotation that has been checked; a pinned one is also its gradient's."""
+def placed(
+    t: LazyTensor, sharding: Sharding, with_gradient: bool = True, behind: Sharding | None = None
+) -> LazyTensor:
+    """``t`` with an annotation that has been checked; a pinned one is also its gradient's.
+
+    Args:
+        behind: how the gradient lies then for what ``t`` was computed of; None: so, too.
+    """
     if meta_of(t).extent < t.numel():
         t = t.contiguous()  # type: ignore[assignment]  # expanded: elements share memory
-    same: LazyTensor = _Place.apply(t, sharding, with_gradient)  # type: ignore[no-untyped-call]
+    same: LazyTensor = _Place.apply(t, sharding, with_gradient, behind)  # type: ignore[no-untyped-call]
     return same
 
 
@@ -154,8 +160,10 @@ class _Place(torch.autograd.Function):
     """The annotation as autograd sees it: the identity."""
 
     @staticmethod
-    def forward(ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool) -> LazyTensor:
-        ctx.sharding, ctx.with_gradient = sharding, with_gradient
+    def forward(
+        ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool, behind: Sharding | None
+    ) -> LazyTensor:
+        ctx.sharding, ctx.with_gradient, ctx.behind = sharding, with_gradient, behind
         owner, meta = storage_of(t).owner, fresh_meta(meta_of(t))
         with owner.lock:
             same = owner.show(record_place(t, meta, sharding), meta)
@@ -167,7 +175,9 @@ class _Place(torch.autograd.Function):
         (grad,) = grads
         if ctx.with_gradient and ctx.sharding.pinned:
             grad = placed(grad, ctx.sharding)
-        return grad, None, None
+        if ctx.behind is not None:
+            grad = placed(grad, ctx.behind)
+        return grad, None, None, None
 
 
 def fresh_meta(meta: TensorMeta) -> TensorMeta:

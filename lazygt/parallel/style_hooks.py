@@ -31,10 +31,12 @@ class Layout(NamedTuple):
     Attributes:
         placement: of the tensor and of its gradient.
         desired: how the module gets the tensor; its gradient comes as it comes. None: likewise.
+        behind: of a result, how the module gets its gradient. None: likewise.
     """
 
     placement: Placement
     desired: Placement | None = None
+    behind: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -166,23 +168,28 @@ def _constrain(what: str, value: Any, mesh_dim: str, layout: Layout | None) -> A
 
 
 def _laid(what: str, value: LazyTensor, mesh_dim: str, layout: Layout) -> LazyTensor:
-    value = _pinned(what, value, mesh_dim, layout.placement, with_gradient=True)
-    if layout.desired is not None:
-        value = _pinned(what, value, mesh_dim, layout.desired, with_gradient=False)
-    return value
-
-
-def _pinned(
-    what: str, value: LazyTensor, mesh_dim: str, placement: Placement, with_gradient: bool
-) -> LazyTensor:
+    """Pinned, unless it is so already."""
     mesh, before = mesh_of(value), storage_of(value).placed
     at = mesh.names.index(mesh_dim)
     full = f"{what}, a tensor of {meta_of(value)},"
-    placements = placements_for(full, value.dim(), {mesh_dim: placement}, mesh, unsaid(mesh))
-    is_so = before is not None and before.pinned and before.placements[at] == placements[at]
-    if is_so and view_of(value) is None:
-        return value
-    return placed(value, Sharding(placements, pinned=True), with_gradient)
+
+    def pin(placement: Placement) -> Sharding:
+        placements = placements_for(full, value.dim(), {mesh_dim: placement}, mesh, unsaid(mesh))
+        return Sharding(placements, pinned=True)
+
+    sharding = pin(layout.placement)
+    is_so = (
+        before is not None
+        and before.pinned
+        and before.placements[at] == sharding.placements[at]
+        and view_of(value) is None
+    )
+    if not is_so:
+        behind = None if layout.behind is None else pin(layout.behind)
+        value = placed(value, sharding, behind=behind)
+    if layout.desired is not None:
+        value = placed(value, pin(layout.desired), with_gradient=False)
+    return value
 
 
 # -- what layers share ---------------------------------------------------------------------------

@@ -64,8 +64,9 @@ class ColwiseParallel(ParallelStyle):
             parameters = {"weight": Shard(1)}
         else:
             raise self._not_for(module, "nn.Linear and nn.Embedding")
-        inputs = _single(self.input_layouts or Replicate())
-        return ModuleLayouts(parameters, inputs, outputs=_unless_last(self.output_layouts))
+        inputs = (_layout(self.input_layouts or Replicate(), Replicate()),)
+        outputs = _unless_last(self.output_layouts, behind=_LAST)
+        return ModuleLayouts(parameters, inputs, outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,10 @@ class RowwiseParallel(ParallelStyle):
     def layouts(self, module: nn.Module) -> ModuleLayouts:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise self._not_for(module, "nn.Linear and nn.Embedding")
-        weight = Shard(1 if isinstance(module, nn.Linear) else 0)
-        outputs = _single(self.output_layouts or Replicate())
-        return ModuleLayouts({"weight": weight}, _unless_last(self.input_layouts), outputs=outputs)
+        is_linear = isinstance(module, nn.Linear)
+        inputs = _unless_last(self.input_layouts, _LAST if is_linear else Replicate())
+        outputs = (_layout(self.output_layouts or Replicate(), behind=Replicate()),)
+        return ModuleLayouts({"weight": Shard(1 if is_linear else 0)}, inputs, outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +230,13 @@ def _several(placements: Any) -> tuple[Any, ...]:
     return tuple(placements) if isinstance(placements, tuple | list) else (placements,)
 
 
-def _layout(given: Any, desired: Any) -> Layout | None:
-    """The layout of a value that is used as desired."""
+def _layout(given: Any, desired: Any = None, behind: Any = None) -> Layout | None:
+    """The layout of a value that is used as desired, or whose gradient is behind it."""
     if given is None:
         return None
     placement = _stored(given)
-    wanted = placement if desired is None else _stored(desired)
-    return Layout(placement, None if wanted == placement else wanted)
+    others = (None if other is None else _stored(other) for other in (desired, behind))
+    return Layout(placement, *(None if other == placement else other for other in others))
 
 
 def _stored(given: Any) -> Placement:
@@ -247,12 +249,14 @@ def _stored(given: Any) -> Placement:
 
 
 def _single(given: Any) -> tuple[Layout | None, ...]:
-    return (_layout(given, None),)
+    return (_layout(given),)
 
 
-def _unless_last(given: Any) -> tuple[Layout | None, ...]:
+def _unless_last(given: Any, desired: Any = None, behind: Any = None) -> tuple[Layout | None, ...]:
     """No layout for ``Shard(-1)``, which a weight in blocks needs, or gives, by itself."""
-    return () if given is None or as_placement(given) == _LAST else _single(given)
+    if given is None or as_placement(given) == _LAST:
+        return ()
+    return (_layout(given, desired, behind),)
 
 
 # -- torch's own styles --------------------------------------------------------------------------
