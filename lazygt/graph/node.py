@@ -148,14 +148,15 @@ class Graph:
         """The meta of every value, by number."""
         metas: list[TensorMeta | None] = list(self.inputs)
         for node in self.nodes:
-            metas.extend(node.results)
+            metas += node.fresh
+            metas += node.written
         return tuple(metas)
 
     def numbered(self) -> Iterator[tuple[Node, range]]:
         """Each node with the numbers of its results."""
         start = len(self.inputs)
         for node in self.nodes:
-            stop = start + len(node.results)
+            stop = start + len(node.fresh) + len(node.written)
             yield node, range(start, stop)
             start = stop
 

@@ -71,7 +71,8 @@ class PlanRecord:
     @property
     def nbytes(self) -> int:
         """What keeping it takes of the client's memory, about."""
-        return sum(plan.outline.nbytes for plan in self.plans)
+        plans = {id(plan): plan for plan in self.plans}  # ranks that run the same have one
+        return sum(plan.outline.nbytes for plan in plans.values())
 
     def of(self, rank: int) -> int:
         """Which of ``plans`` a rank runs."""

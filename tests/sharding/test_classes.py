@@ -33,7 +33,7 @@ Change = Callable[[Graph], Any]
 def every_rank_alone() -> Iterator[None]:
     """Nothing that is made for one rank is used for another."""
 
-    def partitioned(self: Any, graph: Graph, choice: Any, wanted: Any) -> list[Any]:
+    def partitioned(self: Any, graph: Graph, choice: Any, wanted: Any, _: Any) -> list[Any]:
         return [self.local(graph, choice, wanted, index) for index in range(self.parts)]
 
     def by_rank(change: Change, graphs: Sequence[Graph]) -> list[Any]:

@@ -92,12 +92,16 @@ def _agreed(
     Graphs of ranks that meet on an earlier axis must agree on the placements of what they exchange
     there. Their blocks may differ in size, so they may not; then they exchange whole values.
     """
-    choices, chosen = _choices(axis, graphs, wanted)
+    choices, first = _choices(axis, graphs, wanted)
     exchanged = {_exchanged(graph, choice) for graph, choice in zip(graphs, choices, strict=True)}
     if len(exchanged) > 1:
-        choices, chosen = _choices(axis, graphs, wanted, exchange_whole=True)
-    pairs = zip(graphs, choices, strict=True)
-    programs = [axis.partitioned(graph, choice, chosen) for graph, choice in pairs]
+        choices, first = _choices(axis, graphs, wanted, exchange_whole=True)
+    known: list[LocalProgram | None] = [first if first.settled else None]
+    known += [None] * (len(graphs) - 1)
+    programs = [
+        axis.partitioned(graph, choice, first.outputs, local)
+        for graph, choice, local in zip(graphs, choices, known, strict=True)
+    ]
     if decided is not None:
         strategies, local = choices[0].strategies, programs[0][0]
         decided.append(
@@ -111,12 +115,13 @@ def _choices(
     graphs: Sequence[Graph],
     wanted: Sequence[Placement | None],
     exchange_whole: bool = False,
-) -> tuple[list[Choice], tuple[Placement, ...]]:
-    """What is decided for each graph, and the placements that the outputs of all of them get."""
+) -> tuple[list[Choice], LocalProgram]:
+    """What is decided for each graph; and a program of the first one, whose outputs have the
+    placements that those of all get."""
     first = axis.choice(graphs[0], wanted, exchange_whole)
-    chosen = axis.local(graphs[0], first, wanted, 0).outputs
-    others = [axis.choice(graph, chosen, exchange_whole) for graph in graphs[1:]]
-    return [first, *others], chosen
+    local = axis.local(graphs[0], first, wanted, 0)
+    others = [axis.choice(graph, local.outputs, exchange_whole) for graph in graphs[1:]]
+    return [first, *others], local
 
 
 def _exchanged(graph: Graph, choice: Choice) -> tuple[tuple[Placement, ...], ...]:
@@ -205,10 +210,18 @@ class _Axis:
         )
 
     def partitioned(
-        self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None]
+        self,
+        graph: Graph,
+        choice: Choice,
+        wanted: Sequence[Placement | None],
+        first: LocalProgram | None = None,
     ) -> list[LocalProgram]:
-        """The program of each rank; one object where all have the same."""
-        first = self.local(graph, choice, wanted, 0)
+        """The program of each rank; one object where all have the same.
+
+        Args:
+            first: that of the first rank, where it is there already.
+        """
+        first = first or self.local(graph, choice, wanted, 0)
         if first.alike:
             return [first] * self.parts
         return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.parts))]

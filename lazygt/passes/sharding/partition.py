@@ -46,12 +46,14 @@ class LocalProgram:
         values: for each value of the whole program, where the local one has it with each placement
             that it comes with or is given, the first as it was made.
         alike: whether every rank of the axis has the same program.
+        settled: whether it is the program, too, for which ``outputs`` were wanted.
     """
 
     graph: Graph
     outputs: tuple[Placement, ...]
     values: tuple[Mapping[Placement, int], ...] = ()
     alike: bool = False
+    settled: bool = False
 
 
 def partition(
@@ -85,6 +87,7 @@ class _Partitioner:
         ]
         self.lines: list[str] = []
         self.origins: list[int] = []
+        self.settled = False
 
     def run(self, wanted: Mapping[int, Placement]) -> LocalProgram:
         placements: tuple[Placement, ...] = ()
@@ -107,7 +110,8 @@ class _Partitioner:
         self._from(max(len(self.graph.nodes) - 1, 0))
         whole = self.build.graph(outputs)
         lined = replace(whole, lines=tuple(self.lines), origins=tuple(self.origins))
-        return LocalProgram(lined, placements, self._numbers(), not self.build.differs)
+        alike = not self.build.differs
+        return LocalProgram(lined, placements, self._numbers(), alike, self.settled)
 
     def _numbers(self) -> tuple[Mapping[Placement, int], ...]:
         return tuple(
@@ -161,7 +165,9 @@ class _Partitioner:
 
     def _outputs(self, wanted: Mapping[int, Placement]) -> tuple[tuple[Placement, ...], list[Ref]]:
         """The placements of the graph's outputs, and the values that have them."""
-        placements = tuple(self._final(value, wanted) for value in self.graph.outputs)
+        before = len(self.build.nodes)
+        placements = tuple([self._final(value, wanted) for value in self.graph.outputs])
+        self.settled = len(self.build.nodes) == before
         return placements, [
             self._stored(v, la) for v, la in zip(self.graph.outputs, placements, strict=True)
         ]
