@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -246,24 +246,32 @@ def _flops(node: Node, metas: Metas) -> int:
 
 
 def _matmul_flops(node: Node, metas: Metas) -> int:
-    args = _tensors(node.args, metas)
-    base = base_name(node.op)
+    def leaf(item: Arg) -> Arg:
+        return metas[item.index] if type(item) is Ref else 1 if type(item) is Param else item
+
+    return _formula_flops(
+        base_name(node.op), map_arg(node.args, leaf), map_arg(node.kwargs, leaf), node.results
+    )
+
+
+@lru_cache(maxsize=4096)
+def _formula_flops(
+    base: str,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    results: tuple[TensorMeta | None, ...],
+) -> int:
+    """What an op's formula gives for tensors like these; a model has few such ops, many times."""
+    args = map_arg(args, _tensor)
     if base in _VECTOR_PRODUCTS:
         return 2 * int(args[_VECTOR_PRODUCTS[base]].numel())
     formula = _formula(base)
     assert formula is not None
-    kwargs = {name: _tensors(arg, metas) for name, arg in node.kwargs}
-    results = tuple(None if meta is None else meta.empty("meta") for meta in node.results)
-    return int(formula(*args, **kwargs, out_val=results[0] if len(results) == 1 else results))
+    named = {name: map_arg(arg, _tensor) for name, arg in kwargs}
+    made = tuple(map(_tensor, results))
+    return int(formula(*args, **named, out_val=made[0] if len(made) == 1 else made))
 
 
-def _tensors(arg: Arg, metas: Metas) -> Any:
-    """An argument with meta tensors for its values, as torch's formulas take them."""
-
-    def leaf(item: Arg) -> Any:
-        if type(item) is Ref:
-            meta = metas[item.index]
-            return None if meta is None else meta.empty("meta")
-        return 1 if type(item) is Param else item
-
-    return map_arg(arg, leaf)
+def _tensor(item: Any) -> Any:
+    """A meta tensor for what stands for one, as torch's formulas take them."""
+    return item.empty("meta") if type(item) is TensorMeta else item

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 
 from lazygt.errors import LazyGTError
 from lazygt.graph.collectives import Communication, communications_by_node
-from lazygt.graph.cost import member_costs
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.prices import line_seconds
 from lazygt.runtime.plan import Plan
-from lazygt.simulation.kernels import Kernel, kernels_of, product_flops
+from lazygt.simulation.kernels import Kernel, flops_of, kernels_of, product_flops
 from lazygt.simulation.memory import Memory, Told, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
@@ -165,7 +164,7 @@ class _Part:
         self.results = [results for _, results in plan.graph.numbered()]
 
         self.memory = memory_of(plan.graph, told)
-        self.flops = sum(cost.flops for costs in member_costs(plan.graph) for cost in costs)
+        self.flops = flops_of(self.kernels)
 
     def counted(self, count: int) -> RankClass:
         """What is known of it before it runs."""

@@ -78,10 +78,10 @@ def kernels_of(graph: Graph, *, compiled: bool = True) -> list[tuple[Kernel, ...
     Args:
         compiled: whether fused groups are.
     """
-    kernels = []
+    kernels, metas = [], graph.values
     for node, costs in zip(graph.nodes, member_costs(graph), strict=True):
         if node.body is None:
-            kernels.append(_plain(node, costs[0], graph.values))
+            kernels.append(_plain(node, costs[0], metas))
         elif compiled:
             kernels.append((_fused(node.body, costs),))
         else:
@@ -104,6 +104,16 @@ def product_flops(kernels: Iterable[Sequence[Kernel]]) -> Counter[str]:
             for product in kernel.products:
                 flops[product.dtype] += product.flops
     return flops
+
+
+def flops_of(kernels: Iterable[Sequence[Kernel]]) -> int:
+    """Arithmetic operations, all of them."""
+    return sum(
+        sum(product.flops for product in kernel.products)
+        + sum(count for _, count in kernel.elements)
+        for of_node in kernels
+        for kernel in of_node
+    )
 
 
 def _plain(node: Node, cost: Cost, metas: Sequence[TensorMeta | None]) -> tuple[Kernel, ...]:

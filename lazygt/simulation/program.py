@@ -26,6 +26,7 @@ from lazygt.simulation.events import Rehearsal
 from lazygt.simulation.kernels import node_seconds
 from lazygt.simulation.memory import Told
 from lazygt.simulation.prediction import Prediction, SimulatedRun
+from lazygt.uncollected import uncollected
 
 #: Settings of a session that records and plans, and computes nothing.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
@@ -116,6 +117,7 @@ def simulate(
     return predict(session, priced, living, compiled=compiled)
 
 
+@uncollected()
 def predict(
     session: Session, machine: Machine, living: Living, *, compiled: bool = True
 ) -> Prediction:
