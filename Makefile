@@ -75,7 +75,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 BENCHMARKS := record_cost client_step step_messages training_steps data_movement small_syncs startup long_run \
-	workloads worker_step peak_memory compile_cost placement generation \
+	workloads worker_step peak_memory compile_cost placement planning generation \
 	sharded collectives transfer transfer_sharded
 
 bench: $(STAMP) $(NATIVE)

@@ -18,6 +18,7 @@ from lazygt.graph.source import CallSite, expand
 from lazygt.history import History, Miss, newly_alive
 from lazygt.machine import Machine
 from lazygt.passes import PIPELINE, priced
+from lazygt.passes.classes import by_class, classes
 from lazygt.passes.sharding.marks import MARKS, without_places
 from lazygt.passes.template import Optimised, Template, Templates
 from lazygt.record.bridge import shown_of
@@ -306,11 +307,11 @@ class Planner:
         self._gathered(gathers(decided))
         self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
-        graphs = {id(graph): Plan(graph, mesh=workers, backward=backward) for graph in made.graphs}
-        plans = tuple([graphs[id(graph)] for graph in made.graphs])
+        plans = by_class(lambda graph: Plan(graph, mesh=workers, backward=backward), made.graphs)
         whole = Sharding((Replicate(),) * len(workers.names))
         shardings = tuple([None if each == whole else each for each in made.outputs])
-        return plans[:1] if len(graphs) == 1 else plans, shardings
+        alike = len(classes(made.graphs)) == 1
+        return tuple(plans[:1] if alike else plans), shardings
 
     def _gathered(self, gathers: Sequence[Gather]) -> None:
         """Say once for each op and line that it took whole what lay in blocks."""

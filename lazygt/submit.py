@@ -34,6 +34,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 from lazygt.runtime.wire import Buffer
+from lazygt.uncollected import uncollected
 
 #: What torch's own ops raise: a call that waits for its op raises no other class.
 _TORCHS_OWN: tuple[Any, ...] = (RuntimeError, IndexError, ValueError, TypeError,
@@ -231,7 +232,9 @@ class Submitter:
                 kept = self._planner.build(trace, outputs, reason)
             history.plan_hits += hit
             history.last_plan = kept.entry.plan
-        run, values, regions = self._run(trace, kept, reason, fetch)
+        # a new plan is many small objects in the messages that bring it, too
+        send = self._run if kept is None or hit else uncollected()(self._run)
+        run, values, regions = send(trace, kept, reason, fetch)
         forced_by = user_call_site(1) or self._recorder.backward_call_site
         history.recent.append(
             Flush(

@@ -102,9 +102,27 @@ def has_effect(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node reads or sets the generator."""
+    """Whether a node reads or sets the generator; attention that drops nothing does not."""
     f = op_facts(node)
-    return node.op in _STATEFUL if f is None else f.random
+    if f is None:
+        return node.op in _STATEFUL
+    return f.random and not _drops_nothing(node)
+
+
+def _drops_nothing(node: Node) -> bool:
+    place = _dropout_of(node.op) if "attention" in node.op else None
+    if place is None:
+        return False
+    given = node.args[place] if place < len(node.args) else dict(node.kwargs).get("dropout_p", 0.0)
+    return type(given) is float and given == 0.0
+
+
+@cache
+def _dropout_of(op: str) -> int | None:
+    """The place of an op's ``dropout_p``, which is 0 where nothing is given."""
+    arguments = overload(op)._schema.arguments
+    places = [at for at, argument in enumerate(arguments) if argument.name == "dropout_p"]
+    return places[0] if places and arguments[places[0]].default_value == 0.0 else None
 
 
 class Aliases:

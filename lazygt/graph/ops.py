@@ -119,11 +119,14 @@ POSITIONS = {
 #: Views that may be refused, or look otherwise, for where in memory their operand begins.
 BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
 
-#: Never draw, although torch tags them as random: they take no dropout.
+#: Never draw, although torch tags them as random: they take no dropout, or what was drawn for it.
 NEVER_DRAW = frozenset(
     {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._fused_sdp_choice.default",
+        "aten._scaled_dot_product_flash_attention_backward.default",
+        "aten._scaled_dot_product_efficient_attention_backward.default",
+        "aten._scaled_dot_product_cudnn_attention_backward.default",
     }
 )
 

@@ -22,6 +22,7 @@ from lazygt.graph.verify import verify
 from lazygt.runtime.foreign import schema
 from lazygt.runtime.graph_codec import decode_graph, encode_graph, plan_name, template_name
 from lazygt.runtime.wire import Buffer
+from lazygt.uncollected import uncollected
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class PlanTemplate:
         self._encoded = encoded
 
     @staticmethod
+    @uncollected()
     def decoded(data: Buffer) -> PlanTemplate:
         """The template that was encoded.
 

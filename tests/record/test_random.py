@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, random_split
 
 import lazygt
+from lazygt.graph.alias import draws
+from lazygt.graph.node import Node, Param, Ref
 from lazygt.graph.ops import NEVER_DRAW
 from lazygt.record.host_rng import _kernels
 
@@ -279,7 +281,19 @@ def test_every_kernel_that_draws_is_wrapped() -> None:
     found = [name.partition(".") for name in names if name.startswith("aten::")]
     ops = [getattr(getattr(torch.ops.aten, op[6:]), which or "default") for op, _, which in found]
     drawing = {op for op in ops if torch.Tag.nondeterministic_seeded in op.tags}
-    assert {str(op) for op in drawing.difference(_kernels())} == NEVER_DRAW
+    here = {str(op) for op in drawing}
+    assert {str(op) for op in drawing.difference(_kernels())} == NEVER_DRAW & here
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_attention_draws_only_where_it_drops(name: str) -> None:
+    """Else every rank of a pipeline would do it, and microbatches would wait for each other."""
+    op = f"aten._scaled_dot_product_{name}_attention.default"
+    first = (None, True) if name == "efficient" else ()
+    operands = (Ref(0), Ref(1), Ref(2), *first)
+    assert [draws(Node(op, (*operands, p))) for p in (0.0, 0.1, Param(0))] == [False, True, True]
+    assert not draws(Node(op, operands))
+    assert not draws(Node(op.replace(".default", "_backward.default"), operands))
 
 
 def test_no_kernel_is_wrapped_outside_sessions() -> None:

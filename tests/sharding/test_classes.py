@@ -110,5 +110,6 @@ def test_what_is_done_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPat
         assert len({id(graph) for graph in graphs}) == 4
         done.append(dict(counts))
     assert done[0] == done[1]
+    assert done[0]["partition"] == done[0]["solve"] == 1  # axes but that of the stages
     assert done[0]["split"] == 1
     assert done[0]["launched"] == 4

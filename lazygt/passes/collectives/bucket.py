@@ -15,6 +15,8 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -338,6 +340,11 @@ class _Buckets:
             sorted({place for collective in same for place in _bits(collective.above)})
             for same in zip(*(one.collectives for one in analyses), strict=True)
         ]
+        #: the same as bits
+        self.masks = [
+            reduce(or_, [collective.above for collective in same])
+            for same in zip(*(one.collectives for one in analyses), strict=True)
+        ]
         self.wanted = [m.ready if m.stored is None else m.used for m in self.collectives]
         self.reduced = reduced_units(analyses[0].graph, caps.units)
         self.home: dict[int, Bucket] = {}
@@ -411,16 +418,19 @@ class _Buckets:
 
     def _needs(self, place: int, wanted: Bucket) -> bool:
         """Whether a collective depends on a bucket, by way of others too."""
-        seen: set[int] = set()
-        todo = [self.home[other] for other in self.above[place]]
-        while todo:
-            bucket = todo.pop()
-            if bucket is wanted:
-                return True
-            if id(bucket) not in seen:
-                seen.add(id(bucket))
-                todo += self._directly(bucket)
-        return False
+        sought = self._places(wanted)
+        seen, todo = 0, self.masks[place]
+        while todo and not todo & sought:
+            bucket = self.home[todo.bit_length() - 1]
+            seen |= self._places(bucket)
+            for member in bucket.members:
+                todo |= self.masks[member]
+            todo &= ~seen
+        return bool(todo)
+
+    def _places(self, bucket: Bucket) -> int:
+        """The members of a bucket as bits."""
+        return sum(1 << member for member in bucket.members)
 
     def _directly(self, bucket: Bucket) -> list[Bucket]:
         """The other buckets that one depends on."""

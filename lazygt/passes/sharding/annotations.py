@@ -13,7 +13,7 @@ from typing import Literal
 
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.mesh import Mesh, Sharding
-from lazygt.graph.node import Graph, Node, Ref, ref
+from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import (
     COLLECTIVE_OPS,
     Partial,
@@ -153,11 +153,15 @@ def stored_shardings(graph: Graph, mesh: Mesh, inputs: Sequence[Sharding]) -> di
             shardings[results[0]] = shardings[node.args[0].index]
         elif not node.refs():
             shardings.update(dict.fromkeys(results, whole))
-        targets = node.args[:1] if node.op == WRITE_BACK else map(ref, node.writes)
-        versions = results if node.op == WRITE_BACK else results[len(node.fresh) :]
-        for target, version in zip(targets, versions, strict=False):
-            if target.index in shardings:
-                shardings[version] = shardings[target.index]
+        if node.op == WRITE_BACK:
+            versions = zip((node.args[0].index,), results, strict=False)
+        elif node.writes:
+            versions = zip(node.writes, results[len(node.fresh) :], strict=False)
+        else:
+            continue
+        for target, version in versions:
+            if target in shardings:
+                shardings[version] = shardings[target]
     return shardings
 
 

@@ -8,7 +8,7 @@ outlive the renumbering of values from axis to axis; the last step drops them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.meta import TensorMeta
@@ -144,6 +144,8 @@ class _Axis:
     at: int
     inputs: Sequence[Sharding]
     machine: Machine
+    #: the last graph that was asked for, with what has a place in it
+    _known: list[tuple[Graph, dict[int, Sharding]]] = field(default_factory=list, compare=False)
 
     @property
     def parts(self) -> int:
@@ -152,7 +154,9 @@ class _Axis:
 
     def stored(self, graph: Graph) -> dict[int, Sharding]:
         """The values that have a place of their own."""
-        return stored_shardings(graph, self.mesh, self.inputs)
+        if not self._known or self._known[0][0] is not graph:
+            self._known[:] = [(graph, stored_shardings(graph, self.mesh, self.inputs))]
+        return self._known[0][1]
 
     def choice(
         self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
