@@ -268,8 +268,8 @@ def _formula_flops(
     formula = _formula(base)
     assert formula is not None
     named = {name: map_arg(arg, _tensor) for name, arg in kwargs}
-    made = tuple(map(_tensor, results))
-    return int(formula(*args, **named, out_val=made[0] if len(made) == 1 else made))
+    out = tuple(map(_tensor, results))
+    return int(formula(*args, **named, out_val=out[0] if len(out) == 1 else out))
 
 
 def _tensor(item: Any) -> Any:
