@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -48,6 +48,14 @@ def comm(
         typer.Option(help="with --tp: reduce-scatter and all-gather in place of each all-reduce"),
     ] = False,
     pp: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="context-parallel ranks")] = 1,
+    attention: Annotated[
+        Literal["ring", "ulysses"],
+        typer.Option(help="with --cp: pass keys on from rank to rank, or exchange heads"),
+    ] = "ring",
+    kv_hidden: Annotated[
+        int, typer.Option(min=0, help="with --cp: what keys have of H, where heads share keys")
+    ] = 0,
     ep: Annotated[int, typer.Option(min=1, help="expert-parallel ranks")] = 1,
     experts_per_token: Annotated[int, typer.Option(min=1, help="with --ep")] = 1,
     layers: Annotated[int, typer.Option(min=0, help="L")] = 0,
@@ -56,6 +64,9 @@ def comm(
         int, typer.Option(min=0, help="B: sequences that one replica computes at once")
     ] = 0,
     sequence: Annotated[int, typer.Option(min=0, help="S: the length of one")] = 0,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="of B sequences each, whose gradients are added up")
+    ] = 1,
     claim: Annotated[
         list[str] | None, typer.Option(help="what you have worked out, to be judged: data=56GB")
     ] = None,
@@ -66,13 +77,14 @@ def comm(
     Payloads, and the bytes that ranks send for them in a ring. `lazygt explain` counts those of a
     script.
     """
-    if zero and dp == 1:
+    if zero and dp * cp == 1:
         fail(context, "--zero cuts what data-parallel ranks keep: give --dp, such as --dp 8")
     of_activations = activations or dtype
     step = TransformerStep(
         _params(context, params), _itemsize(context, "--dtype", dtype),
         _itemsize(context, "--activations", of_activations), dp, tp, pp, ep, zero, reshard,
-        sequence_parallel, layers, hidden, batch, sequence, experts_per_token,
+        sequence_parallel, layers, hidden, batch, sequence, experts_per_token, microbatches, cp,
+        attention, kv_hidden,
     )  # fmt: skip
     _check(context, step)
     volumes = step.volumes()
@@ -111,7 +123,7 @@ def _itemsize(context: typer.Context, option: str, dtype: str) -> int:
 
 def _check(context: typer.Context, step: TransformerStep) -> None:
     """End the command where there is nothing to exchange, or where it is not told how much."""
-    of_layers = step.tensor > 1 or step.expert > 1
+    of_layers = max(step.tensor, step.expert, step.context) > 1
     needed = {
         "--layers": of_layers and not step.layers,
         **{option: (of_layers or step.pipeline > 1) and not size
@@ -120,9 +132,13 @@ def _check(context: typer.Context, step: TransformerStep) -> None:
     }  # fmt: skip
     missing = [option for option, lacks in needed.items() if lacks]
     if missing:
-        fail(context, f"tensor, pipeline and expert parallelism exchange activations: "
+        fail(context, f"tensor, pipeline, context and expert parallelism exchange activations: "
                       f"give {', '.join(missing)}, too")  # fmt: skip
-    if max(step.data, step.tensor, step.pipeline, step.expert) == 1:
-        fail(context, "one rank sends nothing: give --dp, --tp, --pp or --ep")
+    if max(step.data, step.tensor, step.pipeline, step.context, step.expert) == 1:
+        fail(context, "one rank sends nothing: give --dp, --tp, --pp, --cp or --ep")
+    if step.kv_hidden > step.hidden:
+        fail(context, f"--kv-hidden {step.kv_hidden}: keys have at most H, {step.hidden}")
+    if step.sequence and step.context > step.sequence:
+        fail(context, f"--cp {step.context}: there are only {step.sequence} places to cut")
     if step.layers and step.pipeline > step.layers:
         fail(context, f"--pp {step.pipeline}: there are only {step.layers} layers to cut")

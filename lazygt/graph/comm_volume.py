@@ -7,11 +7,22 @@
     tensor      (Megatron) 2 all-reduces a layer forward, 2 backward    4 B S H a layer
       sequence  each of them a reduce-scatter and an all-gather         8 B S H a layer
     pipeline    sent to the next stage, and gradients back              B S H a boundary, each way
+    context
+      ring      keys and values passed on, forward and backward, and
+                their gradients sent home (Liu et al., 2023)            6 B S V a layer
+      Ulysses   queries, keys, values and what comes of them exchanged,
+                forward and backward (Jacobs et al., 2023)              4 B S (H + V) a layer
     expert      all-to-all there and back, forward and backward         4 K B S H a layer
 
 P: the parameters' bytes. B: sequences that one replica computes at once, S: their length, H: the
-hidden size, K: experts a token; times the bytes of an element, which is why a dtype is asked for:
-B x S x H is a number of elements.
+hidden size, V: what a token's keys have of it (all, or less where heads share keys), K: experts a
+token; times the bytes of an element, which is why a dtype is asked for: B x S x H is a number of
+elements.
+
+A step of M microbatches exchanges activations M times. Gradients are added up where they were made
+and reduced once, unless they, or weights, are kept in blocks (ZeRO-2 and 3): then each microbatch
+gathers the weights and scatters its gradients. Ranks along the context have the same weights, and
+reduce gradients together with those of data.
 
 *Logical* is the payload. What the ranks of a ring send for it is the business of
 ``graph.collectives.ring_bytes``: 2 (N - 1) / N of an all-reduce's payload, (N - 1) / N of a
@@ -37,6 +48,9 @@ _AXES = {
 }
 _BY_AXIS = {axis: kind for kind, axes in _AXES.items() for axis in axes.split()}
 _GATHER, _SCATTER, _REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+_EXCHANGE, _SEND = "all_to_all", "send_recv"
+#: Ways to attend to keys that other ranks have.
+RING, ULYSSES = "ring", "ulysses"
 
 
 def parallelism_of(axis: str) -> str:
@@ -91,12 +105,16 @@ class TransformerStep:
         params: of the whole model.
         itemsize: bytes of a parameter, and of a gradient.
         activation_itemsize: bytes of an element of an activation.
-        data, tensor, pipeline, expert: ranks of each kind; experts lie on ranks of ``data``.
+        data, tensor, pipeline, context, expert: ranks of each kind; experts lie on ranks of
+            ``data``.
         zero: 0: all is replicated; 1 and 2: optimizer and gradients in blocks; 3: weights, too.
         reshard: under ZeRO-3 weights are gathered again for the backward.
         sequence_parallel: activations between tensor-parallel layers are in blocks.
         layers, hidden, batch, sequence: see above; 0: not known.
         experts_per_token: K.
+        microbatches: M, each of ``batch`` sequences.
+        attention: ``ring`` or ``ulysses``, between ranks of ``context``.
+        kv_hidden: V; 0: as much as H.
     """
 
     params: int
@@ -114,36 +132,48 @@ class TransformerStep:
     batch: int = 0
     sequence: int = 0
     experts_per_token: int = 1
+    microbatches: int = 1
+    context: int = 1
+    attention: str = RING
+    kv_hidden: int = 0
 
     def volumes(self) -> tuple[Volume, ...]:
         """What it exchanges, kind by kind; nothing for a kind of one rank."""
-        return (*self._data(), *self._tensor(), *self._pipeline(), *self._expert())
+        return (*self._data(), *self._tensor(), *self._pipeline(), *self._context(),
+                *self._expert())  # fmt: skip
 
     @property
     def activation(self) -> int:
         """Elements: B x S x H."""
         return self.batch * self.sequence * self.hidden
 
-    def _data(self) -> Iterator[Volume]:
-        if self.data == 1:
-            return
-        for kind, what in self._of_state():
-            yield Volume(
-                DATA, self.data, kind, what, 1, self.params, self.itemsize,
-                -(-self.params // (self.tensor * self.pipeline)),
-            )  # fmt: skip
+    @property
+    def keys(self) -> int:
+        """Elements of all keys: B x S x V."""
+        return self.batch * self.sequence * (self.kv_hidden or self.hidden)
 
-    def _of_state(self) -> Iterator[tuple[str, str]]:
+    def _data(self) -> Iterator[Volume]:
+        ranks = self.data * self.context
+        if ranks == 1:
+            return
+        of_rank = -(-self.params // (self.tensor * self.pipeline))
+        for kind, what, times in self._of_state():
+            yield Volume(
+                DATA, ranks, kind, what, times, self.params, self.itemsize, times * of_rank
+            )
+
+    def _of_state(self) -> Iterator[tuple[str, str, int]]:
+        """Kind, what is sent, and how often in a step."""
         if self.zero == 0:
-            yield _REDUCE, "gradients"
+            yield _REDUCE, "gradients", 1
             return
         if self.zero == 3:
-            yield _GATHER, "weights, forward"
+            yield _GATHER, "weights, forward", self.microbatches
             if self.reshard:
-                yield _GATHER, "weights, backward"
-        yield _SCATTER, "gradients"
+                yield _GATHER, "weights, backward", self.microbatches
+        yield _SCATTER, "gradients", self.microbatches if self.zero > 1 else 1
         if self.zero < 3:
-            yield _GATHER, "new weights"
+            yield _GATHER, "new weights", 1
 
     def _tensor(self) -> Iterator[Volume]:
         if self.tensor == 1:
@@ -151,22 +181,42 @@ class TransformerStep:
         kinds = (_SCATTER, _GATHER) if self.sequence_parallel else (_REDUCE,)
         for way in ("forward", "backward"):
             for kind in kinds:
-                yield self._layers(TENSOR, self.tensor, kind, f"activations, {way}", 1)
+                yield self._layers(
+                    TENSOR, self.tensor, kind, f"activations, {way}", 2, self.activation
+                )
 
     def _expert(self) -> Iterator[Volume]:
         if self.expert == 1:
             return
+        tokens = self.experts_per_token * self.activation
         for way in ("forward", "backward"):
-            yield self._layers(EXPERT, self.expert, "all_to_all", f"tokens, {way}",
-                               self.experts_per_token)  # fmt: skip
+            yield self._layers(EXPERT, self.expert, _EXCHANGE, f"tokens, {way}", 2, tokens)
 
-    def _layers(self, parallelism: str, ranks: int, kind: str, what: str, factor: int) -> Volume:
-        """Two in each layer; a rank has the layers of its stage."""
-        elements = factor * self.activation
+    def _context(self) -> Iterator[Volume]:
+        if self.context == 1:
+            return
+        if self.attention == ULYSSES:
+            for way in ("forward", "backward"):
+                for what, elements in (("queries, results", self.activation),
+                                       ("keys, values", self.keys)):  # fmt: skip
+                    yield self._layers(
+                        CONTEXT, self.context, _EXCHANGE, f"{what}, {way}", 2, elements
+                    )
+            return
+        for what in ("keys, values, forward", "keys, values, backward", "their gradients"):
+            volume = self._layers(CONTEXT, self.context, _SEND, what, 2, self.keys)
+            # its own block goes to nobody, the others' once round
+            yield volume._replace(rank_elements=volume.rank_elements * (self.context - 1))
+
+    def _layers(
+        self, parallelism: str, ranks: int, kind: str, what: str, times: int, elements: int
+    ) -> Volume:
+        """So many in each layer; a rank has the layers of its stage, and its part of a sequence."""
         of_rank = -(-self.layers // self.pipeline)
         return Volume(
-            parallelism, ranks, kind, what, 2 * self.layers, elements, self.activation_itemsize,
-            2 * of_rank * elements,
+            parallelism, ranks, kind, what, times * self.layers * self.microbatches, elements,
+            self.activation_itemsize,
+            times * of_rank * self.microbatches * -(-elements // self.context),
         )  # fmt: skip
 
     def _pipeline(self) -> Iterator[Volume]:
@@ -174,6 +224,7 @@ class TransformerStep:
             return
         for what in ("activations, forward", "gradients, backward"):
             yield Volume(
-                PIPELINE, self.pipeline, "send_recv", what, self.pipeline - 1, self.activation,
-                self.activation_itemsize, self.activation,
+                PIPELINE, self.pipeline, _SEND, what, (self.pipeline - 1) * self.microbatches,
+                self.activation, self.activation_itemsize,
+                self.microbatches * -(-self.activation // self.context),
             )  # fmt: skip

@@ -161,9 +161,10 @@ class Report(Printed):
         ):
             yield Text(f"\n{title}", style="bold")
             yield table.fitting(options.max_width) if table.rows else Text("none")
+        sent = exchanged_table(exchanged(self.collectives))
         for title, table in (
             ("collectives, one run of each (times are estimates)", self._collectives()),
-            ("sent in all runs, by kind of parallelism", self._exchanged()),
+            ("sent in all runs, by kind of parallelism", sent),
             ("and without them, axis by axis, before buckets (estimates)", self._alternatives()),
         ):
             if table.rows:
@@ -208,14 +209,6 @@ class Report(Printed):
                  duration(row.seconds), shown(row.line), row.why)  # fmt: skip
         return table
 
-    def _exchanged(self) -> _Grid:
-        table = _Grid("parallelism", "axis", ">ranks", "collective", ">count", ">logical",
-                      ">ring a rank")  # fmt: skip
-        for row in exchanged(self.collectives):
-            table.add(row.parallelism or "-", row.axis, row.ranks, row.kind, row.times,
-                 _bytes(row.nbytes), _bytes(row.ring))  # fmt: skip
-        return table
-
     def _alternatives(self) -> _Grid:
         table = _Grid(">runs", ">count", "collective", ">payload", "axis", ">time", ">without it",
                        "line", "comes of", "instead")  # fmt: skip
@@ -247,6 +240,16 @@ def exchanged(collectives: Iterable[CollectiveRow]) -> list[ExchangedRow]:
             nbytes + row.runs * row.nbytes, ring + row.runs * row.ring,
         )  # fmt: skip
     return sorted(rows.values(), key=lambda row: axes[row.axis])
+
+
+def exchanged_table(rows: Iterable[ExchangedRow]) -> _Grid:
+    """The bytes as a table."""
+    table = _Grid("parallelism", "axis", ">ranks", "collective", ">count", ">logical",
+                  ">ring a rank")  # fmt: skip
+    for row in rows:
+        table.add(row.parallelism or "-", row.axis, row.ranks, row.kind, row.times,
+             _bytes(row.nbytes), _bytes(row.ring))  # fmt: skip
+    return table
 
 
 def _signed(seconds: float) -> str:

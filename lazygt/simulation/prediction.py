@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
-from lazygt.observe.report import shown
+from lazygt.observe.report import (
+    CollectiveRow,
+    ExchangedRow,
+    exchanged,
+    exchanged_table,
+    shown,
+)
 from lazygt.printed import Printed, plain_table
-from lazygt.simulation.events import RankClass, Simulated
+from lazygt.simulation.events import RankClass, Simulated, Span
 from lazygt.simulation.memory import KINDS, Held
 
 #: Of each table.
@@ -31,6 +38,7 @@ class CollectiveTime(NamedTuple):
 
     Attributes:
         nbytes: payload.
+        ring: bytes that the rank sends for it in a ring.
         seconds: all of them.
         exposed: of these, seconds in which the rank computes nothing.
     """
@@ -40,6 +48,7 @@ class CollectiveTime(NamedTuple):
     line: str
     times: int
     nbytes: int
+    ring: int
     seconds: float
     exposed: float
 
@@ -177,18 +186,35 @@ class Prediction(Printed):
     @property
     def collectives(self) -> list[CollectiveTime]:
         """Of the rank that waits for them the longest; the most exposed first."""
-        rows: dict[tuple[str, str, str], list[tuple[int, float, float]]] = defaultdict(list)
+        rows: dict[tuple[str, str, str], list[tuple[int, int, float, float]]] = defaultdict(list)
         for run in self.runs:
             slowest = max(run.simulated.classes, key=_exposed)
             for span in slowest.spans:
                 if span.lane != "compute":
                     key = span.lane, span.name, span.line
-                    rows[key].append((span.nbytes, span.end - span.begin, span.exposed))
+                    took = span.end - span.begin
+                    rows[key].append((span.nbytes, self._sent(span), took, span.exposed))
         times = [
             CollectiveTime(*key, len(spans), *(sum(column) for column in zip(*spans, strict=True)))
             for key, spans in rows.items()
         ]
         return sorted(times, key=lambda row: (-row.exposed, -row.seconds))
+
+    def _sent(self, span: Span) -> int:
+        """Bytes that a rank sends for it in a ring; who receives sends nothing."""
+        ranks = 1 if self.mesh is None else self.mesh.size(span.lane)
+        kind = span.name.partition(" ")[0]
+        return 0 if kind == "receive" else round(ring_bytes(kind, span.nbytes, ranks))
+
+    def by_parallelism(self) -> list[ExchangedRow]:
+        """What that rank exchanges in a step, by axis of the mesh and kind of collective."""
+        return exchanged(
+            CollectiveRow(
+                1, row.times, row.kind.partition(" ")[0], None, row.nbytes, row.ring, row.axis,
+                1 if self.mesh is None else self.mesh.size(row.axis), row.seconds, row.line, "",
+            )
+            for row in self.collectives
+        )  # fmt: skip
 
     def by_line(self) -> list[tuple[str, float]]:
         """(the user's line, seconds that the busiest rank computes of it), the dearest first."""
@@ -215,13 +241,16 @@ class Prediction(Printed):
         if self.collectives:
             yield Text("\ncollectives, the most exposed first", style="bold")
             table = plain_table(
-                "axis", "collective", ">count", ">payload", ">time", ">exposed", "line"
-            )
+                "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed",
+                "line",
+            )  # fmt: skip
             for row in self.collectives[:_ROWS]:
                 table.add_row(row.axis, row.kind, str(row.times), amount(row.nbytes, "B"),
-                              duration(row.seconds), duration(row.exposed),
+                              amount(row.ring, "B"), duration(row.seconds), duration(row.exposed),
                               shown(row.line))  # fmt: skip
             yield table
+            yield Text("\nsent in a step, by kind of parallelism", style="bold")
+            yield exchanged_table(self.by_parallelism()).fitting(options.max_width)
 
     def _sentences(self) -> Iterator[str]:
         where = "one rank" if self.mesh is None else str(self.mesh)
@@ -305,6 +334,7 @@ class Prediction(Printed):
                 "lines": [row._asdict() for row in self.peak.lines[:_ROWS]],
             },
             "collectives": [row._asdict() for row in self.collectives],
+            "by_parallelism": [row._asdict() for row in self.by_parallelism()],
         }  # fmt: skip
 
 

@@ -43,6 +43,29 @@ def test_data_and_tensor_parallel() -> None:
     assert numbers["tensor"]["ring_of_rank"] == 4 * elements * 7 // 8
 
 
+def test_the_cases_of_tensor_and_pipeline_parallel() -> None:
+    """4 B S H L are 17.2e9 elements, and a boundary has 134e6, three of them 402e6; in bf16."""
+    sizes = ["--layers", "32", "--hidden", "4096", "--batch", "16", "--sequence", "2048"]
+    told = comm("--params", "7e9", "--dtype", "bf16", "--tp", "8", "--pp", "4", *sizes, "--json")
+    numbers = json.loads(told.stdout)["by_parallelism"]
+    assert numbers["tensor"]["logical"] == 34_359_738_368
+    assert numbers["tensor"]["ring_limit"] == 68_719_476_736
+    assert numbers["pipeline"]["logical"] == 2 * 2 * 402_653_184
+    assert numbers["pipeline"]["ring_of_rank"] == 2 * 2 * 134_217_728
+
+
+def test_long_contexts_and_microbatches() -> None:
+    sizes = ["--layers", "32", "--hidden", "4096", "--batch", "1", "--sequence", "131072"]
+    args = ["--params", "8e9", "--dtype", "bf16", "--cp", "8", "--kv-hidden", "1024", *sizes]
+    elements = 131072 * 1024 * 32
+    for attention, logical in (("ring", 6 * elements), ("ulysses", 4 * 5 * elements)):
+        told = comm(*args, "--attention", attention, "--microbatches", "4", "--json")
+        numbers = json.loads(told.stdout)["by_parallelism"]
+        assert numbers["context"]["logical"] == 4 * 2 * logical
+        assert numbers["data"]["logical"] == 16_000_000_000
+    assert "keys, values, forward" in comm(*args).stdout
+
+
 @pytest.mark.parametrize(
     ("claim", "text"),
     [
@@ -69,11 +92,16 @@ def test_claims(claim: str, text: str) -> None:
         ([*DATA, "--dtype", "fp31"], "--dtype fp31: it is one of fp64, fp32"),
         ([*DATA, "--activations", "x"], "--activations x: it is one of"),
         ([*DATA, "--dp", "0"], "Invalid value for '--dp'"),
-        ([*DATA, "--dp", "1"], "one rank sends nothing: give --dp, --tp, --pp or --ep"),
+        ([*DATA, "--dp", "1"], "one rank sends nothing: give --dp, --tp, --pp, --cp or --ep"),
         ([*DATA, "--dp", "1", "--zero", "3"], "give --dp, such as --dp 8"),
         ([*DATA, "--tp", "8"], "give --layers, --hidden, --batch, --sequence, too"),
         ([*DATA, "--pp", "8", "--hidden", "9"], "give --batch, --sequence, too"),
         ([*THIRTEEN, "--pp", "41"], "--pp 41: there are only 40 layers to cut"),
+        ([*DATA, "--cp", "2"], "give --layers, --hidden, --batch, --sequence, too"),
+        ([*THIRTEEN, "--cp", "9999"], "--cp 9999: there are only 4096 places to cut"),
+        ([*THIRTEEN, "--cp", "2", "--kv-hidden", "6000"], "keys have at most H, 5120"),
+        ([*DATA, "--attention", "flash"], "Invalid value for '--attention'"),
+        ([*DATA, "--microbatches", "0"], "Invalid value for '--microbatches'"),
         ([*DATA, "--claim", "tensor=1GB"], "--claim: a claim of 'tensor': what is exchanged is of"),
         ([*DATA, "--claim", "data=1"], "expected a kind of parallelism and bytes, such as data="),
         (["--params", "7e9", "--dp", "8"], "Missing option '--dtype'"),

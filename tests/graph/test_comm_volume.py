@@ -108,6 +108,77 @@ def test_expert_parallel() -> None:
     assert there.ring == 6 * 2 * 2 * 4 * 16 * 8 * 3 // 4
 
 
+SIZES: dict[str, int] = {"layers": 3, "hidden": 8, "batch": 4, "sequence": 16}
+#: B x S x H
+TOKENS = 4 * 16 * 8
+
+
+def test_a_ring_passes_keys_on() -> None:
+    """All keys and values go by, twice; their gradients go home. Gradients of weights are reduced
+    by all ranks that have the same weights."""
+    step = TransformerStep(1_000, 4, 2, data=2, context=4, **SIZES)
+    data, *ring = step.volumes()
+    assert (data.ranks, data.ring) == (8, 2 * 4_000 * 7 // 8)
+    assert [each.kind for each in ring] == ["send_recv"] * 3
+    assert {each.times * each.elements for each in ring} == {3 * 2 * TOKENS}
+    assert total(tuple(ring), "ring") == 3 * 3 * 2 * TOKENS * 2 * 3 // 4
+    assert total(tuple(ring), "limit") == total(tuple(ring), "logical")
+
+
+def test_ulysses_exchanges_heads() -> None:
+    """Four tensors of B S H a layer each way, each rank a quarter of them."""
+    step = TransformerStep(1_000, 4, 2, context=4, attention="ulysses", **SIZES)
+    exchanged = step.volumes()[1:]
+    assert {each.kind for each in exchanged} == {"all_to_all"}
+    assert sum(each.times * each.elements for each in exchanged) == 3 * 8 * TOKENS
+    assert total(exchanged, "ring") == 3 * 8 * (TOKENS // 4) * 2 * 3 // 4
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_fewer_keys_are_fewer_bytes(attention: str) -> None:
+    whole, shared = (
+        TransformerStep(1, 2, 2, context=4, attention=attention, kv_hidden=hidden, **SIZES)
+        for hidden in (0, 2)
+    )
+    keys = [
+        tuple(each for each in step.volumes() if "keys" in each.what or "their" in each.what)
+        for step in (whole, shared)
+    ]
+    assert total(keys[0], "ring") == 4 * total(keys[1], "ring") > 0
+
+
+def test_a_rank_of_a_context_has_its_part_of_what_others_send() -> None:
+    plain = TransformerStep(1, 2, 2, tensor=2, pipeline=3, **SIZES).volumes()
+    cut = TransformerStep(1, 2, 2, tensor=2, pipeline=3, context=4, **SIZES).volumes()
+    for kind in ("tensor", "pipeline"):
+        of_plain, of_cut = (
+            tuple(each for each in volumes if each.parallelism == kind) for volumes in (plain, cut)
+        )
+        assert total(of_plain, "logical") == total(of_cut, "logical")
+        assert total(of_plain, "ring") == 4 * total(of_cut, "ring")
+
+
+@pytest.mark.parametrize(
+    ("zero", "reshard", "times"),
+    [(0, True, [1]), (1, True, [1, 1]), (2, True, [5, 1]), (3, False, [5, 5]), (3, True, [5] * 3)],
+)
+def test_microbatches(zero: int, reshard: bool, times: list[int]) -> None:
+    """Gradients are reduced once, unless what adds them up is in blocks; the rest is of each."""
+    parts = {"data": 8, "tensor": 2, "pipeline": 3, "context": 2, "expert": 4}
+    step, one = (
+        TransformerStep(1_000, 4, 2, zero=zero, reshard=reshard, microbatches=count, **parts,
+                        **SIZES).volumes()
+        for count in (5, 1)
+    )  # fmt: skip
+    data = [each for each in step if each.parallelism == "data"]
+    assert [each.times for each in data] == times
+    for many, single in zip(step, one, strict=True):
+        share = many.times // single.times
+        assert (many.logical, many.limit) == (share * single.logical, share * single.limit)
+        assert many.ring == pytest.approx(share * single.ring, abs=share)
+        assert share == 5 or many.parallelism == "data"
+
+
 def test_a_rank_has_the_layers_of_its_stage() -> None:
     sizes = {"layers": 8, "hidden": 8, "batch": 4, "sequence": 16}
     whole = TransformerStep(1_000, 2, 2, tensor=2, **sizes).volumes()
@@ -120,7 +191,7 @@ def test_a_rank_has_the_layers_of_its_stage() -> None:
 # -- what lazygt plans -------------------------------------------------------------------------
 
 
-WIDTH, DEPTH = 64, 3
+WIDTH, DEPTH = 128, 3
 
 
 def model() -> nn.Sequential:
@@ -142,27 +213,35 @@ def fsdp(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters())
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("place", "stage"), [(data_parallel, 0), (zero, 1), (fsdp, 3)])
 def test_a_planned_step_exchanges_as_much(
-    place: Callable[[nn.Module], torch.optim.Optimizer], stage: int
+    place: Callable[[nn.Module], torch.optim.Optimizer], stage: int, microbatches: int
 ) -> None:
-    """With a gradient of the input, too: else no weights are gathered for the first layer's."""
+    """With a gradient of the input, too: else no weights are gathered for the first layer's.
+
+    Gradients as small as these would be added up whole, were the cap not smaller.
+    """
     mesh = {"data": 4}
-    with lazygt.session(launcher="dry", mesh=mesh, compile="off") as s:
+    with lazygt.session(launcher="dry", mesh=mesh, compile="off", bucket_cap_mb=0.001) as s:
         net = model()
         optimizer = place(net)
         s.flush()
-        x = lazygt.distribute(torch.randn(4096, WIDTH), {"data": lazygt.Shard(0)})
+        xs = [lazygt.distribute(torch.randn(4096, WIDTH), {"data": lazygt.Shard(0)})
+              for _ in range(microbatches)]  # fmt: skip
         for _ in range(2):
             optimizer.zero_grad()
-            (net(x.requires_grad_()) * x).sum().backward()
+            for x in xs:
+                (net(x.requires_grad_()) * x).sum().backward()
             optimizer.step()
         assert s.last_plan is not None
         collectives = s.last_plan.collectives
     planned = Counter[str]()
     for each in collectives:
         planned[each.kind] += each.ring_bytes
-    step = TransformerStep(DEPTH * WIDTH * WIDTH, 4, 4, data=4, zero=stage)
+    step = TransformerStep(
+        DEPTH * WIDTH * WIDTH, 4, 4, data=4, zero=stage, microbatches=microbatches
+    )
     expected = Counter[str]()
     for each in step.volumes():
         expected[each.kind] += each.ring

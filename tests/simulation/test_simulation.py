@@ -103,6 +103,39 @@ def test_collectives_are_those_of_the_plan_and_each_takes_what_it_is_priced_at()
         sum(collective_seconds(PLAIN, c.kind, c.nbytes, 2) for c in plan.collectives)
     )
     assert all(0 <= row.exposed <= row.seconds for row in prediction.collectives)
+    assert sum(row.ring for row in prediction.collectives) == sum(
+        sent.ring_bytes for sent in plan.collectives
+    )
+
+
+def test_what_is_sent_is_told_by_kind_of_parallelism() -> None:
+    """Gradients of four matrices, and what a pipeline sends on."""
+    prediction, _ = predicted(lambda: train(lazygt.data_parallel), {"data": 4})
+    (row,) = prediction.by_parallelism()
+    weights = 4 * WIDTH * WIDTH * 4
+    assert (row.parallelism, row.axis, row.ranks, row.kind) == ("data", "data", 4, "all_reduce")
+    assert (row.nbytes, row.ring) == (weights, 2 * weights * 3 // 4)
+    assert row._asdict() in prediction.as_json()["by_parallelism"]
+    assert "sent in a step, by kind of parallelism" in str(prediction)
+
+
+def test_what_a_pipeline_sends_counts_where_it_is_sent() -> None:
+    def program() -> None:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        lazygt.stage(model[0], 0)
+        lazygt.stage(model[1], 1)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for x in torch.randn(4 * 8, WIDTH).chunk(4):
+                model(x).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+    prediction, _ = predicted(program, {"pipe": 2})
+    rows = {row.kind: row for row in prediction.by_parallelism()}
+    assert rows["send"].parallelism == "pipeline"
+    assert rows["send"].nbytes == rows["send"].ring == 4 * 8 * WIDTH * 4
+    assert rows["receive"].ring == 0 if "receive" in rows else True
 
 
 def test_a_slow_network_is_exposed_and_a_fast_one_is_hidden() -> None:
