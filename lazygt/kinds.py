@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from weakref import WeakSet
 
 import torch
@@ -62,6 +62,14 @@ class Kinds:
         if storage.owner is self._recorder and (remote := storage.remote) is not None:
             for key in remote.ids:
                 kinds.setdefault(key, kind)
+
+
+def by_kind(kinds: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ids of each kind that is known."""
+    groups: dict[str, list[int]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
+    for key, kind in kinds.items():
+        groups[kind].append(key)
+    return groups
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

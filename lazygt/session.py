@@ -24,7 +24,9 @@ from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
+from lazygt.kinds import OTHER, by_kind
 from lazygt.machine import Machine, default_machine, machine_of
+from lazygt.memory import RankMemory, SessionMemory
 from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
@@ -421,6 +423,25 @@ class Session:
             "free_messages": 0,
             "scalar_uploads": 0,
         }
+
+    def memory(self) -> SessionMemory:
+        """What memory the workers have, measured in each; prints as a table.
+
+        A sync point, as ``synchronize``, and raises what that does.
+        """
+        self._check_used()
+        with self.recorder.lock, DEFER_INTERRUPT:
+            self.recorder.flush("memory()")
+            self._client.synchronize()
+            self._client.raise_failure()
+            groups = by_kind(self._submitter.kinds.by_id())
+            told = self._client.memory(list(groups.values()))
+        names = (*groups, OTHER)
+        return SessionMemory([
+            RankMemory(rank, dict(zip(names, each.living, strict=True)), each.allocated, each.peak,
+                       each.resident)
+            for rank, each in enumerate(told)
+        ])  # fmt: skip
 
     def _repr_html_(self) -> str:
         return viewer().session_html(self)

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"lazygt"}),
 )
 # Files at the root that stand in one layer with another.
-AT_THE_ROOT = {"session": {"history", "kinds", "planner", "rewind", "submit", "weights"}}
+AT_THE_ROOT = {"session": {"history", "kinds", "memory", "planner", "rewind", "submit", "weights"}}
 # Pairs that a downward rule alone would allow.
 FORBIDDEN = {
     ("runtime", "passes"): "the runtime runs plans and never makes them",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lazygt.errors import ExecutionError
+from lazygt.errors import ExecutionError, ProtocolError
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.messages import Failure, Run
+from lazygt.runtime.messages import Failure, Memory, Run
 from lazygt.runtime.orders import Orders
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.quick_numbers import number_reader
@@ -132,6 +132,7 @@ class Client(Orders):
         describe: Describe | None = None,
         why: str = "",
         ranks: Collection[int] = (0,),
+        weigh: tuple[tuple[int, ...], ...] | None = None,
     ) -> tuple[int, Iterable[RemoteValue]]:
         """Send a run; returns its number and the values of the plan's outputs.
 
@@ -139,6 +140,7 @@ class Client(Orders):
 
         Args:
             ranks: those that send what is fetched, and whose answers are looked at.
+            weigh: groups of ids, to be told the workers' memory.
         """
         self.pump()
         if self._broken_since is not None:
@@ -151,8 +153,10 @@ class Client(Orders):
         base = self._new_ids(outputs)
         self._seq += 1
         puts, buffers = self._uploads.take()
-        run = Run(self._seq, base=base, puts=puts, fetches=fetches)
+        run = Run(self._seq, base=base, puts=puts, fetches=fetches, weigh=weigh)
         run.timed = self.observer is not None and self.observer.wants_timings
+        if weigh is not None:
+            run.timed = True  # else C++ might take it, which knows nothing of this
         self.last_frees = frees = self._freed.take()
         if entry is None:
             run.frees = (0, tuple(frees)) if frees else None
@@ -173,6 +177,24 @@ class Client(Orders):
         if self.recovery is not None and self.recovery.is_due(self._uploads.kept_bytes):
             self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
+
+    def memory(self, groups: Sequence[Iterable[int]]) -> list[Memory]:
+        """What memory each worker has, by rank; waits until they have done all that they were told.
+
+        Args:
+            groups: ids of values that are weighed together.
+
+        Raises:
+            WorkerDied, WorkerFrozen: while waiting.
+        """
+        ranks = range(self.link.world_size)
+        asked = tuple([tuple(group) for group in groups])
+        seq, _ = self.run(None, (), (), why="memory()", ranks=ranks, weigh=asked)
+        answers = self.wait(seq)
+        told = [memory for rank in ranks if (memory := answers[rank][0].memory) is not None]
+        if [len(memory.living) for memory in told] != [len(asked) + 1] * len(ranks):
+            raise ProtocolError("a worker was asked for its memory, and does not tell of it")
+        return told
 
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]

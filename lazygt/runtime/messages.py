@@ -67,6 +67,24 @@ class Timings(Part):
     steps: tuple[tuple[Count, Count, int, int], ...] = ()
 
 
+class Memory(Part):
+    """What memory a worker has, in bytes.
+
+    Attributes:
+        living: what lies where its values do, for each group of ids that was asked about, and of
+            all others; what several values share counts once.
+        allocated: what the allocator has handed out: torch's on GPUs, malloc's elsewhere, for the
+            whole process.
+        peak: the most of it so far on GPUs; elsewhere the most that was resident.
+        resident: of the process in the host's memory.
+    """
+
+    living: tuple[Count, ...]
+    allocated: Count
+    peak: Count
+    resident: Count
+
+
 class Made(Part, tag=0):
     """A tensor that a data-dependent node returned or wrote, under an id that the worker chose."""
 
@@ -132,6 +150,7 @@ class Run(Part, tag=2):
         releases: arena offsets that the client has done with.
         fetches: ids whose values are wanted.
         timed: run it node by node, and say how long each took (``Done.timings``).
+        weigh: groups of ids; say then what memory there is (``Done.memory``).
     """
 
     seq: Count
@@ -144,6 +163,7 @@ class Run(Part, tag=2):
     releases: tuple[Count, ...] = ()
     fetches: tuple[Count, ...] = ()
     timed: bool = False
+    weigh: tuple[tuple[Count, ...], ...] | None = None
 
 
 class Swap(Part, tag=5):
@@ -229,6 +249,7 @@ class Done(Part, tag=3):
         fetched: one Fetched or Failure a fetch.
         reply: what a data-dependent last node returned and wrote.
         timings: of a timed run.
+        memory: where it was asked for.
     """
 
     seq: Count
@@ -237,6 +258,7 @@ class Done(Part, tag=3):
     fetched: list[Fetched | Failure] = []  # noqa: RUF012
     reply: Reply | None = None
     timings: Timings | None = None
+    memory: Memory | None = None
 
 
 class Need(Part, tag=4):

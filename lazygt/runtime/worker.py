@@ -19,6 +19,7 @@ from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
 from lazygt.runtime.known_runs import KnownRuns, Unfinished
+from lazygt.runtime.memory import weighed
 from lazygt.runtime.messages import (
     COLLECTIVE_ERROR,
     TO_WORKER,
@@ -231,6 +232,8 @@ class Worker:
         else:
             self._execute(run, done)
         replies = self.exchange.fetched(run.fetches, done)
+        if run.weigh is not None:
+            done.memory = weighed(self.store, run.weigh, self.device)
         if run.timed:
             steps = () if done.timings is None else done.timings.steps
             done.timings = Timings(begin, time.monotonic_ns(), steps)

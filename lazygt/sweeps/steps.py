@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lazygt.observe.timeline import Timeline, profile
 from lazygt.record.context import current_session
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.launch.procfs import resident
 from lazygt.session import Session
 
 
@@ -150,12 +151,6 @@ class Stopwatch:
         pid = session.worker_pids[0]
         if pid in self._at_first:
             self.peak_bytes = max(resident(pid, "VmHWM") - self._at_first[pid], 0)
-
-
-def resident(pid: int, what: str) -> int:
-    """Bytes of a process: ``VmRSS`` now, ``VmHWM`` at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def _settled(session: Session) -> float:

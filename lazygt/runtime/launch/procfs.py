@@ -35,6 +35,16 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
+def resident(pid: int, what: str = "VmRSS") -> int:
+    """Bytes of a process in memory: ``VmRSS`` now, ``VmHWM`` at most; 0 once it has gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    named = (line.split() for line in lines)
+    return next((int(words[1]) << 10 for words in named if words[0] == f"{what}:"), 0)
+
+
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 #: What C++ says when it gets no memory, before it aborts.
 _BAD_ALLOC = "std::bad_alloc"

@@ -1,0 +1,82 @@
+"""What memory a worker has: of its values, of its allocator and of its process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+
+from lazygt.runtime.launch.procfs import resident
+from lazygt.runtime.messages import Memory
+from lazygt.runtime.store import Store, Value
+
+
+def weighed(store: Store, groups: Sequence[Iterable[int]], device: torch.device) -> Memory:
+    """The memory of this process, whose values are computed on ``device``.
+
+    Args:
+        groups: ids of values that are weighed together.
+    """
+    here, seen = os.getpid(), set[int]()
+    now = resident(here)
+    values = dict(store.values)
+    living = [_living([values.pop(key, None) for key in group], seen) for group in groups]
+    living.append(_living(values.values(), seen))
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        allocated, peak = _malloced() or sum(living), max(now, resident(here, "VmHWM"))
+    return Memory(tuple(living), allocated, peak, now)
+
+
+def _living(values: Iterable[Value | None], seen: set[int]) -> int:
+    """Bytes of the memory in which values lie, but for what was seen before.
+
+    Args:
+        seen: addresses; gets those of these values.
+    """
+    total = 0
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_meta:
+            total += value.nbytes
+            continue
+        storage = value.untyped_storage()
+        address = storage.data_ptr()
+        if address not in seen:
+            total += storage.nbytes()
+            seen.add(address)
+    return total
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h."""
+
+    _fields_ = tuple([
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ])  # fmt: skip
+
+
+@cache
+def _mallinfo() -> ctypes._NamedFuncPointer | None:
+    """glibc's, from 2.33 on; None: this is another one."""
+    function: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _MallInfo
+    return function
+
+
+def _malloced() -> int:
+    """Bytes that malloc has handed out; 0 where it does not say."""
+    function = _mallinfo()
+    if function is None:
+        return 0
+    told = function()
+    return int(told.uordblks + told.hblkhd)
