@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class _Calibration:
         self._kernels()
         self._host()
         self._collectives()
+        self._ranges()
         figures = {
             key: figure for key, figure in self.base.figures.items() if not self._replaced(key)
         }
@@ -130,6 +131,21 @@ class _Calibration:
             "matmul.units": units,
             "matmul.depth": law.depth,
         }
+
+    def _ranges(self) -> None:
+        """The sizes that were measured."""
+        device = Device(self.device, HostClock(), self.size)
+        products = [device.scale * each for shape in self.size.products for each in shape]
+        ranges: dict[str, Sequence[int]] = {
+            "products": products,
+            "bytes": kernels.moved(device),
+            "payloads": self.size.collectives if self.groups else (),
+            "ranks": self.groups,
+        }
+        for what, sizes in ranges.items():
+            if sizes:
+                self.values[f"range.{what}.least"] = min(sizes)
+                self.values[f"range.{what}.most"] = max(sizes)
 
     def _capacity(self) -> float:
         """Bytes of a rank."""

@@ -143,10 +143,7 @@ class MemoryFigures(NamedTuple):
 
 def memory(device: Device, launched: float) -> MemoryFigures:
     """Bytes a second of an addition, by the size of its operands."""
-    sizes = [device.cached]
-    while 4 * sizes[-1] < device.large:
-        sizes.append(4 * sizes[-1])
-    sizes.append(device.large)
+    sizes = _operands(device)
     operands = {size: [device.ones(size // 4) for _ in range(3)] for size in sizes}
     works: dict[str, Work] = {str(size): _added(*operands[size]) for size in sizes}
     a, b, _ = operands[device.large]
@@ -160,6 +157,19 @@ def memory(device: Device, launched: float) -> MemoryFigures:
         {3 * size: 3 * size / _beyond(took[str(size)], launched) for size in sizes}
     )
     return MemoryFigures(bandwidth, cache, cached, fresh)
+
+
+def _operands(device: Device) -> list[int]:
+    """Bytes of the operands of additions, the least first."""
+    sizes = [device.cached]
+    while 4 * sizes[-1] < device.large:
+        sizes.append(4 * sizes[-1])
+    return [*sizes, device.large]
+
+
+def moved(device: Device) -> list[int]:
+    """Bytes that the measured additions read and write."""
+    return [3 * size for size in _operands(device)]
 
 
 def by_size(rates: Mapping[int, float]) -> tuple[float, float, float]:

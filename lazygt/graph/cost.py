@@ -13,6 +13,7 @@ view                         none, no bytes and no launch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -275,3 +276,18 @@ def _formula_flops(
 def _tensor(item: Any) -> Any:
     """A meta tensor for what stands for one, as torch's formulas take them."""
     return item.empty("meta") if type(item) is TensorMeta else item
+
+
+#: Operands that are multiplied: the places of the two matrices among an op's tensors.
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+
+
+def product_sizes(node: Node, metas: Metas) -> tuple[int, int, int, int] | None:
+    """(m, n, k, how many) of a node's products of [m, k] and [k, n]; None for another op."""
+    if node.body is not None or (places := _PRODUCTS.get(base_name(node.op))) is None:
+        return None
+    operands = [meta.shape for value in node.refs() if (meta := metas[value]) is not None]
+    if len(operands) <= max(places):
+        return None
+    left, right = (operands[place] for place in places)
+    return left[-2], right[-1], left[-1], math.prod(left[:-2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import tomllib
@@ -19,6 +18,7 @@ from lazygt.machine.schema import (
     DEVICES,
     FIGURES,
     LINK,
+    RANGES,
     VERSION,
     Quantity,
     quantity,
@@ -46,7 +46,7 @@ def parse(text: str, path: str) -> Machine:
     """The machine of a file's text; see ``read``."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise MachineError(path, "", f"is not TOML: {error}") from error
     return _Reader(path, document).machine()
 
@@ -146,7 +146,7 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(key, f"{_shown(value)}: {_range(expected)}")
         if not expected.least <= value <= expected.most:  # nor where it is no number
-            raise self._error(key, f"{value:g} {expected.unit}: {_range(expected)}")
+            raise self._error(key, f"{_rounded(value)} {expected.unit}: {_range(expected)}")
         return float(value)
 
     def _check_complete(self, figures: Mapping[str, Figure]) -> None:
@@ -157,6 +157,21 @@ class _Reader:
             raise self._error("collectives.local", "missing: expected [[collectives.local]]")
         for carrier in CARRIERS:
             self._check_carrier(carrier, figures)
+        for what in RANGES:
+            self._check_range(what, figures)
+
+    def _check_range(self, what: str, figures: Mapping[str, Figure]) -> None:
+        """Either end has the other, and they are not the wrong way round."""
+        ends = [f"range.{what}.least", f"range.{what}.most"]
+        there = [key for key in ends if key in figures]
+        if len(there) == 1:
+            (missing,) = set(ends) - set(there)
+            raise self._error(missing, f"missing: expected beside {there[0]}")
+        if there and figures[ends[0]].value > figures[ends[1]].value:
+            raise self._error(
+                ends[0], f"{figures[ends[0]].value:g}: expected at most {ends[1]}, "
+                f"{figures[ends[1]].value:g}",
+            )  # fmt: skip
 
     def _check_carrier(self, carrier: str, figures: Mapping[str, Figure]) -> None:
         entries = len(self.document["collectives"].get(carrier, ()))
@@ -205,9 +220,15 @@ def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)
 
 
+def _rounded(value: float) -> str:
+    """A number in a few digits, though it has hundreds."""
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return f"a number of {len(str(abs(value)))} digits in"
+
+
 def _range(expected: Quantity) -> str:
-    if math.isinf(expected.most):
-        return f"expected at least {expected.least:g} {expected.unit}"
     return f"expected {expected.least:g} to {expected.most:g} {expected.unit}"
 
 

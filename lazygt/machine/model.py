@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from lazygt.machine.schema import CARRIERS, DTYPES, FAMILIES
+from lazygt.machine.schema import CARRIERS, DTYPES, FAMILIES, RANGES
 
 _CARRIER = re.compile(r"collectives\.(\w+)\[(\d+)\]\.(\w+)")
 
@@ -81,6 +81,13 @@ class Matmul(NamedTuple):
     def most(self, dtype: str) -> float:
         """What the hardware could do at most in a dtype; where that is not known, what it does."""
         return self.peak.get(dtype) or self.rate_of(dtype)
+
+
+class Range(NamedTuple):
+    """Sizes that were measured, from the least to the most."""
+
+    least: float
+    most: float
 
 
 class Host(NamedTuple):
@@ -161,6 +168,17 @@ class Machine:
             for carrier in CARRIERS
         }
         return Collectives(**{**self._section("collectives"), **carriers})
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """The sizes that were measured, by what they are of (``schema.RANGES``); nothing for what
+        was not measured by sizes, as of datasheets."""
+        ends = {what: [f"range.{what}.{end}" for end in Range._fields] for what in RANGES}
+        return {
+            what: Range(*[self.figures[key].value for key in keys])
+            for what, keys in ends.items()
+            if all(key in self.figures for key in keys)
+        }
 
     def _section(self, name: str) -> dict[str, Any]:
         """The figures directly in a section."""

@@ -5,7 +5,6 @@ A change that would read an old file wrongly is a new VERSION.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 VERSION = 1
@@ -81,14 +80,26 @@ FIGURES: dict[str, Quantity] = {
         "B", 0, 1e12, "values up to which travel faster packed with others than alone"
     ),
     "collectives.ranks": Quantity("1", 1, 1e6, "ranks that a host has room for"),
+    **{
+        f"range.{what}.{end}": Quantity(unit, 1, 1e15, f"the {end} {about}", False)
+        for what, unit, about in (
+            ("products", "1", "rows, columns or depth of the products that were measured"),
+            ("bytes", "B", "that an op read and wrote which was measured"),
+            ("payloads", "B", "payload of the collectives that were measured"),
+            ("ranks", "1", "ranks that met in them"),
+        )
+        for end in ("least", "most")
+    },
 }
+#: What was measured by sizes, which predictions are told to be outside of.
+RANGES = ("products", "bytes", "payloads", "ranks")
 
 #: Of each entry of ``[[collectives.CARRIER]]``; ``up_to`` of all but the last.
 LINK: dict[str, Quantity] = {
     "latency": Quantity("s", *_SECONDS, "a collective with no payload to speak of"),
     "each": Quantity("s", *_SECONDS, "the same, for each rank beyond the second"),
     "bandwidth": Quantity("B/s", *_BANDWIDTH, "bytes that a rank sends while it receives as many"),
-    "up_to": Quantity("B", 1, math.inf, "bytes that a rank sends, to which the entry holds", False),
+    "up_to": Quantity("B", 1, 1e15, "bytes that a rank sends, to which the entry holds", False),
 }
 
 

@@ -17,6 +17,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, Node
 from lazygt.graph.text import count, duration
 from lazygt.machine import Machine, collective_seconds, default_machine, machine_of
+from lazygt.machine.outside import Outside, farthest, outside
 from lazygt.observe.report import (
     AlternativeRow,
     CollectiveRow,
@@ -143,6 +144,7 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
         _merged(row for of_plan in runs for row in _unfused(of_plan)),
         _merged(row for of_plan in runs for row in _collectives(of_plan)),
         _merged(row for of_plan in runs if alternatives for row in _alternatives(of_plan)),
+        farthest(row for of_plan in runs for row in _outside(of_plan)),
     )
 
 
@@ -298,6 +300,11 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
             record.why,
         )  # fmt: skip
     return list(rows.values())
+
+
+def _outside(runs: Runs) -> Iterator[Outside]:
+    for row in outside(runs.machine, runs.graph, runs.collectives):
+        yield row._replace(times=row.times * runs.times)
 
 
 def _alternatives(runs: Runs) -> list[AlternativeRow]:

@@ -17,6 +17,7 @@ from rich.text import Text
 from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
+from lazygt.machine.outside import Outside
 from lazygt.printed import Printed
 
 #: The way to an installed package.
@@ -24,6 +25,8 @@ _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
 _LONGEST = 48
 #: What a column of texts is to be wide at least.
 _NARROWEST = 20
+#: Above ``outside_table``.
+OUTSIDE = "outside of what was calibrated, the farthest of each kind"
 #: The column of what the user wrote.
 SOURCE = "source"
 
@@ -131,6 +134,7 @@ class Report(Printed):
         lines: the dearest first.
         collectives: the collectives, in the order of their first launch.
         alternatives: what would be in their place, where it was asked for.
+        outside: what is priced beyond what the machine was calibrated for.
     """
 
     head: tuple[str, ...]
@@ -140,6 +144,7 @@ class Report(Printed):
     unfused: Sequence[Unfused]
     collectives: Sequence[CollectiveRow] = ()
     alternatives: Sequence[AlternativeRow] = ()
+    outside: Sequence[Outside] = ()
 
     @property
     def total(self) -> Cost:
@@ -166,6 +171,7 @@ class Report(Printed):
             ("collectives, one run of each (times are estimates)", self._collectives()),
             ("sent in all runs, by kind of parallelism", sent),
             ("and without them, axis by axis, before buckets (estimates)", self._alternatives()),
+            (OUTSIDE, outside_table(self.outside)),
         ):
             if table.rows:
                 yield Text(f"\n{title}", style="bold")
@@ -249,6 +255,14 @@ def exchanged_table(rows: Iterable[ExchangedRow]) -> _Grid:
     for row in rows:
         table.add(row.parallelism or "-", row.axis, row.ranks, row.kind, row.times,
              _bytes(row.nbytes), _bytes(row.ring))  # fmt: skip
+    return table
+
+
+def outside_table(rows: Iterable[Outside]) -> _Grid:
+    """What a prediction reckons with beyond what was measured, as a table."""
+    table = _Grid("what", "farthest", ">size", ">calibrated", ">count", "line")
+    for row in rows:
+        table.add(row.what, row.op, row.size, row.measured, f"{row.times:,}", shown(row.line))
     return table
 
 

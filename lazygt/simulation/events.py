@@ -18,6 +18,7 @@ from lazygt.graph.collectives import Communication, communications_by_node
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
+from lazygt.machine.outside import Outside, outside
 from lazygt.machine.prices import line_seconds
 from lazygt.runtime.plan import Plan
 from lazygt.simulation.kernels import Kernel, flops_of, kernels_of, product_flops
@@ -61,6 +62,7 @@ class RankClass:
         memory: that it needs, beside what the plan does not read.
         alive: (seconds, bytes of each of ``memory.KINDS`` from then on).
         flops: that it computes; those of matrix products by dtype.
+        outside: what is priced beyond what the machine was calibrated for.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class RankClass:
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
     alive: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    outside: Sequence[Outside] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -183,6 +186,7 @@ class _Run:
 
     def __init__(self, part: _Part, count: int, machine: Machine) -> None:
         self.told = part.counted(count)
+        self.told.outside = outside(machine, part.graph, part.exchanges.values())
         self._graph, self._machine = part.graph, machine
         self._lines, self._classes, self._place = part.lines, part.classes, part.place
         self._kernels, self._exchanges, self._results = part.kernels, part.exchanges, part.results

@@ -13,21 +13,16 @@ bytes once. One that is not is a kernel for each member.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lazygt.graph.cost import Cost, base_name, family, member_costs
+from lazygt.graph.cost import Cost, base_name, family, member_costs, product_sizes
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node
 from lazygt.machine import Machine
 from lazygt.machine.prices import matmul_seconds, moving_seconds
 
-#: Operands that are multiplied: the places of the two matrices among an op's tensors.
-_PRODUCTS: Mapping[str, tuple[int, int]] = {
-    "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2),
-}  # fmt: skip
 _ITEMSIZES = {8: "f64", 4: "f32", 2: "bf16", 1: "f8"}
 #: Which of the machine's rates an op goes by, where its name has one of these parts.
 _KINDS = (
@@ -144,12 +139,8 @@ def _arithmetic(
 
 def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None]) -> Product:
     operands = [meta for value in node.refs() if (meta := metas[value]) is not None]
-    dtype = _dtype(operands)
-    places = _PRODUCTS.get(base_name(node.op))
-    if places is None or len(operands) <= max(places):
-        return Product(dtype, flops)
-    left, right = (operands[place].shape for place in places)
-    return Product(dtype, flops, (left[-2], right[-1], left[-1], math.prod(left[:-2])))
+    sizes = product_sizes(node, metas)
+    return Product(_dtype(operands), flops, *([] if sizes is None else [sizes]))
 
 
 def _dtype(operands: Sequence[TensorMeta]) -> str:

@@ -18,11 +18,14 @@ from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
 from lazygt.machine import Machine
+from lazygt.machine.outside import Outside, farthest
 from lazygt.observe.report import (
+    OUTSIDE,
     CollectiveRow,
     ExchangedRow,
     exchanged,
     exchanged_table,
+    outside_table,
     shown,
 )
 from lazygt.printed import Printed, plain_table
@@ -216,6 +219,17 @@ class Prediction(Printed):
             for row in self.collectives
         )  # fmt: skip
 
+    @property
+    def outside(self) -> list[Outside]:
+        """What is reckoned with beyond what the machine was calibrated for, on one rank of each
+        kind: the farthest."""
+        return farthest(
+            row
+            for run in self.runs
+            for ranks in run.simulated.classes
+            for row in ranks.outside
+        )  # fmt: skip
+
     def by_line(self) -> list[tuple[str, float]]:
         """(the user's line, seconds that the busiest rank computes of it), the dearest first."""
         spent: dict[str, float] = defaultdict(float)
@@ -251,6 +265,9 @@ class Prediction(Printed):
             yield table
             yield Text("\nsent in a step, by kind of parallelism", style="bold")
             yield exchanged_table(self.by_parallelism()).fitting(options.max_width)
+        if beyond := self.outside:
+            yield Text(f"\n{OUTSIDE}", style="bold")
+            yield outside_table(beyond).fitting(options.max_width)
 
     def _sentences(self) -> Iterator[str]:
         where = "one rank" if self.mesh is None else str(self.mesh)
@@ -335,6 +352,7 @@ class Prediction(Printed):
             },
             "collectives": [row._asdict() for row in self.collectives],
             "by_parallelism": [row._asdict() for row in self.by_parallelism()],
+            "outside": [row._asdict() for row in self.outside],
         }  # fmt: skip
 
 

@@ -41,6 +41,11 @@ def test_the_smallest_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert usual.figures.keys() <= machine.figures.keys()
     assert usual.figures.keys() - measured == {"host.call", "collectives.packed"}
     assert {each.basis for each in machine.figures.values()} == {"measured"}
+    ranges = {what: tuple(sizes) for what, sizes in machine.ranges.items()}
+    assert ranges.pop("ranks")[0] == 2
+    assert ranges == {
+        "products": (8, 32), "bytes": (3 * 4096, 3 * 262144), "payloads": (4096, 262144),
+    }  # fmt: skip
     with lazygt.session(launcher="dry", machine=CALIBRATED) as s:
         assert s.machine.name == CALIBRATED
 

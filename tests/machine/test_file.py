@@ -88,6 +88,7 @@ def instead(old: str, new: str) -> Callable[[str], str]:
     return change
 
 
+SIZE = '{{ value = {}, unit = "B", basis = "measured", source = "server" }}'
 BANDWIDTH = 'bandwidth = { value = 9e9, unit = "B/s"'
 
 MISTAKES: dict[str, tuple[Callable[[str], str], str]] = {
@@ -195,6 +196,40 @@ MISTAKES: dict[str, tuple[Callable[[str], str], str]] = {
             'source = "server" }\n',
         ),
         "collectives.local[0].up_to expected in every entry but the last",
+    ),
+    "a number of hundreds of digits": (
+        instead(BANDWIDTH, f'bandwidth = {{ value = 1{"0" * 400}, unit = "B/s"'),
+        "memory.bandwidth a number of 401 digits in B/s: expected 1e+06 to 1e+15 B/s",
+    ),
+    "a bound beyond all sizes": (
+        instead(
+            "[[collectives.local]]\n",
+            '[[collectives.local]]\nup_to = { value = inf, unit = "B", basis = "measured", '
+            'source = "server" }\n',
+        ),
+        "collectives.local[0].up_to inf B: expected 1 to 1e+15 B",
+    ),
+    "half a range": (
+        instead("[pointwise]", f"[range.bytes]\nleast = {SIZE.format(8)}\n[pointwise]"),
+        "range.bytes.most missing: expected beside range.bytes.least",
+    ),
+    "a range the wrong way round": (
+        instead(
+            "[pointwise]",
+            f"[range.bytes]\nleast = {SIZE.format(9)}\nmost = {SIZE.format(8)}\n[pointwise]",
+        ),
+        "range.bytes.least 9: expected at most range.bytes.most, 8",
+    ),
+    "a range of what has none": (
+        instead("[pointwise]", f"[range.seconds]\nleast = {SIZE.format(8)}\n[pointwise]"),
+        "range.seconds unknown",
+    ),
+    "a text for a section": (instead("[sources]", 'pointwise = "fast"\n[sources]'), "is not TOML"),
+    "a number for a section": (instead("[host]", "[hosts]\nx = 1\n[host]"), "hosts unknown"),
+    "nothing at all": (lambda text: "", "version missing: expected 1"),
+    "brackets within brackets": (
+        instead("version = 1", f"version = {'[' * 5000}"),
+        "is not TOML: ",
     ),
     "no TOML": (instead("version = 1", "version = "), "is not TOML: Invalid value (at line 1, "),
 }

@@ -1,0 +1,128 @@
+"""What a prediction reckons with that was not measured: sizes beyond those of the calibration.
+
+The laws of ``prices`` hold for any size; whether the machine keeps to them where nobody has looked
+is another question. A machine that was not calibrated, whose figures are of datasheets, has no
+ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from lazygt.graph.collectives import Communication
+from lazygt.graph.cost import base_name, family, graph_costs, product_sizes
+from lazygt.graph.meta import TensorMeta, short_dtype
+from lazygt.graph.node import Graph, Node
+from lazygt.graph.text import amount
+from lazygt.machine.model import Machine, Range
+
+
+class Outside(NamedTuple):
+    """Ops of one kind beyond what was calibrated: the farthest, and how many there are.
+
+    Attributes:
+        what: was calibrated, such as ``products``.
+        op, line: of the farthest.
+        size: of it, with its unit.
+        measured: from the least to the most.
+        times: how many are outside, over all runs.
+        far: by which factor.
+    """
+
+    what: str
+    op: str
+    line: str
+    size: str
+    measured: str
+    times: int
+    far: float
+
+
+def outside(machine: Machine, graph: Graph, sent: Iterable[Communication]) -> list[Outside]:
+    """What of one run of a graph is outside of what was calibrated, one row a kind.
+
+    Args:
+        sent: its collectives.
+    """
+    if not machine.ranges:
+        return []
+    rows = [*_of_nodes(machine, graph), *_of_collectives(machine.ranges, sent)]
+    return farthest(rows)
+
+
+def farthest(rows: Iterable[Outside]) -> list[Outside]:
+    """The farthest of each kind, with how many there are of it."""
+    kinds: dict[str, Outside] = {}
+    for row in rows:
+        known = kinds.get(row.what)
+        if known is None:
+            kinds[row.what] = row
+        else:
+            kinds[row.what] = max(known, row, key=_far)._replace(times=known.times + row.times)
+    return list(kinds.values())
+
+
+def _far(row: Outside) -> float:
+    return row.far
+
+
+def _of_nodes(machine: Machine, graph: Graph) -> Iterator[Outside]:
+    metas = graph.values
+    for number, (node, cost) in enumerate(zip(graph.nodes, graph_costs(graph), strict=True)):
+        nbytes = cost.bytes
+        if nbytes and family(node) != "collective":
+            yield from _beyond(
+                machine.ranges, "bytes", base_name(node.op), graph.line(number), nbytes, "B"
+            )
+        yield from _of_product(machine, node, metas, graph.line(number))
+        if node.body is not None:
+            inner = node.body.values
+            for place, member in enumerate(node.body.nodes):
+                yield from _of_product(machine, member, inner, node.body.line(place))
+
+
+def _of_product(
+    machine: Machine, node: Node, metas: Sequence[TensorMeta | None], line: str
+) -> Iterator[Outside]:
+    sizes = product_sizes(node, metas)
+    if sizes is None:
+        return
+    op = base_name(node.op)
+    both = [
+        row for size in sizes[:3] for row in _beyond(machine.ranges, "products", op, line, size)
+    ]
+    if both:
+        shown = " x ".join(f"{size:,}" for size in sizes[:3])
+        yield max(both, key=_far)._replace(size=shown)
+    operand = next((meta for value in node.refs() if (meta := metas[value]) is not None), None)
+    dtype = "f32" if operand is None else short_dtype(operand.dtype)
+    if dtype not in machine.matmul.rate and not dtype.startswith("float8"):
+        yield Outside("dtypes", op, line, dtype, ", ".join(machine.matmul.rate), 1, 1.0)
+
+
+def _of_collectives(
+    ranges: Mapping[str, Range], sent: Iterable[Communication]
+) -> Iterator[Outside]:
+    for exchange in sent:
+        kind, line = exchange.kind, exchange.source
+        yield from _beyond(ranges, "payloads", kind, line, exchange.nbytes, "B")
+        yield from _beyond(ranges, "ranks", kind, line, exchange.ranks)
+
+
+def _beyond(
+    ranges: Mapping[str, Range], what: str, op: str, line: str, size: int, unit: str = ""
+) -> Iterator[Outside]:
+    """A row, if a size is outside of its range. What is smaller, products aside, takes no longer
+    than a launch or a latency, which are known."""
+    known = ranges.get(what)
+    least = 0.0 if known is None or what != "products" else known.least
+    if known is None or not size or least <= size <= known.most:
+        return
+    far = max(size / known.most, least / size)
+    measured = f"{_shown(known.least, unit)} to {_shown(known.most, unit)}"
+    yield Outside(what, op, line, _shown(size, unit), measured, 1, far)
+
+
+def _shown(size: float, unit: str) -> str:
+    return amount(round(size), unit) if unit else f"{round(size):,}"
