@@ -75,7 +75,7 @@ class _Calibration:
             key: figure for key, figure in self.base.figures.items() if not self._replaced(key)
         }
         measured = {
-            key: Figure(float(f"{value:.4g}"), "measured", CALIBRATED)
+            key: Figure(_rounded(key, value), "measured", CALIBRATED)
             for key, value in self.values.items()
         }
         figures |= measured
@@ -198,6 +198,11 @@ class _Calibration:
             for field, value in link._asdict().items():
                 if value != float("inf"):
                     self.values[f"collectives.{name}[{at}].{field}"] = value
+
+
+def _rounded(key: str, value: float) -> float:
+    """What was timed in four digits; the sizes of what was timed as they are."""
+    return float(value) if key.startswith("range.") else float(f"{value:.4g}")
 
 
 def _processor(device: str) -> str:
