@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -23,10 +26,12 @@ from lazygt.cli.script import (
     fail,
     finish,
     run,
+    run_script,
 )
 from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
 from lazygt.simulation import DRY, Living, Prediction, check, predict
+from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 
 
 def simulate(
@@ -43,6 +48,9 @@ def simulate(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="fused groups as one kernel each")
     ] = True,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="then simulate changes, and say which help most")
+    ] = False,
     checked: Annotated[
         bool, typer.Option("--check", help="then run it here, not compiled, and compare")
     ] = False,
@@ -58,10 +66,11 @@ def simulate(
         check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     watched: list[tuple[Session, Living]] = []
-    ran = run(
-        context, script, True, settings,
-        opened=lambda session: watched.append((session, Living(session))),
-    )  # fmt: skip
+    with AS_IT_IS.made() as forced:
+        ran = run(
+            context, script, True, settings,
+            opened=lambda session: watched.append((session, Living(session))),
+        )  # fmt: skip
     by_session: list[Prediction | None] = []
     for session, living in watched:
         try:
@@ -72,6 +81,13 @@ def simulate(
             if len(watched) == 1 and not ran.failed:
                 fail(context, str(error))
     predictions = [prediction for prediction in by_session if prediction is not None]
+    if suggest and predictions and not ran.failed:
+        longest = max(predictions, key=lambda prediction: prediction.step_seconds)
+        others = trials(longest.mesh, forced.calls > 0, context.args)
+        again = partial(_again, script, context.args, settings, compiled)
+        whole = replace(longest, tries=lambda: tried(others, again))
+        _ = whole.suggestions  # they print once they are there
+        predictions[predictions.index(longest)] = whole
     for prediction in predictions:
         _show(prediction, as_json)
     if output is not None and predictions:
@@ -81,6 +97,32 @@ def simulate(
     if checked and predictions and not ran.failed:
         ran = _check(context, script, settings.get("mesh"), by_session)
     finish(ran)
+
+
+def _again(
+    script: Path,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    compiled: bool,
+    trial: Trial,
+) -> Prediction:
+    """What a script takes that is changed; what it prints then is of no interest.
+
+    Raises:
+        ValueError: it fails then, or runs nothing.
+    """
+    changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
+    args = arguments if trial.arguments is None else trial.arguments
+    watched: list[tuple[Session, Living]] = []
+    with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        ran = run_script(
+            script, args, True, changed,
+            opened=lambda session: watched.append((session, Living(session))),
+        )  # fmt: skip
+    if ran.failed or not watched:
+        raise ValueError(f"with {trial.what} the script fails")
+    told = [predict(session, session.machine, seen, compiled=compiled) for session, seen in watched]
+    return max(told, key=lambda prediction: prediction.step_seconds)
 
 
 def _check(

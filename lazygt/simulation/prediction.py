@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
+from lazygt.kinds import OPTIMIZER, PARAMETERS
 from lazygt.machine import Machine
 from lazygt.machine.outside import Outside, farthest
 from lazygt.observe.report import (
@@ -31,6 +32,7 @@ from lazygt.observe.report import (
 from lazygt.printed import Printed, plain_table
 from lazygt.simulation.events import RankClass, Simulated, Span
 from lazygt.simulation.memory import KINDS, Held
+from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 
 #: Of each table.
 _ROWS = 8
@@ -107,6 +109,8 @@ class Prediction(Printed):
         looped: whether the program repeats a step; else it is what came after the last backward
             pass but one, or all.
         tokens: of a step on all ranks, as rows of the largest look-up in an embedding; 0: none.
+        reads: the lines of the program that have read what was computed, which was taken as 0.
+        tries: runs the program in other ways, for ``suggestions``.
     """
 
     machine: Machine
@@ -116,6 +120,16 @@ class Prediction(Printed):
     waits: bool
     looped: bool
     tokens: int = 0
+    reads: tuple[str, ...] = ()
+    tries: Callable[[], Iterable[tuple[Trial, Prediction | None]]] | None = field(
+        default=None, compare=False
+    )
+
+    @cached_property
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """The three most useful changes, each found by simulating the program with it: that takes
+        as long for each as it took for this. None where nobody can run the program again."""
+        return () if self.tries is None else suggestions(self, self.tries())
 
     @property
     def computing(self) -> float:
@@ -242,6 +256,9 @@ class Prediction(Printed):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(Text, self._sentences())
+        if "suggestions" in vars(self):
+            yield Text("\nwhat would help most, as simulated", style="bold")
+            yield Text("\n".join(map(str, self.suggestions)) or "nothing that was tried")
         yield Text("\nwhat holds memory at the peak", style="bold")
         table = plain_table("kind", ">bytes", "line")
         for kind, line, nbytes in self.peak.lines[:_ROWS]:
@@ -275,6 +292,9 @@ class Prediction(Printed):
         turns = ", one after the other: each step reads a value" if self.waits else ""
         peak, capacity = self.peak_bytes, int(self.machine.memory.capacity)
         fits = "" if peak <= capacity else f": more than the {amount(capacity, 'B')} there are"
+        stored = self.peak.kinds[PARAMETERS] + self.peak.kinds[OPTIMIZER]
+        if stored > capacity:
+            fits += f", and so are parameters and optimizer state alone: {amount(stored, 'B')}"
         yield (
             f"A step on {where}, {self.machine}: {duration(self.step_seconds)} (estimated), "
             f"bound by {bound}"
@@ -295,6 +315,8 @@ class Prediction(Printed):
             yield f"  collectives: {duration(exposed)} exposed, {duration(hidden)} hidden"
         elif self.mesh is not None:
             yield "  nothing is exchanged: every rank does all that the program says of its values"
+        for line in self.reads[:_ROWS]:
+            yield f"  reads a value at {shown(line)}: taken as 0, also by what branches on it"
         if not self.looped:
             yield "  no step is repeated: this is the last one, up to its backward pass"
 
@@ -351,6 +373,8 @@ class Prediction(Printed):
                 "lines": [row._asdict() for row in self.peak.lines[:_ROWS]],
             },
             "collectives": [row._asdict() for row in self.collectives],
+            "reads": list(self.reads),
+            "suggestions": [row._asdict() for row in vars(self).get("suggestions", ())],
             "by_parallelism": [row._asdict() for row in self.by_parallelism()],
             "outside": [row._asdict() for row in self.outside],
         }  # fmt: skip

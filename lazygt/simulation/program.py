@@ -10,14 +10,17 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lazygt.graph.mesh import Mesh
+from lazygt.graph.source import expand
 from lazygt.history import Flush
 from lazygt.kinds import OTHER
 from lazygt.machine import Gpus, Machine, default_machine, machine_of
+from lazygt.parallel.knobs import Forced
 from lazygt.runtime.console import Observer
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
@@ -26,12 +29,15 @@ from lazygt.simulation.events import Rehearsal
 from lazygt.simulation.kernels import node_seconds
 from lazygt.simulation.memory import Told
 from lazygt.simulation.prediction import Prediction, SimulatedRun
+from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.uncollected import uncollected
 
 #: Settings of a session that records and plans, and computes nothing.
 DRY = {"launcher": "dry", "compile": "off", "keep_stages": True}
 #: Flushes that the program does not wait for.
 _GOES_ON = frozenset({"backward", "optimizer step", "trace too long", "flush()", "checkpoint"})
+#: Flushes that it waits for, and gets nothing from.
+_ONLY_WAITS = frozenset({"synchronize()", "memory()"})
 #: Runs of a step at most, for a loop to be seen.
 _LONGEST = 64
 #: Weights are equal up to rounding.
@@ -111,10 +117,18 @@ def simulate(
         raise ValueError("hosts says where GPUs are: give gpus, too")
     priced = default_machine(device or "cpu") if machine is None else machine_of(machine)
     settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
-    with Session(**{key: value for key, value in settings.items() if value is not None}) as session:
-        living = Living(session)
-        program()
-    return predict(session, priced, living, compiled=compiled)
+
+    def once(trial: Trial) -> tuple[Prediction, Forced]:
+        changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
+        given = {key: value for key, value in changed.items() if value is not None}
+        with trial.made() as forced, Session(**given) as session:
+            living = Living(session)
+            program()
+        return predict(session, priced, living, compiled=compiled), forced
+
+    now, forced = once(AS_IT_IS)
+    others = trials(now.mesh, forced.calls > 0)
+    return replace(now, tries=lambda: tried(others, lambda trial: once(trial)[0]))
 
 
 @uncollected()
@@ -149,7 +163,16 @@ def predict(
         any(flush.reason not in _GOES_ON for flush in step),
         looped,
         sum(_tokens(session, entries[flush.digest].plan) for flush in step),
+        _reads(session.history.recent),
     )
+
+
+def _reads(flushes: Iterable[Flush]) -> tuple[str, ...]:
+    """The lines that have read what was computed, with what for."""
+    reads = [flush for flush in flushes if flush.reason.split(":")[0] not in _GOES_ON | _ONLY_WAITS]
+    return tuple(dict.fromkeys([
+        f"{expand(flush.call_site)} ({flush.reason})" for flush in reads if flush.call_site
+    ]))  # fmt: skip
 
 
 def _tokens(session: Session, plan: Plan) -> int:
