@@ -76,7 +76,7 @@ lint: $(STAMP)
 
 BENCHMARKS := record_cost client_step step_messages training_steps data_movement small_syncs startup long_run \
 	workloads worker_step peak_memory compile_cost placement planning generation \
-	sharded collectives transfer transfer_sharded
+	sharded collectives transfer transfer_sharded foresight
 
 bench: $(STAMP) $(NATIVE)
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --save || exit 1; done

@@ -21,7 +21,7 @@ GENERIC = (FOLDER / "cpu-generic.toml").read_text()
 
 
 def test_what_is_shipped() -> None:
-    assert shipped() == ("a100-40", "a100-80", "b200", "cpu-generic", "h100", "h200")
+    assert shipped() == ("a100-40", "a100-80", "b200", "cpu-generic", "h100", "h100-96", "h200")
     for name in shipped():
         machine = machine_of(name)
         assert machine.name == name
@@ -54,7 +54,7 @@ def test_a_name_that_there_is_not() -> None:
         machine_of("h1000")
     assert str(caught.value) == (
         "machine h1000 is no machine, and no file: expected a100-40, a100-80, b200, cpu-generic, "
-        "h100, h200, calibrated, or a path"
+        "h100, h100-96, h200, calibrated, or a path"
     )
     assert isinstance(caught.value, ValueError)
 
