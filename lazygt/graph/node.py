@@ -122,6 +122,37 @@ class Node:
         return numbers
 
 
+(_set_op, _set_args, _set_kwargs, _set_fresh, _set_writes, _set_written, _set_dynamic, _set_body,
+ _set_refs, _set_sizes) = (vars(Node)[name].__set__ for name in Node.__slots__)  # fmt: skip
+
+
+def _init(
+    self: Node,
+    op: str,
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...] = (),
+    fresh: tuple[TensorMeta | None, ...] = (),
+    writes: tuple[int, ...] = (),
+    written: tuple[TensorMeta, ...] = (),
+    dynamic: bool = False,
+    body: Graph | None = None,
+) -> None:
+    """As a frozen dataclass has it, in half the time: passes make most nodes anew."""
+    _set_op(self, op)
+    _set_args(self, args)
+    _set_kwargs(self, kwargs)
+    _set_fresh(self, fresh)
+    _set_writes(self, writes)
+    _set_written(self, written)
+    _set_dynamic(self, dynamic)
+    _set_body(self, body)
+    _set_refs(self, None)
+    _set_sizes(self, None)
+
+
+Node.__init__ = _init  # type: ignore[method-assign]
+
+
 #: What an op takes of Python's memory, as measured: in a plan of the client, with the steps that it
 #: was recorded in, and in one of a worker, with what it was decoded to and prepared for.
 _BYTES_AN_OP = 1250
