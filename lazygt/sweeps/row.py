@@ -23,7 +23,7 @@ class Row:
         status: ``done``; ``skipped``: it would not fit; ``failed``.
         step_seconds: mean time of a step.
         tokens: of a step on all ranks; 0: the program looks up none.
-        peak_bytes: that rank 0 needs at most in a step; simulated: that any rank needs. None: not
+        peak_bytes: that values take at most; measured on rank 0, simulated on any. None: not
             known.
         shares: None: not known.
         note: why it was skipped, or failed.

@@ -127,7 +127,9 @@ def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
     watch = Stopwatch(ground.window, ground.tick)
     with _forced_run(combo) as sessions:
         try:
-            run(combo, ground.settings, sessions.opened(watch.opened))
+            # a worker that dies is an error, and no snapshot falls into one window and not another
+            settings = {**ground.settings, "recover": "off"}
+            run(combo, settings, sessions.opened(watch.opened))
         except StepsDone:
             pass
         finally:
@@ -146,13 +148,12 @@ def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
 
 
 def _shares(watch: Stopwatch) -> Shares | None:
-    session = watch.steps.session
-    if watch.timeline is None or session is None or not watch.timeline.timed:
+    session, timeline, seconds = watch.steps.session, watch.timeline, watch.step_seconds
+    if timeline is None or session is None or seconds is None or not timeline.timed:
         return None
     return measured_shares(
-        watch.timeline.timed, watch.profiled_seconds, watch.window.profiled, session.mesh,
-        session.machine,
-    )  # fmt: skip
+        timeline.timed, seconds, watch.window.profiled, session.mesh, session.machine
+    )
 
 
 class _Sessions:

@@ -78,17 +78,19 @@ def simulated_shares(prediction: Prediction) -> Shares:
 
 
 def measured_shares(
-    runs: Sequence[TimedRun], seconds: float, steps: int, mesh: Mesh, machine: Machine
+    runs: Sequence[TimedRun], step_seconds: float, steps: int, mesh: Mesh, machine: Machine
 ) -> Shares:
     """The mean over the ranks.
 
     Args:
-        seconds: that the runs took, from the beginning of the first to the end of the last.
-        steps: that they were.
+        runs: timed op by op, which has a client do more than it does otherwise.
+        step_seconds: that a step takes when it is not timed so.
+        steps: that the runs were.
     """
     graphs = [(run.plan.steps.graph, run.timings) for run in runs if run.plan is not None]
-    whole = seconds * len({(run.pid, run.track) for run in runs})
+    ranks = len({(run.pid, run.track) for run in runs})
     busy = sum(run.timings.end - run.timings.begin for run in runs) / 1e9
+    whole = max(step_seconds * steps * ranks, busy)
     rows = exchange_times(graphs)
     exposed = sum(row.exposed for row in rows)
     late = sum(
@@ -99,13 +101,12 @@ def measured_shares(
         covered(flight.nanoseconds for flight in flights(graph, timings))
         for graph, timings in graphs
     )
-    ranks = round(whole / seconds)
     return Shares(
         under_way / 1e9 / whole,
         max(busy - exposed, 0.0) / whole,
         (exposed - late) / whole,
         late / whole,
-        max(whole - busy, 0.0) / whole,
+        (whole - busy) / whole,
         round(sum(row.times for row in rows) / (steps * ranks)),
     )
 

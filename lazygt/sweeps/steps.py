@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lazygt.observe.timeline import Timeline, profile
 from lazygt.record.context import current_session
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
-from lazygt.runtime.launch.procfs import resident
+from lazygt.runtime.messages import Memory
 from lazygt.session import Session
 
 
@@ -96,10 +96,10 @@ class Stopwatch:
 
     Attributes:
         step_seconds: the mean over the window; None: it has not ended.
-        peak_bytes: by how much the resident memory of rank 0 exceeded, in the window, what its
-            process had when the session was open; None where workers compute on GPUs.
+        peak_bytes: what values take at most on rank 0. On GPUs as torch's allocator says; on CPUs
+            the most resident memory in the window, without what else the process had when that
+            began.
         timeline: of the profiled steps; None: they are not done.
-        profiled_seconds: what these took together.
     """
 
     def __init__(self, window: Window, tick: Callable[[], object]) -> None:
@@ -107,17 +107,13 @@ class Stopwatch:
         self.step_seconds: float | None = None
         self.peak_bytes: int | None = None
         self.timeline: Timeline | None = None
-        self.profiled_seconds = 0.0
         self._tick, self._begin = tick, 0.0
         self._timeline: Timeline | None = None
-        self._at_first: dict[int, int] = {}
+        self._besides = 0
         self._profile = ExitStack()
 
     def opened(self, session: Session) -> None:
         """A session has been opened."""
-        if session.device_type == "cpu":
-            pid = session.worker_pids[0]
-            self._at_first[pid] = resident(pid, "VmRSS")
         self.steps.opened(session)
 
     def close(self) -> None:
@@ -131,26 +127,33 @@ class Stopwatch:
         if done in (window.warmup - 1, window.warmup):
             session.compiled()  # what is compiled was run once more before the window begins
         if done == window.warmup:
+            _settled(session)
             self._forget_peak(session)
-            self._begin = _settled(session)
+            self._begin = time.perf_counter()
         if done == window.warmup + window.steps:
             self.step_seconds = (_settled(session) - self._begin) / window.steps
             self._note_peak(session)
             self._timeline = self._profile.enter_context(profile(session))
-            self._begin = time.perf_counter()
         if done == window.total:
-            self.profiled_seconds = _settled(session) - self._begin
+            _settled(session)
             self.timeline = self._timeline
 
     def _forget_peak(self, session: Session) -> None:
         pid = session.worker_pids[0]
-        if pid in self._at_first:
+        if session.device_type == "cpu":
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # see proc(5)
+            memory = _memory(session)
+            self._besides = memory.resident - sum(memory.living)
 
     def _note_peak(self, session: Session) -> None:
-        pid = session.worker_pids[0]
-        if pid in self._at_first:
-            self.peak_bytes = max(resident(pid, "VmHWM") - self._at_first[pid], 0)
+        self.peak_bytes = _memory(session).peak - self._besides
+
+
+def _memory(session: Session) -> Memory:
+    """That of rank 0, as ``Session.memory`` has it, without a sync point."""
+    with session.recorder.lock, DEFER_INTERRUPT:
+        memory, *_ = session._client.memory([()])  # no kind in particular
+    return memory
 
 
 def _settled(session: Session) -> float:
