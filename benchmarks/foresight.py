@@ -13,7 +13,9 @@ import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from lazygt.machine import Machine, machine_of
 from lazygt.machine.file import text_of
 
 TABLES = Path(__file__).with_name("tables")
+_GIB = 1 << 30
 
 
 class Graded(NamedTuple):
@@ -45,38 +48,40 @@ class Graded(NamedTuple):
     activation_gib: float
 
 
-@dataclass
-class Grader:
-    """Programs that rows share, and the machines that they are simulated on."""
+def grade(rows: Sequence[Row], machines: Mapping[str, Machine], jobs: int = 1) -> list[Graded]:
+    """What is predicted of rows, in their order, on machines by the names that rows have for them.
 
-    programs: dict[Row, Programs]
-    machines: dict[str, Machine]
+    Args:
+        jobs: processes that share the work.
+    """
+    groups = defaultdict(list)
+    for row in sorted(rows, key=_programs_alone):
+        groups[programs_key(row)].append(row)
+    work = [(group, machines[key.machine]) for key, group in groups.items()]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        done = pool.map(_grade_alike, work) if jobs > 1 else map(_grade_alike, work)
+        bar = tqdm(done, "programs", total=len(work), disable=len(work) < 2)
+        graded = {one.row: one for group in bar for one in group}
+    return [graded[row] for row in rows]
 
-    @staticmethod
-    def of(rows: Sequence[Row]) -> "Grader":
-        keys = list(dict.fromkeys(map(programs_key, rows)))
-        programs = {key: Programs.of(key) for key in tqdm(keys, "programs", disable=len(keys) < 2)}
-        return Grader(programs, {name: machine_of(name) for name in {row.machine for row in rows}})
 
-    def grade(self, rows: Sequence[Row]) -> list[Graded]:
-        """What is predicted of rows."""
-        times = {
-            key: programs.times(self.machines[key.machine])
-            for key, programs in self.programs.items()
-        }
-        graded = []
-        for row in rows:
-            key, machine = programs_key(row), self.machines[row.machine]
-            programs, size = self.programs[key], 1 << 30
-            graded.append(
-                Graded(
-                    row,
-                    step_seconds(row, times[key], machine),
-                    peak_bytes(row, programs) / size,
-                    activation_bytes(row, programs) / size,
-                )
-            )
-        return graded
+def _programs_alone(row: Row) -> str:
+    """Rows that share programs of ranks that are alone stand together."""
+    return str(programs_key(replace(row, dp=1, sharding="none")))
+
+
+def _grade_alike(work: tuple[Sequence[Row], Machine]) -> list[Graded]:
+    """Rows with the same programs, which are dropped then."""
+    rows, machine = work
+    programs = Programs.of(programs_key(rows[0]))
+    times = programs.times(machine)
+    return [
+        Graded(
+            row, step_seconds(row, times, machine), peak_bytes(row, programs) / _GIB,
+            activation_bytes(row, programs) / _GIB,
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def errors(graded: Sequence[Graded]) -> list[float]:
@@ -123,34 +128,32 @@ def main() -> None:
     paths = arguments.table or sorted(TABLES.glob("*.csv"))
     try:
         rows = [row for path in paths for row in read_table(path)]
-        grader = Grader.of(rows)
+        machines = {name: machine_of(name) for name in {row.machine for row in rows}}
     except (TableError, LazyGTError, OSError) as error:
         raise SystemExit(str(error)) from None
     if arguments.fit:
-        rows = _fit(grader, rows, arguments.fit, arguments.seed, arguments.output)
-    by_machine: Mapping[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_machine[row.machine].append(row)
-    graded = [one for group in by_machine.values() for one in grader.grade(group)]
+        rows, machines = _fitted(rows, machines, arguments)
+    rows.sort(key=lambda row: row.machine)
+    graded = grade(rows, machines, arguments.jobs)
     title = "Steps and memory, predicted and measured" + (", after a fit" if arguments.fit else "")
     report("foresight", title, graded).finish(save=arguments.save)
 
 
-def _fit(
-    grader: Grader, rows: Sequence[Row], share: float, seed: int, output: Path | None
-) -> list[Row]:
-    """Fit each machine to some of its rows; the others."""
-    chosen = chosen_rows(rows, share, seed)
-    for name in grader.machines:
+def _fitted(
+    rows: Sequence[Row], machines: Mapping[str, Machine], arguments: argparse.Namespace
+) -> tuple[list[Row], dict[str, Machine]]:
+    """The rows that no machine was fitted to, and the machines, each fitted to its others."""
+    chosen, fits = chosen_rows(rows, arguments.fit, arguments.seed), {}
+    for name, machine in machines.items():
         of_machine = [row for row in chosen if row.machine == name]
-        grader.machines[name] = fitted(grader.machines[name], of_machine, grader.programs)
+        fits[name] = fitted(machine, of_machine) if of_machine else machine
         print(f"{name}: fitted to {len(of_machine)} rows")
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            path = output / f"{grader.machines[name].name}.toml"
-            path.write_text(text_of(grader.machines[name]))
+        if arguments.output is not None:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            path = arguments.output / f"{fits[name].name}.toml"
+            path.write_text(text_of(fits[name]))
             print(f"  written to {path}")
-    return [row for row in rows if row not in chosen] or list(rows)
+    return [row for row in rows if row not in chosen], fits
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fit", type=float, metavar="SHARE", help="of each machine's rows, first")
     parser.add_argument("--seed", type=int, default=0, help="which rows are fitted to (0)")
     parser.add_argument("-o", "--output", type=Path, help="a folder for the fitted machine files")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--save", action="store_true", help="keep the table in RESULTS.md")
     return parser
 

@@ -7,7 +7,7 @@ method), with a weak pull towards what the machine file says.
 import math
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,14 +44,14 @@ def chosen_rows(rows: Sequence[Row], share: float, seed: int) -> list[Row]:
     ]
 
 
-def fitted(machine: Machine, rows: Sequence[Row], programs: Mapping[Row, Programs]) -> Machine:
+def fitted(machine: Machine, rows: Sequence[Row]) -> Machine:
     """The machine with the constants that fit rows best, of those that the rows depend on."""
     names = _constants(machine, rows)
     depth = machine.figures.get("matmul.depth") or Figure(0.0, "datasheet", "fit")
     machine = replace(machine, figures={**machine.figures, "matmul.depth": depth})
     shifts = np.array([_STEPS if name == "matmul.depth" else 0 for name in names])
     begin = np.log(np.array([machine.figures[name].value for name in names]) + shifts)
-    keys = {programs_key(row) for row in rows}
+    programs = {key: Programs.of(key) for key in {programs_key(row) for row in rows}}
 
     def with_constants(logarithms: np.ndarray) -> Machine:
         values = dict(zip(names, np.exp(logarithms) - shifts, strict=True))
@@ -61,7 +61,7 @@ def fitted(machine: Machine, rows: Sequence[Row], programs: Mapping[Row, Program
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         tried = with_constants(logarithms)
-        times = {key: programs[key].times(tried) for key in keys}
+        times = {key: shared.times(tried) for key, shared in programs.items()}
         off = [
             math.log(step_seconds(row, times[programs_key(row)], tried) / row.seconds)
             for row in rows

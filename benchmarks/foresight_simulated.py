@@ -12,6 +12,7 @@ and a step waits once for the stages before it, divided by the stages that a ran
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from lazygt.kinds import GRADIENTS
 from lazygt.machine import Machine, machine_of
 from lazygt.machine.prices import line_seconds
 from lazygt.session import Session
-from lazygt.simulation import DRY, Living, Rehearsal, predict
+from lazygt.simulation import DRY, Living, Rehearsal
 from lazygt.simulation.memory import ACTIVATIONS, KINDS
 
 #: Settings of a session in which a step is one plan, however long.
@@ -44,6 +45,7 @@ class Program(NamedTuple):
     activations: int
 
 
+@lru_cache(maxsize=16)
 def recorded(row: Row, layers: int, microbatches: int) -> Program:
     """A step of one stage of so many layers, planned and not priced."""
     machine = machine_of(row.machine)
@@ -51,19 +53,21 @@ def recorded(row: Row, layers: int, microbatches: int) -> Program:
     with Session(mesh=mesh_of(row), **settings) as session:
         living = Living(session)
         training = Training(row, layers)
-        for _ in range(3):
-            session.flush()
-            training.step(microbatches)
         session.flush()
-        prediction = predict(session, machine, living)
-        name = session.history.recent[-1].digest
-    (entry,) = (entry for entry in session.entries() if entry.plan.digest == name)
-    (ranks, *_) = prediction.runs[-1].simulated.classes
-    by_kind = (dict(zip(KINDS, nbytes, strict=True)) for _, nbytes in ranks.memory.history)
+        training.step(microbatches)
+        session.flush()
+        flush, entries = session.history.recent[-1], session.entries()
+    (entry,) = (entry for entry in entries if entry.plan.digest == flush.digest)
+    told, beside = living.told[entry.plan.digest], living.beside[flush.run]
+    rehearsal = Rehearsal(entry.plans, session.mesh, compiled=row.compiled, told=told)
+    memories = [ranks.memory for ranks in rehearsal.on(machine).classes]
+    by_kind = [dict(zip(KINDS, nbytes, strict=True)) for _, nbytes in memories[0].history]
     forward = takewhile(lambda kinds: not kinds[GRADIENTS], by_kind)
-    activations = max(kinds[ACTIVATIONS] for kinds in forward)
-    rehearsal = Rehearsal(entry.plans, session.mesh, compiled=row.compiled)
-    return Program(rehearsal, prediction.peak_bytes, activations)
+    return Program(
+        rehearsal,
+        sum(beside.values()) + max(memory.peak for memory in memories),
+        max(kinds[ACTIVATIONS] for kinds in forward),
+    )
 
 
 class Bilinear(NamedTuple):
@@ -103,7 +107,7 @@ class Programs:
         few = 2 if row.sharding in _SHARDED else 1
         corners = [(layers, count) for layers in (few, few + 1) for count in (1, 2)]
         once = row.dp > 1 and row.sharding not in _SHARDED
-        solo = replace(row, dp=1, sharding="none") if once else row
+        solo = programs_key(replace(row, dp=1, sharding="none")) if once else row
         alone = {corner: recorded(solo, *corner) for corner in corners}
         return Programs(alone, {c: recorded(row, *c) for c in corners if c[1] == 1} if once else {})
 

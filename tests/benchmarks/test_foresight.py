@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import foresight
-from benchmarks.foresight import Grader, errors, summary
+from benchmarks.foresight import errors, grade, summary
 from benchmarks.foresight_fit import chosen_rows, fitted
 from benchmarks.foresight_rows import Row, TableError, read_table
 from benchmarks.foresight_simulated import (
@@ -169,23 +169,28 @@ def test_a_fit_finds_the_constants_that_rows_were_made_with(tmp_path: Path) -> N
     )
     rows = [replace(row, global_batch=count) for count in (2, 4, 8)]
     machine = machine_of("a100-80")
-    grader = Grader.of(rows)
     slower = machine.with_values({
         key: 0.6 * machine.figures[key].value for key in ("matmul.rate.f16", "matmul.rate.bf16")
     })  # fmt: skip
-    (shared,) = grader.programs.values()
     measured = [
-        replace(row, seconds=step_seconds(row, shared.times(slower), slower)) for row in rows
+        replace(row, seconds=graded.seconds)
+        for row, graded in zip(rows, grade(rows, {"a100-80": slower}), strict=True)
     ]
-    assert min(errors(grader.grade(measured))) < -0.2
-    fit = fitted(machine, measured, grader.programs)
-    grader.machines["a100-80"] = fit
-    assert max(map(abs, errors(grader.grade(measured)))) < 0.02
+    assert min(errors(grade(measured, {"a100-80": machine}))) < -0.2
+    fit = fitted(machine, measured)
+    assert max(map(abs, errors(grade(measured, {"a100-80": fit})))) < 0.02
     assert fit.figures["matmul.rate.bf16"].value == pytest.approx(
         slower.figures["matmul.rate.bf16"].value, rel=0.1
     )
     assert fit.figures["matmul.rate.bf16"].source == "fit"
     assert fit.figures["matmul.peak.bf16"] == machine.figures["matmul.peak.bf16"]
+
+
+def test_processes_share_the_work_and_change_nothing(tmp_path: Path) -> None:
+    row = small(tmp_path)
+    rows = [replace(row, microbatch=count, line=count) for count in (1, 2, 4)]
+    machines = {"a100-80": machine_of("a100-80")}
+    assert grade(rows, machines, jobs=2) == grade(rows, machines)
 
 
 def test_some_rows_of_each_machine_are_chosen(tmp_path: Path) -> None:
