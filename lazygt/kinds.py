@@ -28,15 +28,13 @@ class Kinds:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    @property
-    def trains(self) -> bool:
-        """Whether an optimizer has stepped."""
-        return bool(self._optimizers)
+        #: how often optimizers have stepped
+        self.steps = 0
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
         self._optimizers.add(optimizer)
+        self.steps += 1
 
     def by_id(self, everywhere: bool = True) -> dict[int, str]:
         """The kinds of values that handles show, by id; of all others nothing is known.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lazygt.graph.alive import homes_of
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.source import expand
 from lazygt.history import Flush
@@ -27,7 +28,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.simulation.events import Rehearsal
 from lazygt.simulation.kernels import node_seconds
-from lazygt.simulation.memory import Told
+from lazygt.simulation.memory import ACTIVATIONS, Told
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.uncollected import uncollected
@@ -56,6 +57,7 @@ class Living(Observer):
         self.beside: dict[int, Counter[str]] = {}
         self.told: dict[bytes, Told] = {}
         self._kinds: dict[int, str] = {}
+        self._versions: dict[bytes, list[tuple[int, int]]] = {}
         self._tells = session._submitter.kinds
         self._store = session._link._worker.store  # type: ignore[attr-defined]
         session._client.observer = self
@@ -65,8 +67,14 @@ class Living(Observer):
     ) -> None:
         """See ``Observer``."""
         # parameters that no optimizer has stay where they were before the first step
-        self._kinds.update(self._tells.by_id(everywhere=not self._tells.trains))
+        known = self._tells.by_id(everywhere=not self._tells.steps)
         outputs = range(base, base + (0 if entry is None else entry.outputs))
+        if entry is not None and self._tells.steps:
+            self._kinds.update(dict.fromkeys(outputs, ACTIVATIONS))
+            of_inputs = list(inputs)
+            for place, written in self._written(entry.plan):
+                self._kinds[base + place] = self._kinds.get(of_inputs[written], OTHER)
+        self._kinds.update(known)
         if entry is not None:
             kept = [place for place, key in enumerate(inputs) if key in self._store]
             kinds = self._of(inputs), self._of(outputs)
@@ -76,6 +84,17 @@ class Living(Observer):
             if isinstance(value, torch.Tensor) and key not in read and key not in outputs:
                 held[self._kinds.get(key, OTHER)] += value.nbytes
         self.beside[run] = held
+
+    def _written(self, plan: Plan) -> list[tuple[int, int]]:
+        """(output, input) of a plan, by position, where one is the other written in place."""
+        if plan.digest not in self._versions:
+            graph, homes = plan.graph, homes_of(plan.graph)
+            self._versions[plan.digest] = [
+                (place, homes[output])
+                for place, output in enumerate(graph.outputs)
+                if homes[output] < len(graph.inputs)
+            ]
+        return self._versions[plan.digest]
 
     def _of(self, ids: Iterable[int]) -> list[str]:
         return [self._kinds.get(key, OTHER) for key in ids]

@@ -167,6 +167,26 @@ def test_stages_hold_their_own() -> None:
     assert prediction.peak.kinds["optimizer"] == WEIGHTS
 
 
+def test_what_lives_from_one_plan_of_a_step_to_the_next_is_an_activation() -> None:
+    """The forward is flushed by itself."""
+
+    def program() -> None:
+        model = Layer()
+        opt = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            lazygt.current().flush()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    prediction, _ = predicted(program)
+    check_sums(prediction)
+    inside = [run.simulated.classes[0].memory.kinds for run in prediction.runs]
+    assert any(kinds["activations"] >= ROWS * WIDTH * 4 and not kinds["other"] for kinds in inside)
+    assert all(kinds["other"] <= 2 * WEIGHTS for kinds in inside)  # on the way to an update
+
+
 def test_a_service_has_parameters_too() -> None:
     def program() -> None:
         model, table = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH)
