@@ -5,8 +5,7 @@
     # 47 billion parameters on 8 GPUs, 175 billion on 1,536; nothing of that size is allocated
     lazygt simulate examples/large_gpt.py --machine b200 --data-parallel 8 --shard fsdp
     lazygt simulate examples/large_gpt.py --machine h100 --layers 96 --hidden 12288 --heads 96 \\
-        --tensor-parallel 8 --pipeline 12 --data-parallel 16 --batch 384 --microbatches 24 \\
-        --recompute --shard optimizer
+        --tensor-parallel 8 --pipeline 12 --data-parallel 16 --batch 32 --microbatches 2
 
 The defaults are a model of 47 billion parameters. Words are drawn at random: this is about time
 and memory. `--eager` runs the same model and loop in plain torch, on one device.
@@ -212,7 +211,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048, help="words of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, of all ranks")
     parser.add_argument("--microbatches", type=int, default=1, help="a step")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="4 for --shard optimizer to settle")
     parser.add_argument("--clip", type=float, default=1.0, help="norm of gradients; 0: any")
     parser.add_argument("--recompute", action="store_true", help="blocks, for their backward")
     parser.add_argument(

@@ -233,6 +233,26 @@ def test_47_billion_parameters_are_simulated_and_not_allocated() -> None:
     assert int(resident) << 10 < 1e9
 
 
+def test_a_width_of_175_billion_over_1536_ranks() -> None:
+    """One block a stage, where it has eight; the first or the last has a table of words, too."""
+    told = subprocess.run(
+        [*LARGE, "--machine", "h100", "--layers", "12", "--hidden", "12288", "--heads", "96",
+         "--data-parallel", "16", "--pipeline", "12", "--tensor-parallel", "8",
+         "--batch", "32", "--microbatches", "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    *_, figures, resident = told.stdout.splitlines()
+    step, block, words = json.loads(figures), 12 * 12288**2, 51_200 * 12288
+    assert step["mesh"] == {"data": 16, "pipe": 12, "model": 8}
+    assert step["tokens"] == 32 * 2048
+    multiplied = 12 * (block + 2 * 2048 * 12288 // 2) + words
+    assert step["flops"] == pytest.approx(6 * multiplied * step["tokens"], rel=0.15)
+    kinds = step["memory"]["kinds"]
+    assert 2 * (block + words) / 8 < kinds["parameters"] < 2 * (block + words) / 8 * 1.15
+    assert 0 < kinds["optimizer"] < 2 * kinds["parameters"] * 1.15  # may be cut along data
+    assert int(resident) << 10 < 1.5e9
+
+
 #: ``lazygt simulate --json``, and then the most KiB that the process was resident with.
 LARGE = [
     sys.executable, "-c",
