@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import _C, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -171,13 +171,17 @@ def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
 
 
 class _Enter(torch.autograd.Function):
-    """The mark as autograd sees it: the identity. Its gradient leaves the stage again."""
+    """The mark as autograd sees it: the identity. Its gradient leaves the stage again.
+
+    What enters inside a backward pass is computed again, by a checkpoint: no microbatch begins.
+    """
 
     @staticmethod
     def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(t)
         ctx.mesh_dim = mesh_dim
-        return _shown(ENTER, (t,), (index, mesh_dim))
+        again = (True,) if _C._current_graph_task_id() != -1 else ()
+        return _shown(ENTER, (t,), (index, mesh_dim, *again))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard as TorchShard
+from torch.utils.checkpoint import checkpoint
 
 import lazygt
 from lazygt.graph.mesh import Mesh, Sharding
@@ -33,15 +34,20 @@ class Program(NamedTuple):
 class MLP(nn.Module):
     """Eight layers: two, four or eight stages."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.layers = nn.Sequential(*(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout))
             for _ in range(8)
         ))  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+        if not self.checkpointed:
+            return self.layers(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
     def stages(self, count: int) -> list[list[nn.Module]]:
         each = len(self.layers) // count

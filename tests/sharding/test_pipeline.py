@@ -129,6 +129,18 @@ def test_a_shared_weight_is_sent_once_and_its_gradient_a_microbatch() -> None:
 # -- the order -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_a_checkpoint_computes_again_begins_no_microbatch(stages: int) -> None:
+    program = recorded(lambda: MLP(checkpointed=True), f"pipe={stages}", 4)
+    agree(program)
+    made = programs(program.graph, program.mesh, program.stored, check=True)
+    assert not made.why_in_turn
+    plain = cut(recorded(MLP, f"pipe={stages}", 4))
+    assert [len(communications(graph)) for graph in made.graphs] == [
+        len(communications(graph)) for graph in plain
+    ]
+
+
 def test_one_f_one_b_is_what_the_literature_draws() -> None:
     def drawn(stage: int) -> str:
         return " ".join("FB"[u.backward] + str(u.microbatch) for u in one_f_one_b(stage, 4, 5))

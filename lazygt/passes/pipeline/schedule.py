@@ -6,7 +6,8 @@ microbatches whose backward pass is still to come; in recorded order it has one,
 waits for all others.
 
 A microbatch's forward pass is what stands from the first mark of a stage to the first gradient
-that leaves one; its backward pass reaches to the next microbatch's first mark. What enters a stage
+that leaves one; its backward pass, with what checkpoints compute again in it, reaches to the next
+microbatch's first mark. What enters a stage
 after the last backward pass (an evaluation, an optimizer's state) begins no microbatch.
 """
 
@@ -17,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from lazygt.graph.node import Graph
+from lazygt.graph.node import Graph, Node
 from lazygt.passes.pipeline.stages import EVERY, Stages
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 
@@ -100,10 +101,15 @@ def _phases(graph: Graph) -> tuple[list[tuple[bool, int]], int]:
     for number, node in enumerate(graph.nodes):
         if node.op == LEAVE:
             backward = True
-        elif node.op == ENTER and backward and number < last:
+        elif node.op == ENTER and backward and number < last and not _is_again(node):
             backward, microbatch = False, microbatch + 1
         phases.append((backward, microbatch))
     return phases, microbatch + 1
+
+
+def _is_again(node: Node) -> bool:
+    """Whether something enters a stage because a checkpoint computes it again."""
+    return len(node.args) > 3
 
 
 def _needs(

@@ -18,7 +18,8 @@ from lazygt.passes.base import placed, rebuild
 #: ``place(value, placements, pinned[, unit])``: the value; ``placements`` has one placement an
 #: axis, as text.
 PLACE = "lazygt.place"
-#: ``enter_stage(value, stage, axis)``: the value, on a stage of a pipeline along an axis.
+#: ``enter_stage(value, stage, axis[, again])``: the value, on a stage of a pipeline along an axis;
+#: again where the backward pass computes a stage anew.
 ENTER = "lazygt.enter_stage"
 #: ``leave_stage(gradient, value, axis)``: the gradient, back on the stage that the value is on.
 LEAVE = "lazygt.leave_stage"
