@@ -313,3 +313,20 @@ def test_a_copy_that_outlives_an_update_is_that_of_before_it() -> None:
     assert len(copies) == 1, "the backward's"
     assert [node.op for node in again.nodes[-2:]] == ["aten.sub.Tensor"] * 2
     assert [node.refs()[1] for node in again.nodes[-2:]] == [1, 2]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"replica": 2, "data": 4}])
+def test_memory_that_is_written_in_blocks_is_had_in_blocks(mesh: dict[str, int]) -> None:
+    """The gradient of a loss begins as empty memory, which takes no time whole or in blocks."""
+    rows, words = 512, 512
+    cut = dict.fromkeys(mesh, lazygt.Shard(0))
+    with lazygt.session(mesh=mesh, launcher="dry", flush_on_backward=False) as s:
+        weight = torch.randn(16, words, requires_grad=True)
+        x, y = torch.randn(rows, 16), torch.randint(words, (rows,))
+        s.flush()
+        x, y = lazygt.distribute(x, cut), lazygt.distribute(y, cut)
+        torch.nn.functional.cross_entropy(x @ weight, y).backward()
+        s.flush()
+        graph = s.last_plan.graph
+    sizes = [meta.numel for meta in graph.values[len(graph.inputs) :] if meta is not None]
+    assert max(sizes) == rows // 8 * words

@@ -160,6 +160,8 @@ class StrategyCatalogue:
         strategies, seconds = _cheapest(strategies, seconds)
         shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
         costs = np.array(list(map(ticks, seconds)))
+        if not (operands or costs.any() or _is_cut(strategies[0])):
+            costs[0] = 1  # memory is had in no time, but a block of it is less
         return StrategySet(
             strategies,
             costs,
