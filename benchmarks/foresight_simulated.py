@@ -37,7 +37,8 @@ class Program(NamedTuple):
 
     Attributes:
         peak: the most bytes that a rank has at once.
-        activations: the most of its activations before the first gradient of a weight is there.
+        activations: the most that a step has of them before the first gradient of a weight is
+            there, beside what counts as such before it.
     """
 
     rehearsal: Rehearsal
@@ -66,7 +67,7 @@ def recorded(row: Row, layers: int, microbatches: int) -> Program:
     return Program(
         rehearsal,
         sum(beside.values()) + max(memory.peak for memory in memories),
-        max(kinds[ACTIVATIONS] for kinds in forward),
+        max(kinds[ACTIVATIONS] for kinds in forward) - by_kind[0][ACTIVATIONS],
     )
 
 

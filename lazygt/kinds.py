@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ class Kinds:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        #: parameters that no optimizer may have, as they were last looked for
+        self._others: list[weakref.ref[torch.Tensor]] = []
         #: how often optimizers have stepped
         self.steps = 0
 
@@ -40,11 +42,15 @@ class Kinds:
         """The kinds of values that handles show, by id; of all others nothing is known.
 
         Args:
-            everywhere: look for parameters that no optimizer has, too.
+            everywhere: look for parameters that no optimizer has, too; else those count that were
+                there when they were last looked for.
         """
         kinds: dict[int, str] = {}
+        if everywhere:
+            self._others = [weakref.ref(parameter) for parameter in _all_parameters()]
+        others = [parameter for other in self._others if (parameter := other()) is not None]
         parameters = [p for optimizer in self._optimizers for p in _parameters(optimizer)]
-        for parameter in [*parameters, *(_all_parameters() if everywhere else ())]:
+        for parameter in [*parameters, *others]:
             self._note(kinds, parameter, PARAMETERS)
             self._note(kinds, parameter.grad, GRADIENTS)
         for optimizer in self._optimizers:

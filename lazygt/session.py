@@ -26,7 +26,6 @@ from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
 from lazygt.kinds import OTHER, by_kind
 from lazygt.machine import Machine, default_machine, machine_of
-from lazygt.memory import RankMemory, SessionMemory
 from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
@@ -50,6 +49,7 @@ from lazygt.submit import Submitter
 from lazygt.transfer import copy_request
 
 if TYPE_CHECKING:
+    from lazygt.memory import SessionMemory
     from lazygt.passes.sharding.axis import AxisStep
     from lazygt.weights import SessionSource
 
@@ -429,6 +429,9 @@ class Session:
 
         A sync point, as ``synchronize``, and raises what that does.
         """
+        # why: it brings rich, which few sessions need
+        from lazygt.memory import RankMemory, SessionMemory
+
         self._check_used()
         with self.recorder.lock, DEFER_INTERRUPT:
             self.recorder.flush("memory()")
