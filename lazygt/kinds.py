@@ -27,7 +27,8 @@ class Kinds:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        #: identity -> an optimizer that has stepped; no callback, in which a Ctrl-C would be lost
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         #: parameters that no optimizer may have, as they were last looked for
         self._others: list[weakref.ref[torch.Tensor]] = []
         #: how often optimizers have stepped
@@ -35,7 +36,10 @@ class Kinds:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
-        self._optimizers.add(optimizer)
+        known = self._optimizers.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            alive = {key: other for key, other in self._optimizers.items() if other() is not None}
+            self._optimizers = {**alive, id(optimizer): weakref.ref(optimizer)}
         self.steps += 1
 
     def by_id(self, everywhere: bool = True) -> dict[int, str]:
@@ -49,11 +53,14 @@ class Kinds:
         if everywhere:
             self._others = [weakref.ref(parameter) for parameter in _all_parameters()]
         others = [parameter for other in self._others if (parameter := other()) is not None]
-        parameters = [p for optimizer in self._optimizers for p in _parameters(optimizer)]
+        optimizers = [
+            optimizer for known in self._optimizers.values() if (optimizer := known()) is not None
+        ]
+        parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
         for parameter in [*parameters, *others]:
             self._note(kinds, parameter, PARAMETERS)
             self._note(kinds, parameter.grad, GRADIENTS)
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             for value in _state(optimizer):
                 self._note(kinds, value, OPTIMIZER)
         return kinds

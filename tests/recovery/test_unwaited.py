@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[int]:
 
     monkeypatch.setattr(WorkerPool, "_launched", noted)
     return pids
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More open files than select() can count: descriptors from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    with ExitStack() as stack:
+        for _ in range(1_100):
+            stack.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_worker_is_replaced_however_many_files_are_open(many_files: None) -> None:
+    with lazygt.session(threads=1) as s:
+        x = torch.ones(8) * 3
+        s.synchronize()
+        kill(s, 0)
+        assert x.sum().item() == 24
+        assert len(s.recoveries) == 1
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)])

@@ -107,7 +107,10 @@ class Compiler:
     def answers(self) -> dict[str, str]:
         """What has been answered: key -> error, empty for success. Does not wait."""
         answers: dict[str, str] = {}
-        while self.pending and select.select([self.descriptor], [], [], 0)[0]:
+        told = select.poll()
+        if self.pending:
+            told.register(self.descriptor, select.POLLIN)
+        while self.pending and told.poll(0):
             data = os.read(self.descriptor, 1 << 16)
             if not data:
                 return answers | self._ended()

@@ -271,7 +271,9 @@ class WorkerPool:
         _unregister(self.poller, worker.process.pidfd)
         _unregister(self._elsewhere, worker.process.pidfd)
         # Its last messages may still be on their way through ZMQ's own thread.
-        select.select([worker.data.fd], [], [], _LAST_WORDS_SECONDS)
+        last_words = select.poll()  # unlike select(), of any number of descriptors
+        last_words.register(worker.data.fd, select.POLLIN)
+        last_words.poll(1_000 * _LAST_WORDS_SECONDS)
         while worker.data.take(worker.inbox):
             continue
         worker.data.disconnect()
