@@ -74,6 +74,7 @@ class MortalLink:
     def replace(self, rank: int, group_number: int) -> None:
         self._replies.clear()
         self._worker.close()
+        self._fetch.close()
         self._dead, self.lives = False, self.lives + 1
         self._start()
 
@@ -129,6 +130,10 @@ class MortalLink:
 
     def close(self) -> None:
         self._worker.close()
+        for arena in (self._fetch, self.upload):
+            if arena is not None:
+                arena.close()
+        os.close(self._memory)
 
 
 def _is_due(recovery: Recovery, snapshots: bool, kept_bytes: int) -> bool:
