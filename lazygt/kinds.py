@@ -28,19 +28,19 @@ class Kinds:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         #: identity -> an optimizer that has stepped; no callback, in which a Ctrl-C would be lost
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         #: parameters that no optimizer may have, as they were last looked for
         self._others: list[weakref.ref[torch.Tensor]] = []
-        #: how often optimizers have stepped
-        self.steps = 0
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
-        known = self._optimizers.get(id(optimizer))
-        if known is None or known() is not optimizer:
-            alive = {key: other for key, other in self._optimizers.items() if other() is not None}
-            self._optimizers = {**alive, id(optimizer): weakref.ref(optimizer)}
-        self.steps += 1
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self.optimizers)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped for the first time; those that are no more are forgotten."""
+        alive = {key: other for key, other in self.optimizers.items() if other() is not None}
+        self.optimizers = {**alive, id(optimizer): weakref.ref(optimizer)}
 
     def by_id(self, everywhere: bool = True) -> dict[int, str]:
         """The kinds of values that handles show, by id; of all others nothing is known.
@@ -54,7 +54,7 @@ class Kinds:
             self._others = [weakref.ref(parameter) for parameter in _all_parameters()]
         others = [parameter for other in self._others if (parameter := other()) is not None]
         optimizers = [
-            optimizer for known in self._optimizers.values() if (optimizer := known()) is not None
+            optimizer for known in self.optimizers.values() if (optimizer := known()) is not None
         ]
         parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
         for parameter in [*parameters, *others]:

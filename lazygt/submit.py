@@ -160,7 +160,9 @@ class Submitter:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: for sharded programs this is a sync point."""
-        self.kinds.stepped(optimizer)
+        known = self.kinds.optimizers.get(id(optimizer))
+        if known is None or known() is not optimizer:  # only its first step, not every one
+            self.kinds.add(optimizer)
         if self.idle is not None and self.idle.stepped(optimizer):
             self.idle = None
         if self._may_shard:

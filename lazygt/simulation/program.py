@@ -67,9 +67,9 @@ class Living(Observer):
     ) -> None:
         """See ``Observer``."""
         # parameters that no optimizer has stay where they were before the first step
-        known = self._tells.by_id(everywhere=not self._tells.steps)
+        known = self._tells.by_id(everywhere=not self._tells.trains)
         outputs = range(base, base + (0 if entry is None else entry.outputs))
-        if entry is not None and self._tells.steps:
+        if entry is not None and self._tells.trains:
             self._kinds.update(dict.fromkeys(outputs, ACTIVATIONS))
             of_inputs = list(inputs)
             for place, written in self._written(entry.plan):

@@ -29,7 +29,7 @@ TIMES = 12
 #: What an optimizer's step goes through; a sharded one is shipped at its end.
 RECORDING = frozenset(
     {"device", "recorder", "source", "tensor", "trace", "views", "factories", "submit"}
-    | {"rewind", "reports", "stepped", "kinds"}
+    | {"rewind", "reports", "stepped"}
 )
 #: Where C++ records, it goes between that and the rest.
 BETWEEN = frozenset({"record/bridge.py"} if NATIVE is not None else ())
@@ -71,11 +71,12 @@ def ways(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
         x = torch.randn(8, 16)
         for _ in range(TIMES):
             optimizer.zero_grad()
+            busy = heavy @ heavy @ heavy  # so that no answer is there to be taken on the way
             loss = model(x).square().mean()
             go("backward", loss.backward)
             go("step", optimizer.step)
             go("flush", session.flush)
-            much = (heavy @ heavy @ heavy).sum()
+            much = (busy @ heavy @ heavy).sum()
             y = x + 1
             go("hit", lambda y=y: y + 1)
             go("item", much.item)  # which has to wait: for a while there is nothing to take
@@ -89,18 +90,18 @@ def test_recording_a_hit_takes_four_files_or_none(ways: dict[str, frozenset[str]
 
 
 @pytest.mark.parametrize(
-    ("way", "most"), [("item", 15), ("flush", 14), ("backward", 14)], ids=lambda value: str(value)
+    ("way", "most"), [("item", 15), ("flush", 13), ("backward", 14)], ids=lambda value: str(value)
 )
 def test_what_is_shipped_takes_few_files(
     ways: dict[str, frozenset[str]], way: str, most: int
 ) -> None:
     """What is recorded becomes a run: named, noted for a recovery, sent, and waited for where
-    somebody wants a value. Where earlier runs have no answer yet, it is asked what is in doubt."""
+    somebody wants a value."""
     assert {"submit", "client", "process_link"} <= names(ways[way])
     assert len(ways[way] - BETWEEN) <= most, sorted(ways[way])
 
 
-def test_an_optimizers_step_takes_twelve_files(ways: dict[str, frozenset[str]]) -> None:
+def test_an_optimizers_step_takes_eleven_files(ways: dict[str, frozenset[str]]) -> None:
     """It is recorded: handles, views that are written, a number that torch itself makes, and what
     the optimizer keeps in the client, for when the step is undone."""
     assert names(ways["step"] - BETWEEN) <= RECORDING, sorted(ways["step"])
