@@ -70,6 +70,7 @@ def ways(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
         heavy = torch.randn(600, 600)
         x = torch.randn(8, 16)
         for _ in range(TIMES):
+            session.synchronize()  # else a rank that nobody waited for may still answer
             optimizer.zero_grad()
             busy = heavy @ heavy @ heavy  # so that no answer is there to be taken on the way
             loss = model(x).square().mean()
