@@ -11,6 +11,12 @@
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
     ├── CheckpointError     a checkpoint that can't be resumed, or a folder that can't hold any
+    ├── PoolError           a pool that can't be reached, that refused a session, or ended one
+    │   ├── PoolFull            all workers are taken, and as many sessions wait as may
+    │   ├── PoolDraining        it admits nobody any more
+    │   ├── GangTooLarge        more workers than it has
+    │   ├── OverQuota           more than this client may have
+    │   └── SessionEnded        the pool has ended the session
     ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
@@ -235,6 +241,102 @@ class CheckpointError(LazyGTError):
 
     def __reduce__(self) -> Any:
         return type(self), (self.path, self.why, self.torn)
+
+
+class PoolError(LazyGTError):
+    """A pool of workers can't be reached, has refused a session, or has ended one.
+
+    Attributes:
+        given: what it was made of, as it travels.
+    """
+
+    def __init__(self, text: str, *given: Any) -> None:
+        self.given: tuple[Any, ...] = given or (text,)
+        super().__init__(text)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.given
+
+
+class PoolFull(PoolError):
+    """All workers are taken, and as many sessions wait for some as may.
+
+    Attributes:
+        waiting: sessions in the queue.
+        workers: of the pool.
+    """
+
+    def __init__(self, waiting: int, workers: int) -> None:
+        self.waiting, self.workers = waiting, workers
+        super().__init__(
+            f"the pool is full: its {workers} worker(s) are taken, and {waiting} session(s) wait "
+            f"already. Try again later, or see who has them with `lazygt pool status`.",
+            waiting, workers,
+        )  # fmt: skip
+
+
+class PoolDraining(PoolError):
+    """The pool admits nobody any more."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the pool is being drained and admits no session any more (lazygt pool drain): use "
+            "another pool, or ask whoever runs it."
+        )
+        self.given = ()
+
+
+class GangTooLarge(PoolError):
+    """A session asked for more workers than the pool has, so it would wait for ever.
+
+    Attributes:
+        asked: workers.
+        workers: of the pool.
+    """
+
+    def __init__(self, asked: int, workers: int) -> None:
+        self.asked, self.workers = asked, workers
+        super().__init__(
+            f"a session of {asked} worker(s) can never fit: the pool has {workers}. Ask for at "
+            f"most so many with lazygt.session(workers=...), or have it served with more.",
+            asked, workers,
+        )  # fmt: skip
+
+
+class OverQuota(PoolError):
+    """A client asked for more than its key may have, or its workers hold more.
+
+    Attributes:
+        what: ``sessions``, ``workers``, ``cores``, or ``memory`` (bytes).
+        wanted: of it, by this session; used: by the client's others, and what it has published.
+        limit: of them all.
+    """
+
+    def __init__(self, what: str, wanted: int, used: int, limit: int) -> None:
+        self.what, self.wanted, self.used, self.limit = what, wanted, used, limit
+        unit = " bytes of memory" if what == "memory" else f" {what}"
+        super().__init__(
+            f"over this key's quota of {limit:,}{unit}: this session takes {wanted:,}, and others "
+            f"of the same key {used:,}. Use less, close what is not needed, or ask whoever runs "
+            f"the pool for more.",
+            what, wanted, used, limit,
+        )  # fmt: skip
+
+
+class SessionEnded(PoolError):
+    """The pool has ended a session; its values are lost.
+
+    Attributes:
+        session: its name.
+        why: evicted, or expired.
+    """
+
+    def __init__(self, session: str, why: str) -> None:
+        self.session, self.why = session, why
+        super().__init__(
+            f"the pool has ended session {session}: {why}. Its values are lost; open a new one.",
+            session, why,
+        )  # fmt: skip
 
 
 class MachineError(LazyGTError, ValueError):

@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"machine"}),
     frozenset({"passes"}),
     frozenset({"runtime"}),
-    frozenset({"transfer"}),
+    frozenset({"transfer", "pool"}),
     frozenset({"record"}),
     frozenset({"session", "checkpoint"}),
     frozenset({"parallel"}),

@@ -1,0 +1,1 @@
+"""One pool of workers for many clients."""

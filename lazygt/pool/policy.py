@@ -1,0 +1,418 @@
+"""Who gets workers of a pool, who waits, who is refused, and whose session ends: a pure machine.
+
+Events go in with the time at which they were seen (seconds, any monotonic origin), instructions
+come out. There is no clock, socket or thread here; `gateway` has those. Whose runs go on to their
+workers is decided in `turns`.
+
+A place is room for one worker process; a session gets as many as it asks for at once, or none. It
+keeps them until its processes are gone (`Released`), so a place never has two.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lazygt.errors import (
+    GangTooLarge,
+    OverQuota,
+    PoolDraining,
+    PoolError,
+    PoolFull,
+    SessionEnded,
+)
+from lazygt.pool.turns import Pause, Resume, Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What the sessions of one client may have together; None: as much as there is.
+
+    Attributes:
+        sessions: with workers, or waiting for them.
+        workers: of these.
+        cores: torch threads of these workers.
+        memory: bytes that the workers and what is published may hold.
+    """
+
+    sessions: int | None = None
+    workers: int | None = None
+    cores: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a pool allows.
+
+    Attributes:
+        workers: places.
+        at_once: workers that may run at the same time.
+        queue: sessions that may wait for places.
+        grace: the longest time, in seconds, that a session may outlive its connection.
+        expiry: seconds that a detached session lives without one.
+        quotas: by client; those who are not here have ``quota``.
+    """
+
+    workers: int
+    at_once: int
+    queue: int = 64
+    grace: float = 300.0
+    expiry: float = 24 * 3600.0
+    quota: Quota = Quota()
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+
+    def of(self, client: str) -> Quota:
+        """A client's quota."""
+        return self.quotas.get(client, self.quota)
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client asks for a session.
+
+    Attributes:
+        cores: torch threads of its workers together.
+        grace: seconds that it is to outlive its connection.
+        detach: it is to outlive it until somebody ends it, or it expires.
+    """
+
+    session: str
+    client: str
+    workers: int
+    cores: int
+    grace: float = 0.0
+    detach: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A session has ended, and its processes are gone; or it has left the queue."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many of a session's runs are with its workers, and so many are held back."""
+
+    session: str
+    running: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A session's workers have run for so long since it was last said."""
+
+    session: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """So many bytes are held: by sessions' workers, and by what clients have published."""
+
+    sessions: Mapping[str, int]
+    published: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The connection of a session is lost."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBack:
+    """A session has a connection again."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit nobody any more, and refuse those who wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """End a session."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Asked | Released | Load | Ran | Used | ClientGone | ClientBack | Drain | Evict | Tick
+)  # fmt: skip
+
+
+# -- instructions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Start a session's workers in these places."""
+
+    session: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell a client that its session won't be, and forget it."""
+
+    session: str
+    error: PoolError
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End a session's processes, tell its client, and say `Released` when they are gone."""
+
+    session: str
+    error: PoolError
+
+
+Instruction = Grant | Refuse | End | Pause | Resume
+
+
+@dataclass(slots=True)
+class Lease:
+    """A session that has places, or waits for them.
+
+    Attributes:
+        places: none while it waits.
+        granted: when it got them.
+        expires: when it ends unless its client comes back; None: the client is there.
+        run_seconds: seconds that its workers have run, times their number.
+        memory: bytes of its workers when they were last measured.
+    """
+
+    asked: Asked
+    places: tuple[int, ...] = ()
+    granted: float = 0.0
+    expires: float | None = None
+    ending: bool = False
+    run_seconds: float = 0.0
+    memory: int = 0
+
+
+class Policy:
+    """The state of a pool.
+
+    Attributes:
+        leases: by session, in the order in which they were asked for.
+        draining: nobody is admitted any more.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.leases: dict[str, Lease] = {}
+        self.draining = False
+        self.turns = Turns(rules.at_once)
+        self._free = list(range(rules.workers))
+        #: client -> its sessions that wait; in the order of the round
+        self._queue: OrderedDict[str, deque[str]] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """How many places nobody has."""
+        return len(self._free)
+
+    @property
+    def queue(self) -> list[str]:
+        """The sessions that wait, in the order in which they will be admitted."""
+        rows = [list(waiting) for waiting in self._queue.values()]
+        longest = max(map(len, rows), default=0)
+        return [row[turn] for turn in range(longest) for row in rows if turn < len(row)]
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """What follows from an event seen at ``now``; times must not run backwards."""
+        match event:
+            case Asked():
+                return self._ask(event, now)
+            case Released(session):
+                return self._release(session, now)
+            case Load(session, running, held):
+                return [*self.turns.load(session, running, held, now)]
+            case Ran(session, seconds):
+                return self._ran(session, seconds, now)
+            case Used(sessions, published):
+                return self._weigh(sessions, published, now)
+            case ClientGone(session):
+                return self._gone(session, now)
+            case ClientBack(session):
+                self._back(session)
+            case Drain():
+                return self._drain()
+            case Evict(session):
+                return self._end(session, "it was evicted (lazygt pool evict)", now)
+            case Tick():
+                return self._tick(now)
+        return []
+
+    def seconds_to_next(self, now: float) -> float | None:
+        """How long until the next `Tick` must be given; None: not before another event."""
+        expiries = [
+            max(lease.expires - now, 0.0)
+            for lease in self.leases.values()
+            if lease.expires is not None and not lease.ending
+        ]
+        turn = self.turns.seconds_to_next(now)
+        return min([*expiries, *([] if turn is None else [turn])], default=None)
+
+    # -- admission -----------------------------------------------------------------------
+
+    def _ask(self, asked: Asked, now: float) -> list[Instruction]:
+        error = self._objection(asked)
+        if error is not None:
+            return [Refuse(asked.session, error)]
+        self.leases[asked.session] = Lease(asked)
+        self._queue.setdefault(asked.client, deque()).append(asked.session)
+        steps = self._admit(now)
+        waiting = len(self.queue)
+        if not self.leases[asked.session].places and waiting > self.rules.queue:
+            self._leave_queue(asked.session)
+            return [*steps, Refuse(asked.session, PoolFull(waiting - 1, self.rules.workers))]
+        return steps
+
+    def _objection(self, asked: Asked) -> PoolError | None:
+        """Why a session can't be, now or ever."""
+        if asked.session in self.leases:
+            return PoolError(f"there is a session {asked.session!r} already")
+        if self.draining:
+            return PoolDraining()
+        if not 1 <= asked.workers <= self.rules.workers:
+            return GangTooLarge(asked.workers, self.rules.workers)
+        quota, theirs = self.rules.of(asked.client), self._of(asked.client)
+        counts = (
+            ("sessions", quota.sessions, 1, len(theirs)),
+            ("workers", quota.workers, asked.workers, sum(x.asked.workers for x in theirs)),
+            ("cores", quota.cores, asked.cores, sum(x.asked.cores for x in theirs)),
+        )
+        for what, limit, wanted, used in counts:
+            if limit is not None and wanted + used > limit:
+                return OverQuota(what, wanted, used, limit)
+        return None
+
+    def _of(self, client: str) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.asked.client == client]
+
+    def _admit(self, now: float) -> list[Instruction]:
+        """Give places to whoever is next, one client after another; nobody overtakes."""
+        steps: list[Instruction] = []
+        while self._queue:
+            client, waiting = next(iter(self._queue.items()))
+            lease = self.leases[waiting[0]]
+            asked = lease.asked
+            if asked.workers > len(self._free):
+                break
+            lease.places, lease.granted = tuple(self._free[: asked.workers]), now
+            del self._free[: asked.workers]
+            self._queue.move_to_end(client)
+            self._leave(asked)
+            steps.append(Grant(asked.session, lease.places))
+            steps += self.turns.add(asked.session, client, asked.workers, now)
+        return steps
+
+    def _leave(self, asked: Asked) -> None:
+        """Take a session out of the queue."""
+        waiting = self._queue[asked.client]
+        waiting.remove(asked.session)
+        if not waiting:
+            del self._queue[asked.client]
+
+    def _leave_queue(self, session: str) -> None:
+        self._leave(self.leases.pop(session).asked)
+
+    def _release(self, session: str, now: float) -> list[Instruction]:
+        lease = self.leases.get(session)
+        if lease is None:
+            return []
+        if not lease.places:
+            self._leave_queue(session)
+            return self._admit(now)
+        del self.leases[session]
+        self._free = sorted([*self._free, *lease.places])
+        return [*self.turns.remove(session, now), *self._admit(now)]
+
+    def _drain(self) -> list[Instruction]:
+        self.draining = True
+        waiting = self.queue
+        for session in waiting:
+            self._leave_queue(session)
+        return [Refuse(session, PoolDraining()) for session in waiting]
+
+    # -- the life of a session -----------------------------------------------------------
+
+    def _ran(self, session: str, seconds: float, now: float) -> list[Instruction]:
+        lease = self.leases.get(session)
+        if lease is None:
+            return []
+        lease.run_seconds += seconds * lease.asked.workers
+        return [*self.turns.charge(session, seconds, now)]
+
+    def _gone(self, session: str, now: float) -> list[Instruction]:
+        lease = self.leases.get(session)
+        if lease is None:
+            return []
+        if not lease.places:
+            return self._release(session, now)
+        asked = lease.asked
+        rules = self.rules
+        lease.expires = now + (rules.expiry if asked.detach else min(asked.grace, rules.grace))
+        return self._tick(now)
+
+    def _back(self, session: str) -> None:
+        if session in self.leases:
+            self.leases[session].expires = None
+
+    def _tick(self, now: float) -> list[Instruction]:
+        steps: list[Instruction] = []
+        for session, lease in list(self.leases.items()):
+            if lease.expires is not None and lease.expires <= now:
+                steps += self._end(session, "its client did not come back in time", now)
+        return [*steps, *self.turns.share(now)]
+
+    def _end(self, session: str, why: str, now: float) -> list[Instruction]:
+        return self._end_with(session, SessionEnded(session, why), now)
+
+    def _end_with(self, session: str, error: PoolError, now: float) -> list[Instruction]:
+        lease = self.leases.get(session)
+        if lease is None or lease.ending:
+            return []
+        if not lease.places:
+            self._leave_queue(session)
+            return [Refuse(session, error), *self._admit(now)]
+        lease.ending = True
+        return [End(session, error), *self.turns.remove(session, now)]
+
+    def _weigh(
+        self, sessions: Mapping[str, int], published: Mapping[str, int], now: float
+    ) -> list[Instruction]:
+        """End the largest session of each client that holds more than it may."""
+        for session, nbytes in sessions.items():
+            if session in self.leases:
+                self.leases[session].memory = nbytes
+        steps: list[Instruction] = []
+        for client in {lease.asked.client for lease in self.leases.values()}:
+            limit = self.rules.of(client).memory
+            theirs = [lease for lease in self._of(client) if lease.places and not lease.ending]
+            used = sum(lease.memory for lease in theirs) + published.get(client, 0)
+            if limit is None or used <= limit or not theirs:
+                continue
+            largest = max(theirs, key=lambda lease: lease.memory)
+            error = OverQuota("memory", largest.memory, used - largest.memory, limit)
+            steps += self._end_with(largest.asked.session, error, now)
+        return steps
