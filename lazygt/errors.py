@@ -221,6 +221,27 @@ class ProtocolError(LazyGTError):
     """A message does not follow the wire schema; its sender is dropped."""
 
 
+class StoreLost(LazyGTError, ConnectionError):
+    """The store in which ranks on several hosts meet does not answer.
+
+    It is in the process that opened the session: that has ended, or its host can't be reached.
+
+    Attributes:
+        endpoint: where it was.
+    """
+
+    def __init__(self, endpoint: str, silence: float) -> None:
+        self.endpoint, self.silence = endpoint, silence
+        super().__init__(
+            f"the session's store at {endpoint} has said nothing for {silence:g} seconds: its "
+            f"process has ended, a firewall keeps its port from this host, or the token is another "
+            f"session's (LAZYGT_TOKEN has to be the same on all hosts)"
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.endpoint, self.silence)
+
+
 class SecurityError(LazyGTError):
     """A configuration that would let strangers reach the session."""
 

@@ -1,0 +1,311 @@
+"""The store in which ranks of several hosts meet: what it holds, who waits, and who is kept out."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+
+from lazygt.errors import ProtocolError, SecurityError, StoreLost
+from lazygt.runtime.cluster.keys import derived
+from lazygt.runtime.collectives.store import ANSWER, NUMBER, REFUSED, ROLE, WAIT, StoreServer, Table
+from lazygt.runtime.collectives.store_client import StoreClient
+from tests.descriptors import descriptors_before, open_descriptors
+
+pytestmark = pytest.mark.timeout(60)
+
+TOKEN = bytes(range(32))
+SECONDS = 20.0
+HOST = "127.0.0.1"
+
+
+# -- the table: requests in, replies out -----------------------------------------------------------
+
+
+def asked(table: Table, client: bytes, number: int, *request: bytes) -> list[tuple[bytes, ...]]:
+    """Who is told what, without the number of the request."""
+    op, *arguments = request
+    replies = table.ask(client, number, op, arguments)
+    return [(reply.client, *reply.frames[1:]) for reply in replies]
+
+
+def test_who_waits_is_told_when_all_is_there() -> None:
+    table = Table()
+    assert asked(table, b"1", 1, b"wait", b"x", b"y") == [(b"1", WAIT)]
+    assert asked(table, b"2", 1, b"get", b"y") == [(b"2", WAIT)]
+    assert asked(table, b"3", 1, b"set", b"y", b"why") == [
+        (b"3", ANSWER, b""),
+        (b"2", ANSWER, b"why"),
+    ]
+    assert asked(table, b"3", 2, b"set", b"x", b"") == [(b"3", ANSWER, b""), (b"1", ANSWER)]
+    assert not table._waiting
+    assert not table._wanted
+
+
+def test_what_is_asked_again_is_done_once() -> None:
+    table = Table()
+    for _ in range(3):
+        assert asked(table, b"1", 7, b"add", b"n", b"5") == [(b"1", ANSWER, b"5")]
+    assert asked(table, b"1", 6, b"add", b"n", b"5") == []  # late: it has asked something since
+    assert asked(table, b"2", 7, b"add", b"n", b"5") == [(b"2", ANSWER, b"10")]
+    for _ in range(2):
+        assert asked(table, b"1", 8, b"get", b"x") == [(b"1", WAIT)]
+    assert asked(table, b"2", 8, b"set", b"x", b"z")[1:] == [(b"1", ANSWER, b"z")]
+    assert asked(table, b"1", 8, b"get", b"x") == [(b"1", ANSWER, b"z")]
+
+
+def test_who_asks_something_else_waits_no_more() -> None:
+    table = Table()
+    asked(table, b"1", 1, b"wait", b"x", b"y")
+    assert asked(table, b"1", 2, b"check", b"x") == [(b"1", ANSWER, b"0")]
+    assert asked(table, b"2", 1, b"set", b"x", b"") == [(b"2", ANSWER, b"")]
+    assert not table._waiting
+    assert not table._wanted
+
+
+def test_what_is_no_request_is_refused() -> None:
+    table = Table()
+    for request in ((b"drop",), (b"set", b"x"), (b"add", b"x", b"much"), (b"count", b"x")):
+        ((_, state, _),) = asked(table, request[0], 1, *request)
+        assert state == REFUSED
+    assert table.values == {}
+
+
+# -- the two ends ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    opened = StoreServer(HOST, TOKEN)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def client(server: StoreServer) -> Iterator[StoreClient]:
+    opened = StoreClient(server.endpoint, TOKEN, SECONDS)
+    yield opened
+    opened.close()
+
+
+def test_a_store_does_what_torchs_do(client: StoreClient) -> None:
+    hashed = dist.HashStore()
+    for store in (client, hashed):
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        assert [store.add("n", 3), store.add("n", -5)] == [3, -2]
+        assert store.check(["a", "n"])
+        assert not store.check(["a", "b"])
+        assert store.compare_set("a", "1", "2") == b"2"
+        assert store.compare_set("a", "1", "3") == b"2"
+        assert store.compare_set("c", "", "4") == b"4"
+        assert store.compare_set("d", "5", "6") == b"5"
+        store.wait(["a", "c"], timedelta(seconds=1))
+        assert [store.delete_key("a"), store.delete_key("a")] == [True, False]
+        assert store.num_keys() == 2
+    assert client.delete_all("n") == 1
+    assert not client.check(["n"])
+
+
+def test_torch_can_meet_in_it(client: StoreClient) -> None:
+    """What NCCL does with its store is done to a Python class, by way of a prefix."""
+    store = dist.PrefixStore("nccl", client)
+    store.set("id", "secret")
+    assert store.get("id") == client.get("nccl/id") == b"secret"
+    assert store.add("count", 2) == 2
+    store.wait(["id"], timedelta(seconds=1))
+    assert store.check(["count"])
+    assert not store.check(["other"])
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(gathered, client.clone(), rank) for rank in range(2)]
+        assert [rank.result(SECONDS) for rank in ranks] == [[0, 1], [0, 1]]
+
+
+def gathered(store: StoreClient, rank: int) -> list[int]:
+    """What two ranks of Gloo tell each other, over connections that they make in the store."""
+    seconds = timedelta(seconds=SECONDS)
+    group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, seconds)
+    parts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    group.allgather([parts], [torch.tensor([rank])]).wait()
+    store.close()
+    return [int(part) for part in parts]
+
+
+def test_a_name_that_is_set_later_is_waited_for(server: StoreServer, client: StoreClient) -> None:
+    other = StoreClient(server.endpoint, TOKEN, SECONDS)
+    with ThreadPoolExecutor(2) as pool:
+        late = [pool.submit(other.get, "later"), pool.submit(other.get, b"later")]
+        client.set("later", b"\x00\xff")
+        assert [each.result(SECONDS) for each in late] == [b"\x00\xff"] * 2
+    other.close()
+
+
+def test_a_name_that_nobody_sets_is_not_waited_for_without_end(client: StoreClient) -> None:
+    client.set_timeout(timedelta(seconds=0.05))
+    assert client.timeout == timedelta(seconds=0.05)
+    with pytest.raises(TimeoutError, match=r"nobody has set x in the store at tcp://.* 0\.05 sec"):
+        client.get("x")
+    with pytest.raises(TimeoutError, match="nobody has set x, y"):
+        client.wait(["x", "y"], timedelta(seconds=0.05))
+    assert client.add("n", 1) == 1  # who has given up goes on
+
+
+def test_a_question_that_was_lost_is_asked_again_and_done_once(server: StoreServer) -> None:
+    """A connection breaks between the question and its answer: the network drops both."""
+    with Relay(server.endpoint) as relay:
+        client = StoreClient(relay.endpoint, TOKEN, SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(client.add, "n", 1).result(SECONDS) == 1
+            relay.mute(lambda: server.requests >= 2)
+            asked = pool.submit(client.add, "n", 10)
+            assert relay.swallowed.wait(SECONDS)
+            relay.cut()
+            assert asked.result(SECONDS) == 11
+        client.close()
+    assert server.requests >= 3
+
+
+class Relay:
+    """Passes bytes on between a client and the store, and can stop to.
+
+    Attributes:
+        swallowed: an answer was not passed on.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server((HOST, 0))
+        self.endpoint = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
+        self.swallowed, self._mute = threading.Event(), False
+        self._done: Callable[[], bool] = bool
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def mute(self, done: Callable[[], bool]) -> None:
+        """Answers of the store reach nobody until the connection is cut; ``swallowed`` is set when
+        one has come since ``done``."""
+        self._done, self._mute = done, True
+
+    def cut(self) -> None:
+        """Break all connections; new ones are passed on."""
+        self._mute = False
+        for end in self._ends:
+            with suppress(OSError):  # either end has closed it
+                end.shutdown(socket.SHUT_RDWR)
+        self._ends.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._ends += [near, far]
+            threading.Thread(target=self._pass, args=(near, far, False), daemon=True).start()
+            threading.Thread(target=self._pass, args=(far, near, True), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with source, suppress(OSError):  # the connection was cut
+            while data := source.recv(1 << 16):
+                if answers and self._mute:
+                    if self._done():
+                        self.swallowed.set()
+                else:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_store_that_has_gone_is_lost_and_says_so(server: StoreServer) -> None:
+    client = StoreClient(server.endpoint, TOKEN, SECONDS, silence=0.2)
+    client.set("x", "1")
+    server.close()
+    for ask in (lambda: client.get("x"), lambda: client.set("x", "2")):
+        with pytest.raises(StoreLost, match=r"store at tcp://.* has said nothing for 0\.2 seconds"):
+            ask()
+    client.close()
+
+
+def test_who_has_another_token_is_kept_out_and_counted(
+    server: StoreServer, client: StoreClient
+) -> None:
+    stranger = StoreClient(server.endpoint, bytes(32), SECONDS, silence=0.3)
+    with pytest.raises(StoreLost, match="the token is another"):
+        stranger.set("x", "mine")
+    stranger.close()
+    assert not client.check(["x"])
+    assert client.num_keys() == 0
+    assert server.refused >= 1
+
+
+def test_who_has_the_key_and_no_token_is_kept_out(server: StoreServer, client: StoreClient) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    public, secret = zmq.curve_keypair()
+    stranger.curve_publickey, stranger.curve_secretkey = public, secret
+    stranger.curve_serverkey = derived(TOKEN, ROLE).public.encode()
+    stranger.connect(server.endpoint)
+    for message in ([bytes(32), NUMBER.pack(1), b"set", b"x", b"1"], [b""], [TOKEN], [TOKEN, b"1"],
+                    [TOKEN, b"short", b"set", b"x", b"1"]):  # fmt: skip
+        stranger.send_multipart(message)
+    stranger.send_multipart([TOKEN, NUMBER.pack(1), b"check", b"x"])
+    assert stranger.recv_multipart() == [NUMBER.pack(1), ANSWER, b"0"]
+    assert server.refused == 5
+    context.destroy(0)
+
+
+def test_noise_at_the_door_stops_nobody(server: StoreServer, client: StoreClient) -> None:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 4096):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(said)
+    client.set("x", "1")
+    assert client.get("x") == b"1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "nowhere"])
+def test_nobody_listens_on_all_interfaces(host: str) -> None:
+    with pytest.raises(SecurityError, match="expected the IP address of the one interface"):
+        StoreServer(host, TOKEN)
+
+
+def test_what_the_store_does_not_know_is_an_error(client: StoreClient) -> None:
+    with pytest.raises(ProtocolError, match="the store refuses b'add'"):
+        client._ask(b"add", b"x", b"much")
+
+
+def test_both_ends_give_everything_back() -> None:
+    before = descriptors_before()
+    for _ in range(3):
+        server = StoreServer(HOST, TOKEN)
+        client = StoreClient(server.endpoint, TOKEN, SECONDS)
+        client.set("x", "1")
+        client.close()
+        client.close()
+        server.close()
+        server.close()
+    assert open_descriptors() <= before
+    assert all(thread.name != "lazygt-store" for thread in threading.enumerate())
+
+
+def test_many_threads_count_together(client: StoreClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        numbers = sorted(pool.map(lambda _: client.add("n", 1), range(200)))
+    assert numbers == list(range(1, 201))
