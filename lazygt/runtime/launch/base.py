@@ -51,6 +51,7 @@ class Boot:
             makes the object whose ``handle`` gets every message.
         device: ``cpu`` or ``cuda:0``, in the worker's own numbering.
         threads: torch threads of this worker.
+        neighbours: how many workers there are on this host, with this one.
         client_pid: the process whose end is the worker's end.
         token: the session's secret, as hex.
         keys: CURVE keys of this worker, or None for a local channel.
@@ -71,6 +72,7 @@ class Boot:
     rank: int
     world_size: int
     threads: int
+    neighbours: int
     client_pid: int
     token: str
     data: Address

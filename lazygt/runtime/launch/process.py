@@ -61,7 +61,7 @@ def main() -> None:
     boxes = cores = None
     if boot.mailboxes is not None:
         boxes = Mailboxes(boot.mailboxes, of_worker=True)
-        cores = Cores((os.getpid(), boot.client_pid), boot.world_size + 1)
+        cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
     server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
     Control(context, boot, token, liveness_pipe).start()
     if boot.spare is not None:
@@ -96,7 +96,7 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
     told = json.loads(bytes(frames[0]))
     os.environ.update(told["environment"])
     rank, number = told["rank"], told["group_number"]
-    return replace(boot, rank=rank, group_number=number, snapshots=memory[rank])
+    return replace(boot, rank=rank, group_number=number, snapshots=memory[told["index"]])
 
 
 def serve(server: Server, handler: MessageHandler) -> None:

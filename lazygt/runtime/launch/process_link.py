@@ -23,7 +23,7 @@ from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.mailbox import Frame, spin
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.worker_pool import WorkerPool
+from lazygt.runtime.launch.worker_pool import HostMemory, WorkerPool
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.wire import encode
 
@@ -37,6 +37,12 @@ class ProcessLink:
     `send` may be called from any thread. `receive` is for one thread at a time; a second one waits
     for the first. Start does not wait for the workers: what is sent meanwhile is kept for them.
 
+    They are all on this host, and counted here from 0: where a session has workers on other hosts,
+    too, ``spec.here`` says which ranks these have.
+
+    Args:
+        memory: memory that the workers share with others, see `HostMemory`.
+
     Raises:
         ValueError: ``device="cuda"`` and there is no GPU, or an unknown transport.
         OSError: there are too few descriptors or processes left, or one could not be started.
@@ -44,23 +50,28 @@ class ProcessLink:
 
     encode = staticmethod(encode)
 
-    def __init__(self, spec: LinkSpec | None = None, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec | None = None,
+        launcher: Launcher | None = None,
+        memory: HostMemory | None = None,
+    ) -> None:
         spec = spec or LinkSpec()
         self._pool = pool = WorkerPool()
         # Registered before the first process starts: whatever happens, nothing stays behind.
         self._finalizer = weakref.finalize(self, _abandon, pool, os.getpid())
         try:
-            pool.start(spec, launcher or LocalLauncher())
+            pool.start(spec, launcher or LocalLauncher(), memory)
         except BaseException:
             self._finalizer()
             raise
-        self.world_size = spec.world_size
+        self.world_size = len(spec.here)
         self.pids = tuple(worker.process.pid for worker in pool.workers)
         self.upload = pool.upload
         # Reentrant, for a signal handler that closes the session in the middle of a `receive`.
         self._receiving = threading.RLock()
         self._watch = supervise.Watch(
-            spec.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
+            self.world_size, time.monotonic(), spec.frozen_after, spec.start_timeout
         )
         #: rank -> when it was last heard, where the watch does not know yet
         self._heard: dict[int, float] = {}

@@ -26,6 +26,7 @@ class LinkSpec:
 
     Attributes:
         world_size: number of worker processes.
+        ranks: those of them that are started here; None: all.
         device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
         threads: torch threads a worker; None for a fair share of the cores.
         transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
@@ -39,6 +40,7 @@ class LinkSpec:
         environment: variables added to the workers' environment.
         loads_torch: False for handlers that do without torch.
         copier: see `Boot`.
+        token: the secret that the workers of a session on several hosts share; None: a new one.
         spares: processes that wait, with torch loaded, to take the rank of one that has died.
         snapshots: whether workers get memory for copies of their values that outlive them.
     """
@@ -59,11 +61,18 @@ class LinkSpec:
     copier: str = ""
     snapshots: bool = False
     spares: int = 0
+    ranks: tuple[int, ...] | None = None
+    token: bytes | None = None
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks that are started here."""
+        return tuple(range(self.world_size)) if self.ranks is None else self.ranks
 
     @property
     def threads_a_worker(self) -> int:
         """torch threads of each worker."""
-        return self.threads or share_of_cores(self.world_size)
+        return self.threads or share_of_cores(len(self.here))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,7 @@ class StartPlan:
             rank=-1 if rank is None else rank,
             world_size=spec.world_size,
             threads=spec.threads_a_worker,
+            neighbours=len(spec.here),
             client_pid=os.getpid(),
             token=self.token.hex(),
             data=addresses[0],
@@ -127,7 +137,7 @@ class StartPlan:
         """Variables of one worker, its GPU among them."""
         given = dict(self.spec.environment)
         if self.spec.device == "cuda":
-            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(rank, torch.cuda.device_count())
+            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(self.spec.here.index(rank), torch.cuda.device_count())
             # All ranks are on this host: what NCCL listens on for their first meeting is not to be
             # reached from others. Who connects there must know a number that the ranks share.
             given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))

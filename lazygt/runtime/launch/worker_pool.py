@@ -32,7 +32,20 @@ _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its g
 _TERMINATE_SECONDS = 1.0
 _KILL_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 0.02
-_SNAPSHOT_BYTES = 64 << 20  # of the first segment, where there is no arena whose size is given
+SNAPSHOT_BYTES = 64 << 20  # of the first segment, where there is no arena whose size is given
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory that others have made, and give back.
+
+    Attributes:
+        upload: in which the client's uploads lie; None: there is none yet.
+        snapshots: memfds in which workers' snapshots lie, by worker; none: there are none yet.
+    """
+
+    upload: Arena | None = None
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -52,13 +65,18 @@ class WorkerProcess:
     inbox: deque[bytes] = field(default_factory=deque)
     pongs: deque[bytes] = field(default_factory=deque)
 
-    def take(self, rank: int, group_number: int) -> None:
+    def take(self, index: int, group_number: int) -> None:
         """Tell a spare process its rank."""
-        directory = self.plan.directory
+        directory, rank = self.plan.directory, self.plan.spec.here[index]
         if self.plan.spec.world_size > 1:
             (directory / f"rendezvous{self.place}").rename(directory / f"rendezvous{rank}")
         environment = self.plan.environment(rank)
-        told = {"rank": rank, "group_number": group_number, "environment": environment}
+        told = {
+            "rank": rank,
+            "index": index,
+            "group_number": group_number,
+            "environment": environment,
+        }
         frames = [json.dumps(told).encode()]
         if self.boxes is None or not self.boxes.put(frames):
             self.data.send(channel.DATA, frames)
@@ -66,6 +84,8 @@ class WorkerProcess:
 
 class WorkerPool:
     """All that must be given back: processes, sockets, arenas, the directory. No decisions.
+
+    The workers are those of one host, counted from 0: ``spec.here`` says which ranks they have.
 
     Attributes:
         poller: of all that may happen to the workers, and of ``alarm``.
@@ -93,19 +113,27 @@ class WorkerPool:
         self._spares_wanted = 0
         #: memfds in which snapshots lie, by rank
         self._snapshots: list[int] = []
+        #: the ranks of the workers
+        self._here: tuple[int, ...] = ()
         self._oom_kills = OOMKills()
         #: held while processes are started, also by the watch for deaths while nobody waits
         self._starting = threading.RLock()
         self._death_watch: DeathWatch | None = None
         self._ending = False
 
-    def start(self, spec: LinkSpec, launcher: Launcher) -> None:
+    def start(
+        self, spec: LinkSpec, launcher: Launcher, memory: HostMemory | None = None
+    ) -> None:
         """Start the workers, without waiting for them.
+
+        Args:
+            memory: what they share with others; None: new memory.
 
         Raises:
             OSError: there are too few descriptors, processes or threads; or one can't be started.
         """
-        check_limits(spec.world_size + spec.spares, spec.threads_a_worker)
+        self._here = spec.here
+        check_limits(len(self._here) + spec.spares, spec.threads_a_worker)
         directory = SessionDirectory()
         self._stack.callback(directory.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -113,25 +141,31 @@ class WorkerPool:
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stack.callback(self._close_alarm)
         self._watch(self.alarm, self._stack)
-        if spec.arena_bytes:
-            self.upload = Arena.create(spec.arena_bytes)
-            self._stack.callback(self.upload.close)
-        self._launch = partial(
-            self._launched, StartPlan(spec, directory.path, new_token()), context, launcher
-        )
+        self._have_memory(spec, memory or HostMemory())
+        plan = StartPlan(spec, directory.path, spec.token or new_token())
+        self._launch = partial(self._launched, plan, context, launcher)
         self._places = count(spec.world_size)
-        for rank in range(spec.world_size):
-            if spec.snapshots:
-                self._snapshots.append(create_memory(spec.arena_bytes or _SNAPSHOT_BYTES))
-                self._stack.callback(os.close, self._snapshots[-1])
-            self.workers.append(self._launch(rank, rank))
-            self._watch_worker(rank)
+        for index, rank in enumerate(self._here):
+            self.workers.append(self._launch(rank, index))
+            self._watch_worker(index)
         self._know_workers()
         self._spares_wanted = spec.spares
         self.refill()
         if spec.snapshots:
             self._death_watch = DeathWatch(self._living, self.prepare)
             self._death_watch.start()
+
+    def _have_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
+        """Make what memory is not there yet."""
+        self.upload = memory.upload
+        if self.upload is None and spec.arena_bytes:
+            self.upload = Arena.create(spec.arena_bytes)
+            self._stack.callback(self.upload.close)
+        self._snapshots = list(memory.snapshots)
+        if spec.snapshots and not self._snapshots:
+            for _ in self._here:
+                self._snapshots.append(create_memory(spec.arena_bytes or SNAPSHOT_BYTES))
+                self._stack.callback(os.close, self._snapshots[-1])
 
     def replace(self, rank: int, group_number: int) -> None:
         """Have a spare process, or a new one, in the place of one that has ended, or is ended here.
@@ -147,7 +181,7 @@ class WorkerPool:
             before.process.kill()
             before.process.wait(_KILL_SECONDS)
             spare = self._spare(rank, group_number)
-            self.workers[rank] = spare or self._launch(rank, rank, group_number)
+            self.workers[rank] = spare or self._launch(self._here[rank], rank, group_number)
             before.resources.close()
         self._watch_worker(rank)
         self._know_workers()
@@ -214,15 +248,16 @@ class WorkerPool:
         context: zmq.Context[zmq.Socket[bytes]],
         launcher: Launcher,
         place: int,
-        rank: int | None,
+        index: int | None,
         group_number: int = 0,
     ) -> WorkerProcess:
         """A process that has been started.
 
         Args:
             place: number of its sockets.
-            rank: None: it will be told one.
+            index: which of the workers here it is; None: it will be told.
         """
+        rank = None if index is None else self._here[index]
         with ExitStack() as undo, ExitStack() as ours:
             resources = ExitStack()
             undo.callback(resources.close)
@@ -234,7 +269,7 @@ class WorkerPool:
             files = None if boxes is None else boxes.files
             boot = replace(
                 plan.boot(place, rank, self.upload, fetch, files, ours),
-                snapshots=self._snapshots[rank] if self._snapshots and rank is not None else None,
+                snapshots=self._snapshots[index] if self._snapshots and index is not None else None,
                 spare=tuple(self._snapshots) if rank is None else None,
                 group_number=group_number,
             )
