@@ -153,6 +153,8 @@ class Client(Orders):
         base = self._new_ids(outputs)
         self._seq += 1
         puts, buffers = self._uploads.take()
+        if puts and self.link.mirrors:
+            self.link.mirror([(p.offset, p.meta.nbytes) for p in puts if p.offset is not None])
         run = Run(self._seq, base=base, puts=puts, fetches=fetches, weigh=weigh)
         run.timed = self.observer is not None and self.observer.wants_timings
         if weigh is not None:

@@ -171,6 +171,17 @@ class Arena:
         with self._lock:
             return sum(segment.populated for segment in self._segments.values())
 
+    def extents(self, most: int) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of all that was ever written, in pieces of at most so many bytes, none of
+        which goes from one segment into another."""
+        for segment in list(self._segments.values()):
+            begin, end = segment.start, segment.start + segment.nbytes
+            while (begin := _next_data(self.fd, begin, end)) < end:
+                hole = min(os.lseek(self.fd, begin, os.SEEK_HOLE), end)
+                for offset in range(begin, hole, most):
+                    yield offset, min(most, hole - offset)
+                begin = hole
+
     def trim(self) -> None:
         """Return the memory of segments that hold no slot to the machine."""
         self._check_owner()
@@ -326,6 +337,16 @@ def tensor_over(
     # torch keeps the buffer object alive exactly as long as the storage.
     weakref.finalize(buffer, on_release, offset).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _next_data(fd: int, begin: int, end: int) -> int:
+    """Where a file has bytes from ``begin`` on; ``end`` if nowhere before that."""
+    try:
+        return min(os.lseek(fd, begin, os.SEEK_DATA), end)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return end
 
 
 def _read_header(fd: int) -> int:

@@ -58,6 +58,14 @@ class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             fields.pop()
         return tuple(fields)
 
+    @classmethod
+    def begins(cls, header: Buffer) -> bool:
+        """Whether what travels as this header says that it is of this kind.
+
+        Looks at its tag alone: a short array's own byte comes first, and then the number.
+        """
+        return len(header) > 1 and header[1] == cls.__struct_config__.tag
+
 
 @cache
 def _form(kind: type[Part]) -> tuple[tuple[Any, ...], int]:

@@ -24,6 +24,8 @@ class Link(Protocol):
     world_size: int
     pids: tuple[int, ...]
     upload: Arena | None
+    #: whether workers read copies of what lies in ``upload``, see ``mirror``
+    mirrors: bool
 
     @property
     def healthy(self) -> bool:
@@ -55,6 +57,10 @@ class Link(Protocol):
 
     def snapshot_arena(self, rank: int) -> Arena:
         """A mapping of the memory in which a worker's snapshots lie, for who closes it."""
+
+    def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Have (offset, bytes) of the arena of uploads wherever workers read them, before a message
+        tells of them."""
 
     def encode(self, message: Part, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
         """A message as ``send`` takes it; see ``wire.encode``."""
@@ -88,6 +94,7 @@ class InlineLink:
 
     world_size = 1
     upload: Arena | None = None
+    mirrors = False
     encode = staticmethod(hand_over)
 
     def __init__(self, worker: Worker) -> None:
@@ -122,6 +129,10 @@ class InlineLink:
         """One that calls the worker's known runs."""
         known = self._worker.known_runs
         return None if known is None else make.inline(*whose, known.runs, self._finished)
+
+    def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Never called; as ``replace``."""
+        raise LazyGTError("an inline worker reads no copies of uploads; please report this")
 
     def _finished(self, told: tuple[Any, ...]) -> list[Buffer]:
         with undispatched():

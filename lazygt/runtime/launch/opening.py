@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 from lazygt.runtime.wire import hand_over
+
+if TYPE_CHECKING:
+    from lazygt.runtime.launch.start_plan import LinkSpec
 
 
 def device_type(config: Config) -> str:
@@ -81,9 +85,16 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.base import load_named
     from lazygt.runtime.launch.process_link import ProcessLink
+
+    return ProcessLink(link_spec(config, mesh, copier), load_named(launcher)())
+
+
+def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
+    """What worker processes are to be, by a config."""
+    # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.start_plan import LinkSpec
 
-    spec = LinkSpec(
+    return LinkSpec(
         world_size=config.workers,
         mesh=str(mesh),
         device=device_type(config),
@@ -106,7 +117,6 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
             "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )
-    return ProcessLink(spec, load_named(launcher)())
 
 
 #: ``launcher=`` -> what opens the workers that a config asks for. One that starts worker processes

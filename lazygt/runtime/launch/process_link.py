@@ -49,6 +49,7 @@ class ProcessLink:
     """
 
     encode = staticmethod(encode)
+    mirrors = False
 
     def __init__(
         self,
@@ -131,6 +132,9 @@ class ProcessLink:
         if self.world_size > 1 or not pool.boxes or pool.boxes[0].spin is None:
             return None
         return make.by_mailbox(*whose, pool.boxes[0], pool.cores, self._hear)
+
+    def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Nothing is to be done: workers have mapped the arena itself."""
 
     def fetch_arena(self, rank: int) -> Arena | None:
         """The client's mapping of the arena that a worker owns, or None without shared memory."""

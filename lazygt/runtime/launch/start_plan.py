@@ -35,6 +35,8 @@ class LinkSpec:
         start_timeout: the same for a worker that is still starting.
         max_message: bytes of the longest message either way.
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
+        fetches_by_memory: whether large fetched values are left in an arena that their reader has
+            mapped; else they come with the answer.
         group_timeout: seconds a collective waits for the other ranks.
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
@@ -54,6 +56,7 @@ class LinkSpec:
     start_timeout: float = 120.0
     max_message: int = channel.MAX_MESSAGE_BYTES
     arena_bytes: int = 64 << 20
+    fetches_by_memory: bool = True
     group_timeout: float = 300.0
     mesh: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +140,9 @@ class StartPlan:
         """Variables of one worker, its GPU among them."""
         given = dict(self.spec.environment)
         if self.spec.device == "cuda":
-            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(self.spec.here.index(rank), torch.cuda.device_count())
+            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(
+                self.spec.here.index(rank), torch.cuda.device_count()
+            )
             # All ranks are on this host: what NCCL listens on for their first meeting is not to be
             # reached from others. Who connects there must know a number that the ranks share.
             given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))

@@ -121,9 +121,7 @@ class WorkerPool:
         self._death_watch: DeathWatch | None = None
         self._ending = False
 
-    def start(
-        self, spec: LinkSpec, launcher: Launcher, memory: HostMemory | None = None
-    ) -> None:
+    def start(self, spec: LinkSpec, launcher: Launcher, memory: HostMemory | None = None) -> None:
         """Start the workers, without waiting for them.
 
         Args:
@@ -262,7 +260,7 @@ class WorkerPool:
             resources = ExitStack()
             undo.callback(resources.close)
             fetch = None
-            if plan.spec.arena_bytes:
+            if plan.spec.arena_bytes and plan.spec.fetches_by_memory:
                 fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
                 resources.callback(fetch.close)
             boxes = _mailboxes(plan.spec.transport, resources)

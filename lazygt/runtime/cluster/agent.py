@@ -1,0 +1,355 @@
+"""The agent of a host: starts workers there for a client elsewhere, and passes on what they say.
+
+Its workers are started as any session's are on its own host: by a `ProcessLink`, in shared memory,
+watched by it. Between client and agent there is one connection, which outlives a lost network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.runtime.cluster import protocol
+from lazygt.runtime.cluster.protocol import (
+    TO_AGENT,
+    Close,
+    Closed,
+    Died,
+    Frozen,
+    Kept,
+    Mirror,
+    Open,
+    Opened,
+    Refill,
+    Refused,
+    Replace,
+    Said,
+    Shadow,
+    Tell,
+)
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.worker_pool import HostMemory
+from lazygt.runtime.messages import Copied, Snapped
+from lazygt.runtime.shared_memory import Arena, create_memory
+from lazygt.runtime.wire import Part, decode, encode
+
+_log = logging.getLogger("lazygt")
+
+#: Seconds between two looks where a worker has died that nobody has replaced yet.
+_LOOK_SECONDS = 0.5
+#: Bytes of a snapshot in one message.
+PIECE_BYTES = 16 << 20
+
+Say = Callable[[Part, Sequence[Frame]], None]
+
+
+class Connected(Protocol):
+    """What an agent asks of its connection."""
+
+    fd: int
+    closed: str | None
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a message. Does not wait."""
+
+    def take(self) -> list[memoryview] | None:
+        """The next message, if there is one."""
+
+    def close(self, reason: str) -> None:
+        """Say goodbye, and why."""
+
+
+class HostPart(threading.Thread):
+    """Some ranks of a session, on this host: their link, on a thread of its own.
+
+    Args:
+        say: sends a message to the client.
+        upload: the mirror of the client's arena.
+        shadows: memory of the workers' snapshots that comes from a lost host, by worker.
+    """
+
+    def __init__(
+        self, number: int, spec: LinkSpec, say: Say, upload: Arena | None, shadows: Sequence[Arena]
+    ) -> None:
+        super().__init__(name=f"lazygt-part-{number}", daemon=True)
+        self.number, self._spec, self._say = number, spec, say
+        self._memory = HostMemory(upload, tuple(os.dup(arena.fd) for arena in shadows))
+        self._link: ProcessLink | None = None
+        self._orders: deque[Callable[[ProcessLink], object]] = deque()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ended = False
+        self._reported: set[int] = set()
+        #: by worker: what lies where in its last snapshot, and at the client
+        self._kept: dict[int, set[tuple[int, int]]] = {}
+
+    # -- from the client's side ----------------------------------------------------------
+
+    def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
+        """Pass a message on to workers, after what was ordered before."""
+        link = self._link
+        if self._orders or link is None:
+            kept = [bytes(frame) for frame in frames]
+            self.order(lambda link: self._send(link, workers, kept))
+        else:
+            self._send(link, workers, frames)
+
+    def order(self, act: Callable[[ProcessLink], object]) -> None:
+        """Have the part's own thread do something."""
+        self._orders.append(act)
+        os.eventfd_write(self._alarm, 1)
+
+    def end(self) -> None:
+        """Have the workers ended; the thread ends when they have."""
+        self._ended = True
+        os.eventfd_write(self._alarm, 1)
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            link = ProcessLink(self._spec, memory=self._memory)
+        except (OSError, ValueError, LazyGTError) as error:
+            self._say(Refused(self.number, f"{type(error).__name__}: {error}"), ())
+        else:
+            self._work(link)
+        self._say(Closed(self.number), ())
+
+    def close(self) -> None:
+        """Give back what is left once the thread has ended."""
+        self.join()
+        for descriptor in (*self._memory.snapshots, self._alarm):
+            os.close(descriptor)
+
+    def _work(self, link: ProcessLink) -> None:
+        self._link = link
+        self._say(Opened(self.number, link.pids), ())
+        try:
+            while not self._ended:
+                self._follow_orders(link)
+                self._pass_on(link)
+        except ProtocolError as error:
+            self._say(Refused(self.number, str(error)), ())
+        finally:
+            link.close()
+
+    def _follow_orders(self, link: ProcessLink) -> None:
+        """Do what was ordered; an order counts as waiting until it is done."""
+        while self._orders and not self._ended:
+            self._orders[0](link)
+            self._orders.popleft()
+
+    def _pass_on(self, link: ProcessLink) -> None:
+        """Wait for what a worker says, or for an order."""
+        patience = _LOOK_SECONDS if self._reported else None
+        try:
+            message = link.receive(patience, self._alarm)
+            while message is not None:
+                self._said(link, *message)
+                message = link.receive(0)
+        except WorkerDied as death:
+            self._died(link, death)
+        except WorkerFrozen as frozen:
+            self._say(Frozen(self.number, frozen.rank, frozen.pid, frozen.deadline), ())
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+
+    def _send(self, link: ProcessLink, workers: Sequence[int], frames: Sequence[Frame]) -> None:
+        for worker in workers:
+            try:
+                link.send(worker, frames)
+            except WorkerDied:  # its death is told of by whoever waits
+                continue
+
+    def _died(self, link: ProcessLink, death: WorkerDied) -> None:
+        if death.rank in self._reported:
+            return
+        self._reported.add(death.rank)
+        run, step = link.last_step(death.rank) if self._spec.snapshots else (0, 0)
+        told = Died(self.number, death.rank, death.pid, death.status, death.stderr, run, step)
+        self._say(told, ())
+
+    def replace(self, worker: int, group: int) -> None:
+        """Order another process in a worker's place."""
+
+        def act(link: ProcessLink) -> None:
+            try:
+                link.replace(worker, group)
+            except OSError as error:
+                self._say(Refused(self.number, f"no process can be started: {error}"), ())
+                return
+            self._reported.discard(worker)
+            self._say(Opened(self.number, link.pids, worker), ())
+
+        self.order(act)
+
+    def refill(self) -> None:
+        """Order spare processes."""
+
+        def act(link: ProcessLink) -> None:
+            try:
+                link.refill()
+            except OSError as error:
+                _log.warning("no spare process could be started: %s", error)
+
+        self.order(act)
+
+    # -- what workers say ----------------------------------------------------------------
+
+    def _said(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
+        if Snapped.begins(frames[0]):
+            self._keep(link, worker, frames)
+        self._say(Said(self.number, worker), frames)
+
+    def _keep(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
+        """Give the client a copy of what is new in a snapshot, before it hears of that."""
+        told = decode(frames, (Snapped,))
+        assert isinstance(told, Snapped)
+        if told.error:
+            return
+        rows = [row for row in told.values if not row.borrowed]
+        before = self._kept.get(worker, set())
+        arena = link.snapshot_arena(worker)
+        try:
+            for row in rows:
+                if (row.id, row.offset) not in before:
+                    self._give(worker, arena, row)
+        finally:
+            arena.close()
+        self._kept[worker] = {(row.id, row.offset) for row in rows}
+
+    def _give(self, worker: int, arena: Arena, row: Copied) -> None:
+        for begin in range(row.offset, row.offset + row.nbytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, row.offset + row.nbytes - begin)
+            piece = arena.view(begin, nbytes).numpy().tobytes()
+            self._say(Kept(self.number, worker, begin), [piece])
+
+
+class Agent:
+    """What one client's connection asks of this host.
+
+    Args:
+        connection: to the client.
+        check: may refuse what workers are to be, by raising LazyGTError.
+    """
+
+    def __init__(
+        self, connection: Connected, check: Callable[[LinkSpec], LinkSpec] = lambda spec: spec
+    ) -> None:
+        self._connection, self._check = connection, check
+        #: what parts say: sockets are for one thread
+        self._said: deque[list[Frame]] = deque()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._upload: Arena | None = None
+        self._shadows: dict[tuple[int, int], Arena] = {}
+        self.parts: dict[int, HostPart] = {}
+
+    def serve(self) -> str:
+        """Do what the client asks until the connection has ended; why it has."""
+        poller = select.poll()
+        for descriptor in self.descriptors:
+            poller.register(descriptor, select.POLLIN)
+        try:
+            while self._connection.closed is None:
+                self.pump()
+                poller.poll(1_000 * _LOOK_SECONDS)
+        except ProtocolError as error:
+            self._connection.close(f"what the client sent makes no sense: {error}")
+        finally:
+            self.close()
+        return self._connection.closed or ""
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What can be read when there may be something to `pump`."""
+        return self._connection.fd, self._alarm
+
+    def pump(self) -> None:
+        """Do what the client has asked by now, and send what workers have said."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+        while (frames := self._connection.take()) is not None:
+            self._act(frames)
+        for number in [number for number, part in self.parts.items() if not part.is_alive()]:
+            self.parts.pop(number).close()
+        while self._said:
+            self._connection.send(self._said.popleft())
+
+    def close(self) -> None:
+        """End all workers. Takes seconds at most."""
+        for part in self.parts.values():
+            part.end()
+        for part in self.parts.values():
+            part.close()
+        self.parts.clear()
+        for arena in self._shadows.values():
+            arena.close()
+        if self._upload is not None:
+            self._upload.close()
+        os.close(self._alarm)
+
+    def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+        self._said.append(encode(message, list(frames)))
+        os.eventfd_write(self._alarm, 1)
+
+    def _act(self, frames: list[memoryview]) -> None:
+        message, rest = protocol.read(frames, TO_AGENT), frames[1:]
+        match message:
+            case Tell(part, workers):
+                if (there := self.parts.get(part)) is not None:
+                    there.tell(workers, rest)
+            case Mirror(first, offset):
+                write(self._uploads(first), offset, rest[0])
+            case Shadow():
+                self._shadow(message, rest[0])
+            case Open(part, text):
+                self._open(part, text)
+            case Replace(part, worker, number) if part in self.parts:
+                self.parts[part].replace(worker, number)
+            case Refill(part) if part in self.parts:
+                self.parts[part].refill()
+            case Close(part) if part in self.parts:
+                self.parts[part].end()
+
+    def _open(self, number: int, text: str) -> None:
+        try:
+            spec = self._check(protocol.spec_of(text))
+        except LazyGTError as error:
+            self._say(Refused(number, str(error)))
+            return
+        upload = self._uploads(spec.arena_bytes) if spec.arena_bytes else None
+        shadows = [
+            self._shadows.pop((number, worker))
+            for worker in range(len(spec.here))
+            if (number, worker) in self._shadows
+        ]
+        self.parts[number] = HostPart(number, spec, self._say, upload, shadows)
+        self.parts[number].start()
+        for arena in shadows:
+            arena.close()
+
+    def _uploads(self, first: int) -> Arena:
+        """The mirror of the client's arena."""
+        if self._upload is None:
+            self._upload = Arena.create(first)
+        return self._upload
+
+    def _shadow(self, told: Shadow, data: Frame) -> None:
+        key = told.part, told.worker
+        if key not in self._shadows:
+            self._shadows[key] = Arena.own(create_memory(told.first))
+        write(self._shadows[key], told.offset, data)
+
+
+def write(arena: Arena, offset: int, data: Frame) -> None:
+    """Put bytes at an offset of an arena, as its owner has them."""
+    room = arena.view(offset, len(data)).numpy()
+    memoryview(room.data).cast("B")[:] = memoryview(data).cast("B")

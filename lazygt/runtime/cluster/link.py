@@ -1,0 +1,291 @@
+"""The client's link to workers on several hosts: a `ProcessLink` for its own host, and an agent on
+each other one.
+
+Uploads that lie in the client's arena are mirrored to every host, at the same offsets, so a message
+reads the same everywhere. Copies of snapshots come back, so that what a host knew outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from lazygt.errors import LazyGTError, WorkerDied, WorkerFrozen
+from lazygt.runtime.cluster.agent import PIECE_BYTES
+from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.shared_memory import Arena
+from lazygt.runtime.wire import encode
+
+#: Seconds between two looks whether a host is lost.
+_LOOK_SECONDS = 0.25
+_CLOSE_SECONDS = 15.0
+
+
+class ClusterLink:
+    """Workers on several hosts, and the way to them; the session's `Link`.
+
+    Ranks are given host by host: the first ones to the client's own.
+
+    Args:
+        spec: what the workers are to be, on all hosts together.
+        here: how many of them are on the client's host.
+        hosts: the other hosts, each with how many of them are there.
+
+    Raises:
+        ValueError, OSError: as `ProcessLink`.
+    """
+
+    encode = staticmethod(encode)
+    mirrors = True
+
+    def __init__(self, spec: LinkSpec, here: int, hosts: Sequence[tuple[RemoteHost, int]]) -> None:
+        if here + sum(workers for _, workers in hosts) != spec.world_size:
+            raise ValueError(f"the hosts have other than {spec.world_size} workers")
+        self.world_size, self._spec = spec.world_size, spec
+        self._local: ProcessLink | None = None
+        if here:
+            self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
+        own_arena = Arena.create(spec.arena_bytes) if spec.arena_bytes and not here else None
+        self.upload = self._local.upload if self._local is not None else own_arena
+        self._hosts = [host for host, _ in hosts]
+        self._numbers = count()
+        #: which remote host a rank is on; the others are on this one
+        self._host_of: dict[int, RemoteHost] = {}
+        self._receiving = threading.RLock()
+        self._closed = False
+        self._epoll = select.epoll()
+        first = here
+        for host, workers in hosts:
+            self._epoll.register(host.connection.fd, select.EPOLLIN)
+            if not workers:
+                continue
+            ranks = tuple(range(first, first + workers))
+            remote = replace(spec, ranks=ranks, fetches_by_memory=False)
+            host.open(next(self._numbers), remote)
+            self._host_of |= dict.fromkeys(ranks, host)
+            first += workers
+
+    # -- what is wrong ---------------------------------------------------------------------
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the workers, each on its own host; 0 where that is not known yet."""
+        known = dict(enumerate(self._local.pids)) if self._local is not None else {}
+        for host in self._hosts:
+            for part in host.parts.values():
+                known |= dict(zip(part.ranks, part.pids, strict=True))
+        return tuple(known[rank] for rank in range(self.world_size))
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+        here = self._local is None or self._local.healthy
+        return here and not self._closed and not any(h.deaths or h.lost for h in self._hosts)
+
+    @property
+    def lost(self) -> Mapping[int, WorkerDied]:
+        """The workers that are known to have died, with how they did."""
+        known = dict(self._local.lost) if self._local is not None else {}
+        for host in self._hosts:
+            known |= {r: death for r, death in host.deaths.items() if self._host_of[r] is host}
+        return known
+
+    # -- recovery --------------------------------------------------------------------------
+
+    def replace(self, rank: int, group_number: int) -> None:
+        """Start a new process in the place of a worker; on another host where its own is lost.
+
+        Raises:
+            OSError: none can be started.
+        """
+        with self._receiving:
+            host = self._host_of.get(rank)
+            if host is None:
+                assert self._local is not None
+                self._local.replace(rank, group_number)
+            elif not host.lost:
+                host.replace(rank, group_number)
+            else:
+                self._move(rank, host)
+
+    def _move(self, rank: int, lost: RemoteHost) -> None:
+        """Have a rank of a lost host on another one, with what its snapshots have."""
+        living = [host for host in self._hosts if not host.lost]
+        if not living:
+            raise OSError(
+                f"host {lost.name} is lost, and no other host is there for its worker {rank}"
+            )
+        host = min(living, key=lambda host: len(host.ranks))
+        shadow = lost.shadows.pop(rank, None)
+        spec = replace(self._spec, ranks=(rank,), fetches_by_memory=False, spares=0)
+        host.open(next(self._numbers), spec, [shadow])
+        lost.deaths.pop(rank, None)
+        self._host_of[rank] = host
+
+    def refill(self) -> None:
+        """Have as many spare processes as there are to be, on each host."""
+        if self._local is not None:
+            self._local.refill()
+        for host in self._hosts:
+            host.refill()
+
+    def last_step(self, rank: int) -> tuple[int, int]:
+        """The run and the step of it that a worker did last."""
+        host = self._host_of.get(rank)
+        if host is not None:
+            return host.last_steps.get(rank, (0, 0))
+        assert self._local is not None
+        return self._local.last_step(rank)
+
+    def snapshot_arena(self, rank: int) -> Arena:
+        """A mapping of the memory in which a worker's snapshots lie, or of its copy here."""
+        host = self._host_of.get(rank)
+        if host is not None:
+            return Arena.attach(os.dup(host.shadows[rank].fd))
+        assert self._local is not None
+        return self._local.snapshot_arena(rank)
+
+    # -- messages --------------------------------------------------------------------------
+
+    def native_fetcher(self, make: Any, *whose: Any) -> Any:
+        """None: there is more than a mailbox between client and workers."""
+        return None
+
+    def fetch_arena(self, rank: int) -> Arena | None:
+        """Of a worker on this host; what others send comes with their messages."""
+        if rank in self._host_of or self._local is None:
+            return None
+        return self._local.fetch_arena(rank)
+
+    def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Have uploads on every host, before a message tells of them.
+
+        Args:
+            slots: (offset, bytes) in the arena.
+        """
+        assert self.upload is not None
+        for offset, nbytes in slots:
+            for begin in range(offset, offset + nbytes, PIECE_BYTES):
+                length = min(PIECE_BYTES, offset + nbytes - begin)
+                piece = self.upload.view(begin, length).numpy().tobytes()
+                for host in self._hosts:
+                    host.mirror(self._spec.arena_bytes, begin, piece)
+
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Queue a message for a worker. Does not wait.
+
+        Raises:
+            WorkerDied, ProtocolError, ValueError, LazyGTError: as ``ProcessLink.send``.
+        """
+        self._check_open()
+        host = self._host_of.get(rank)
+        if host is None:
+            assert self._local is not None
+            self._local.send(rank, frames)
+        elif rank in host.deaths:
+            raise host.deaths[rank]
+        else:
+            host.send((rank,), frames)
+
+    def receive(
+        self, timeout: float | None, beside: int | None = None
+    ) -> tuple[int, list[memoryview]] | None:
+        """The next message of any rank; see ``ProcessLink.receive``."""
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._receiving:
+            while True:
+                self._check_open()
+                message = self._next()
+                if message is not None:
+                    return message
+                self._raise_news()
+                left = None if until is None else until - time.monotonic()
+                if left is None or left <= 0:
+                    self._raise_if_lost()
+                if left is not None and left <= 0:
+                    return None
+                message = self._wait(_LOOK_SECONDS if left is None else left, beside)
+                if message is not None:
+                    return message
+                if beside is not None and _readable(beside):
+                    return None
+
+    def _next(self) -> tuple[int, list[memoryview]] | None:
+        """What has come, from another host or from here."""
+        for host in self._hosts:
+            host.pump()
+            if host.inbox:
+                return host.inbox.popleft()
+        return None if self._local is None else self._local.receive(0)
+
+    def _raise_news(self) -> None:
+        """Raise what has gone wrong since, unless the worker is elsewhere by now."""
+        for host in self._hosts:
+            while host.errors:
+                error = host.errors.popleft()
+                rank = error.rank if isinstance(error, WorkerDied | WorkerFrozen) else None
+                if rank is None or self._host_of[rank] is host:
+                    raise error
+
+    def _raise_if_lost(self) -> None:
+        """Do not wait for ever, nor come back with nothing, when an answer is known not to come."""
+        for host in self._hosts:
+            for rank in sorted(host.deaths):
+                if self._host_of[rank] is host:
+                    raise host.deaths[rank]
+
+    def _wait(self, seconds: float, beside: int | None) -> tuple[int, list[memoryview]] | None:
+        """Wait for anything at all; a message of this host's, if it is that."""
+        seconds = min(seconds, _LOOK_SECONDS)
+        if beside is not None:
+            self._epoll.register(beside, select.EPOLLIN)
+        try:
+            if self._local is not None:
+                return self._local.receive(seconds, self._epoll.fileno())
+            poller = select.poll()
+            poller.register(self._epoll.fileno(), select.POLLIN)
+            DEFER_INTERRUPT.wait(poller, 1_000 * seconds)
+        finally:
+            if beside is not None:
+                self._epoll.unregister(beside)
+        return None
+
+    def close(self) -> None:
+        """End the workers everywhere. Idempotent; takes seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        for host in self._hosts:
+            host.close()
+        if self._local is not None:
+            self._local.close()
+        until = time.monotonic() + _CLOSE_SECONDS
+        while time.monotonic() < until and not all(host.ended for host in self._hosts):
+            self._epoll.poll(_LOOK_SECONDS)
+            for host in self._hosts:
+                host.pump()
+        for host in self._hosts:
+            host.release()
+        self._epoll.close()
+        if self._local is None and self.upload is not None:
+            self.upload.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LazyGTError("the link to the workers is closed")
+
+
+def _readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))

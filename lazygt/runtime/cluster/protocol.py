@@ -1,0 +1,192 @@
+"""What goes between a session's client and the agents of its hosts.
+
+An agent has one or more *parts* of a session: some of its ranks, which run on the agent's host. A
+part is numbered by the client, its workers from 0. Messages between client and workers travel
+behind a header that says whose they are, and are not looked into.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.wire import Buffer, Count, Part, decode
+
+# -- to an agent -----------------------------------------------------------------------------
+
+
+class Open(Part, tag=1):
+    """Start the workers of a part.
+
+    Attributes:
+        spec: what they are to be, see ``spec_text``.
+    """
+
+    part: Count
+    spec: str
+
+
+class Tell(Part, tag=2):
+    """The frames that follow are for these workers."""
+
+    part: Count
+    workers: tuple[Count, ...]
+
+
+class Mirror(Part, tag=3):
+    """The frame that follows lies at this offset of the client's arena of uploads.
+
+    Attributes:
+        first: bytes of that memory's first segment.
+    """
+
+    first: Count
+    offset: Count
+
+
+class Shadow(Part, tag=4):
+    """The frame that follows lies at this offset in the memory of a worker's snapshots, which was
+    on a host that is lost. Comes before the part is opened.
+
+    Attributes:
+        first: bytes of that memory's first segment.
+    """
+
+    part: Count
+    worker: Count
+    first: Count
+    offset: Count
+
+
+class Replace(Part, tag=5):
+    """Start another process in a worker's place, which joins the group of this number."""
+
+    part: Count
+    worker: Count
+    group: Count
+
+
+class Refill(Part, tag=6):
+    """Have as many spare processes as there are to be."""
+
+    part: Count
+
+
+class Close(Part, tag=7):
+    """End the workers of a part."""
+
+    part: Count
+
+
+# -- to the client ---------------------------------------------------------------------------
+
+
+class Opened(Part, tag=8):
+    """The processes of a part's workers: all of them have been started, perhaps anew.
+
+    Attributes:
+        replaced: the worker that is another one now, if that was asked for.
+    """
+
+    part: Count
+    pids: tuple[Count, ...]
+    replaced: Count | None = None
+
+
+class Said(Part, tag=9):
+    """The frames that follow are a worker's."""
+
+    part: Count
+    worker: Count
+
+
+class Kept(Part, tag=10):
+    """The frame that follows lies at this offset in the memory of a worker's snapshots."""
+
+    part: Count
+    worker: Count
+    offset: Count
+
+
+class Died(Part, tag=11):
+    """A worker has ended.
+
+    Attributes:
+        status, stderr: see ``WorkerDied``.
+        run, step: what it did last, if that is known.
+    """
+
+    part: Count
+    worker: Count
+    pid: Count
+    status: str
+    stderr: str
+    run: Count = 0
+    step: Count = 0
+
+
+class Frozen(Part, tag=12):
+    """A worker has given no sign of life for so many seconds."""
+
+    part: Count
+    worker: Count
+    pid: Count
+    deadline: float
+
+
+class Refused(Part, tag=13):
+    """A part can't go on, or could not do what it was asked."""
+
+    part: Count
+    why: str
+
+
+class Closed(Part, tag=14):
+    """A part's workers have ended."""
+
+    part: Count
+
+
+TO_AGENT: tuple[type[Part], ...] = (Open, Tell, Mirror, Shadow, Replace, Refill, Close)
+TO_CLIENT: tuple[type[Part], ...] = (Opened, Said, Kept, Died, Frozen, Refused, Closed)
+
+_SPEC_KEYS = frozenset(LinkSpec.__dataclass_fields__)
+
+
+def spec_text(spec: LinkSpec) -> str:
+    """What workers are to be, as text."""
+    fields = {**asdict(spec), "environment": dict(spec.environment)}
+    fields["token"] = None if spec.token is None else spec.token.hex()
+    return json.dumps(fields)
+
+
+def spec_of(text: str) -> LinkSpec:
+    """Read what `spec_text` wrote.
+
+    Raises:
+        ProtocolError: another version wrote it.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        unknown = sorted(fields.keys() - _SPEC_KEYS)
+        if unknown:
+            raise ValueError(f"there is no {', '.join(unknown)}")
+        ranks, token = fields.get("ranks"), fields.get("token")
+        fields["ranks"] = None if ranks is None else tuple(ranks)
+        fields["token"] = None if token is None else bytes.fromhex(token)
+        return LinkSpec(**fields)
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"what workers are to be cannot be read: {error}") from error
+
+
+def read(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:
+    """The header of a message between client and agent.
+
+    Raises:
+        ProtocolError: it is none of these kinds.
+    """
+    return decode(frames[:1], kinds)

@@ -1,0 +1,213 @@
+"""A host's agent as the client sees it: the parts of the session that are there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.runtime.cluster import protocol
+from lazygt.runtime.cluster.agent import PIECE_BYTES, Connected, write
+from lazygt.runtime.cluster.protocol import (
+    TO_CLIENT,
+    Close,
+    Closed,
+    Died,
+    Frozen,
+    Kept,
+    Mirror,
+    Open,
+    Opened,
+    Refill,
+    Refused,
+    Replace,
+    Said,
+    Shadow,
+    Tell,
+)
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.worker_pool import SNAPSHOT_BYTES
+from lazygt.runtime.shared_memory import Arena, create_memory
+from lazygt.runtime.wire import Part, encode
+
+
+@dataclass(slots=True)
+class RemotePart:
+    """Some ranks of a session on another host.
+
+    Attributes:
+        ranks: of its workers, by their number in it.
+        opened: whether its processes have been started; ended: whether they have all gone.
+        replacing: workers of which another process is being started: what the one before has said
+            is not heard any more.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    opened: bool = False
+    ended: bool = False
+    replacing: set[int] = field(default_factory=set)
+
+
+class RemoteHost:
+    """A host on which an agent serves this session.
+
+    What it says is kept in order: messages of workers in ``inbox``, what went wrong in ``errors``.
+
+    Args:
+        name: of the host, for people.
+        connection: to its agent.
+    """
+
+    def __init__(self, name: str, connection: Connected) -> None:
+        self.name, self.connection = name, connection
+        self.parts: dict[int, RemotePart] = {}
+        self.inbox: deque[tuple[int, list[memoryview]]] = deque()
+        self.errors: deque[LazyGTError] = deque()
+        #: rank -> how it ended
+        self.deaths: dict[int, WorkerDied] = {}
+        #: rank -> the run and the step that it did last when it died
+        self.last_steps: dict[int, tuple[int, int]] = {}
+        #: rank -> copies of its snapshots, which outlive the host
+        self.shadows: dict[int, Arena] = {}
+        self._lost = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that are here, dead or alive."""
+        return tuple(rank for part in self.parts.values() for rank in part.ranks)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing will come from there any more."""
+        return self.connection.closed is not None
+
+    # -- to the agent --------------------------------------------------------------------
+
+    def open(self, number: int, spec: LinkSpec, shadows: Sequence[Arena | None] = ()) -> None:
+        """Have workers started; does not wait for them.
+
+        Args:
+            spec: whose ``here`` says which ranks.
+            shadows: what there is of their snapshots, by worker; none: they are new.
+        """
+        first = spec.arena_bytes or SNAPSHOT_BYTES
+        for worker, arena in enumerate(shadows):
+            if arena is not None:
+                for offset, piece in _pieces(arena):
+                    self._say(Shadow(number, worker, first, offset), [piece])
+        self.parts[number] = RemotePart(number, spec.here, (0,) * len(spec.here))
+        if spec.snapshots:
+            for rank, arena in zip(spec.here, shadows or [None] * len(spec.here), strict=True):
+                self.shadows[rank] = arena or Arena.own(create_memory(first))
+        self._say(Open(number, protocol.spec_text(spec)))
+
+    def send(self, ranks: Sequence[int], frames: Sequence[Frame]) -> None:
+        """Send workers a message; does not wait."""
+        for part in self.parts.values():
+            workers = tuple(part.ranks.index(rank) for rank in ranks if rank in part.ranks)
+            if workers:
+                self._say(Tell(part.number, workers), frames)
+
+    def mirror(self, first: int, offset: int, data: Frame) -> None:
+        """Have bytes of the client's arena there, too; its first segment has ``first`` bytes."""
+        self._say(Mirror(first, offset), [data])
+
+    def replace(self, rank: int, group: int) -> None:
+        """Have another process started in a worker's place."""
+        part, worker = self._place(rank)
+        part.replacing.add(worker)
+        self.deaths.pop(rank, None)
+        self.inbox = deque(item for item in self.inbox if item[0] != rank)
+        self.errors = deque(e for e in self.errors if getattr(e, "rank", None) != rank)
+        self._say(Replace(part.number, worker, group))
+
+    def refill(self) -> None:
+        """Have as many spare processes as there are to be."""
+        for part in self.parts.values():
+            self._say(Refill(part.number))
+
+    def close(self) -> None:
+        """Have all workers ended; `ended` says when they have."""
+        for part in self.parts.values():
+            self._say(Close(part.number))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no worker of this session is left there."""
+        return self.lost or all(part.ended for part in self.parts.values())
+
+    def release(self) -> None:
+        """Give the memory of the copies back."""
+        for arena in self.shadows.values():
+            arena.close()
+        self.shadows.clear()
+
+    def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+        if not self.lost:
+            self.connection.send(encode(message, list(frames)))
+
+    def _place(self, rank: int) -> tuple[RemotePart, int]:
+        for part in self.parts.values():
+            if rank in part.ranks:
+                return part, part.ranks.index(rank)
+        raise LazyGTError(f"rank {rank} is not on host {self.name}; please report this")
+
+    # -- from the agent ------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Take what has come; when the host is lost, all its workers have died."""
+        while (frames := self.connection.take()) is not None:
+            self._heard(protocol.read(frames, TO_CLIENT), frames[1:])
+        if self.lost and not self._lost:
+            self._lost = True
+            for part in self.parts.values():
+                for worker, rank in enumerate(part.ranks):
+                    if not part.ended and rank not in self.deaths:
+                        why = f"its host {self.name} is lost ({self.connection.closed})"
+                        self._died(WorkerDied(rank, part.pids[worker], why, ""))
+
+    def _heard(self, message: Part, rest: list[memoryview]) -> None:
+        part = self.parts.get(message.part)  # type: ignore[attr-defined]
+        if part is None:
+            return
+        match message:
+            case Said(_, worker):
+                if worker not in part.replacing:
+                    self.inbox.append((part.ranks[worker], rest))
+            case Kept(_, worker, offset):
+                if worker not in part.replacing:
+                    write(self.shadows[part.ranks[worker]], offset, rest[0])
+            case Opened(_, pids, replaced):
+                part.opened, part.pids = True, pids
+                if replaced is not None:
+                    part.replacing.discard(replaced)
+            case Died(_, worker, pid, status, stderr, run, step):
+                if worker not in part.replacing:
+                    rank = part.ranks[worker]
+                    self.last_steps[rank] = run, step
+                    self._died(WorkerDied(rank, pid, self._there(status), stderr))
+            case Frozen(_, worker, pid, deadline):
+                self.errors.append(WorkerFrozen(part.ranks[worker], pid, deadline))
+            case Refused(_, why):
+                self.errors.append(ProtocolError(f"host {self.name}: {why}"))
+            case Closed():
+                part.ended = True
+
+    def _there(self, status: str) -> str:
+        return f"{status}, on host {self.name}"
+
+    def _died(self, death: WorkerDied) -> None:
+        self.deaths[death.rank] = death
+        self.errors.append(death)
+
+
+def _pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
+    """All that was written into a copy of a worker's snapshots, by offset."""
+    return [
+        (offset, arena.view(offset, nbytes).numpy().tobytes())
+        for offset, nbytes in arena.extents(PIECE_BYTES)
+    ]
