@@ -121,9 +121,10 @@ class Hosts:
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host."""
         name = self.names[host]
-        script = f'hostname {name} && exec "$@"'
-        inside = ["unshare", "--uts", "sh", "-c", script, "sh", *command]
-        return ["ip", "netns", "exec", name, *inside]
+        # not ``ip netns exec``, which mounts another /sys, without control groups
+        script = f'mount --bind {_ETC / name}/hosts /etc/hosts && hostname {name} && exec "$@"'
+        inside = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh", *command]
+        return ["nsenter", f"--net=/run/netns/{name}", *inside]
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a host; options are Popen's. It ends with the hosts at the latest."""
