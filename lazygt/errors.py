@@ -17,6 +17,7 @@
     │   ├── GangTooLarge        more workers than it has
     │   ├── OverQuota           more than this client may have
     │   └── SessionEnded        the pool has ended the session
+    ├── LaunchError         what an engine says of its job is wrong, or its processes don't meet
     ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
@@ -358,6 +359,26 @@ class SessionEnded(PoolError):
             f"the pool has ended session {session}: {why}. Its values are lost; open a new one.",
             session, why,
         )  # fmt: skip
+
+
+class LaunchError(LazyGTError):
+    """The processes of a job can't become one session: the variables that tell each who it is
+    contradict one another, one is missing, or the processes don't meet.
+
+    Where the job's variables are not meant for lazygt, ``LAZYGT_LAUNCHER=process`` or
+    ``lazygt.session(launcher="process")`` leaves them alone.
+
+    Attributes:
+        variable: of the environment, which to look at; "" where none is at fault.
+        why: what is wrong, and what to do.
+    """
+
+    def __init__(self, variable: str, why: str) -> None:
+        self.variable, self.why = variable, why
+        super().__init__(f"{variable} {why}" if variable else why)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.variable, self.why)
 
 
 class MachineError(LazyGTError, ValueError):

@@ -125,7 +125,10 @@ class _Variables:
     def port(self, default: int) -> int:
         """The port of rank 0: LAZYGT_PORT, MASTER_PORT or a default."""
         name = "LAZYGT_PORT" if self.text("LAZYGT_PORT") else "MASTER_PORT"
-        number = self.number_or(name, default)
+        return self.port_in(name, self.number_or(name, default))
+
+    def port_in(self, name: str, number: int) -> int:
+        """The port that a variable tells."""
         if not 0 < number < 1 << 16:
             raise LaunchError(name, f"is {number}: expected a port, 1 to 65535")
         return number
@@ -149,7 +152,9 @@ def _torchrun(variables: _Variables) -> Job:
     by_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") in _YES
     run = variables.text("TORCHELASTIC_RUN_ID")
     restarts = variables.number_or("TORCHELASTIC_RESTART_COUNT", 0)
-    port = variables.number("MASTER_PORT") if by_store else variables.port(_DEFAULT_PORT)
+    port = variables.port(_DEFAULT_PORT)
+    if by_store:
+        port = variables.port_in("MASTER_PORT", variables.number("MASTER_PORT"))
     return Job(
         engine="torchrun",
         rank_variable="RANK",
@@ -279,7 +284,7 @@ def _refuse_half(variables: _Variables) -> None:
 def _check(job: Job) -> None:
     """Raise LaunchError for a job whose numbers contradict one another."""
     pairs = (
-        (job.rank_variable, job.rank, job.world_size, "processes in all"),
+        (job.rank_variable, job.rank, job.world_size, "in all"),
         (job.local_rank_variable, job.local_rank, job.local_world_size, "on this host"),
     )
     for variable, rank, size, where in pairs:

@@ -1,0 +1,131 @@
+"""How the hosts of a job find the client: rank 0 says where it listens, the others look there.
+
+Under torchrun the job's port is taken by torchrun's own store, and the endpoint lies in there, with
+a code that only those can make who know the session's token (HMAC-SHA256, RFC 2104). Elsewhere the
+client listens on the job's own port, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from datetime import timedelta
+from typing import Any
+
+from lazygt.errors import LaunchError, SecurityError
+from lazygt.runtime.cluster.environment import Job
+
+_LOOK_SECONDS = 0.05
+_PURPOSE = b"lazygt client endpoint"
+
+
+def port_to_bind(job: Job) -> int:
+    """On which port the client is to listen; 0: on any that is free."""
+    return 0 if job.meets_by_store else job.port
+
+
+def publish(job: Job, endpoint: str, token: bytes, deadline: float, session: int = 0) -> None:
+    """Say where the client listens, so that `find` finds it; called by rank 0.
+
+    Args:
+        endpoint: such as ``tcp://host0:4711``.
+        token: the secret that all processes of the job share.
+        deadline: seconds that this may take.
+        session: which one of the process it is, from 0.
+
+    Raises:
+        LaunchError: torchrun's store can't be reached, or the client listens on another port than
+            the job's.
+    """
+    if job.meets_by_store:
+        _store(job, deadline).set(_key(job, session), f"{_code(job, endpoint, token)} {endpoint}")
+    elif not endpoint.endswith(f":{job.port}"):
+        raise LaunchError(
+            "MASTER_PORT",
+            f"is {job.port}, but the client listens on {endpoint}; please report this",
+        )
+
+
+def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
+    """Where the client listens.
+
+    Args:
+        token, session: as for `publish`.
+        deadline: seconds to wait for rank 0.
+
+    Raises:
+        LaunchError: rank 0 has not said it in time.
+        SecurityError: whoever said it has another token.
+    """
+    if not job.meets_by_store:
+        host = f"[{job.address}]" if ":" in job.address else job.address
+        return f"tcp://{host}:{job.port}"
+    until = time.monotonic() + deadline
+    store, key = _store(job, deadline), _key(job, session)
+    while not _asked(job, lambda: store.check([key])):
+        if time.monotonic() > until:
+            raise _absent(job, deadline)
+        time.sleep(_LOOK_SECONDS)
+    said = _asked(job, lambda: store.get(key)).decode(errors="replace")
+    code, _, endpoint = said.partition(" ")
+    if not hmac.compare_digest(code.encode(), _code(job, endpoint, token).encode()):
+        raise SecurityError(
+            f"rank 0 of the job says that it listens on {endpoint!r}, with another token than "
+            f"this process has: give LAZYGT_TOKEN or LAZYGT_TOKEN_FILE the same value on all hosts"
+        )
+    return str(endpoint)
+
+
+def _store(job: Job, deadline: float) -> Any:
+    """torchrun's store, which lives as long as torchrun on the host of rank 0."""
+    # why: torch.distributed is not needed by sessions on one host
+    import torch.distributed as dist
+
+    connect: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not say that it exports it
+    try:
+        return connect(
+            job.address,
+            job.port,
+            is_master=False,
+            timeout=timedelta(seconds=max(deadline, 0.1)),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            "MASTER_ADDR",
+            f"and MASTER_PORT say that torchrun's store is at {job.address}:{job.port}, which "
+            f"can't be reached ({error}): look whether that host can be reached from here",
+        ) from error
+
+
+def _asked(job: Job, ask: Any) -> Any:
+    """What the store answers.
+
+    Raises:
+        LaunchError: it has gone.
+    """
+    try:
+        return ask()
+    except RuntimeError as error:  # torch's DistError and what its C++ throws
+        raise LaunchError(
+            "", f"torchrun's store at {job.address}:{job.port} has gone: {error}"
+        ) from error
+
+
+def _absent(job: Job, deadline: float) -> LaunchError:
+    return LaunchError(
+        "",
+        f"rank 0 did not appear within {deadline:g} s: no session was opened there, or it runs on "
+        f"another host than {job.address}. Every process of the job has to open the same sessions "
+        f"in the same order; raise the deadline with lazygt.session(start_timeout=...)",
+    )
+
+
+def _key(job: Job, session: int) -> str:
+    return f"lazygt/client/{job.name}/{session}"
+
+
+def _code(job: Job, endpoint: str, token: bytes) -> str:
+    text = b"\0".join((_PURPOSE, job.name.encode(), endpoint.encode()))
+    return hmac.new(token, text, hashlib.sha256).hexdigest()

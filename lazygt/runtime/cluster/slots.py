@@ -1,0 +1,93 @@
+"""Processes of a job that have nothing to do hold their slots until their host's first one ends.
+
+The engine started all processes of a host as children of one of its own: torchrun's agent, mpirun's
+or SLURM's daemon. So the first one is a brother of ours, whose environment says that its local
+rank is 0. It is there before we are, needs no port and no file, and its end can be waited for.
+
+    engine (no rank in its environment)
+    ├── [shell that it was told to run] ── process of local rank 0
+    └── [shell that it was told to run] ── this process
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from pathlib import Path
+
+from lazygt.runtime.cluster.environment import Job
+
+#: For an engine to start the first process after this one; all start them the other way round.
+_APPEAR_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+
+
+def hold(job: Job) -> None:
+    """Wait until the process with local rank 0 on this host has ended, however it ends.
+
+    Returns at once if it has ended already, and where each host has one process. There is no
+    deadline: the wait is for a process that lives.
+    """
+    until = time.monotonic() + _APPEAR_SECONDS
+    while (pidfd := _open_first(job)) is None:
+        if time.monotonic() > until:
+            return
+        time.sleep(_LOOK_SECONDS)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll()
+    finally:
+        os.close(pidfd)
+
+
+def _open_first(job: Job) -> int | None:
+    """A descriptor of the process whose local rank is 0, or None if it is not there."""
+    engine = _engine(job)
+    for pid in _children(engine):
+        if _environment(pid).get(job.local_rank_variable) != "0":
+            continue
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if _environment(pid).get(job.local_rank_variable) == "0":  # still the same process
+            return pidfd
+        os.close(pidfd)
+    return None
+
+
+def _engine(job: Job) -> int:
+    """The nearest of our ancestors that has no rank in its environment, or can't be read."""
+    pid = os.getppid()
+    while pid > 1 and job.rank_variable in _environment(pid):
+        pid = _parent(pid)
+    return pid
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty if it may not be read."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in text.split(b"\0") if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def _parent(pid: int) -> int:
+    """Of a process; 0 if it has gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _children(pid: int) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _parent(int(entry.name)) == pid
+    ]
