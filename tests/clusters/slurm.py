@@ -6,8 +6,9 @@ import os
 import secrets
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.clusters.hosts import Hosts
@@ -49,14 +50,15 @@ def missing() -> str | None:
 class Slurm:
     """A cluster of all hosts; each has as many processors to give as are said.
 
-    Args:
-        folder: for its files; it must not be writable by others.
+    It lives as long as the hosts; its files go at the end of the ``with`` block.
 
     Attributes:
         environment: what its commands need.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path, processors: int = 4) -> None:
+    def __init__(self, hosts: Hosts, processors: int = 4) -> None:
+        # munged wants every user to be able to get to its socket
+        folder = Path(tempfile.mkdtemp(prefix="lazygt-slurm-", dir="/tmp"))
         self._hosts, self._folder = hosts, folder
         folder.chmod(0o755)
         (folder / "state").mkdir()
@@ -73,7 +75,18 @@ class Slurm:
         (folder / "cgroup.conf").write_text("CgroupPlugin=autodetect\n")
         self.environment = {"SLURM_CONF": str(self._file)}
 
-    def start(self) -> None:
+    def __enter__(self) -> Slurm:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder)
+
+    def _start(self) -> None:
         """Start the daemons, and wait until all hosts are ready for jobs."""
         key = self._folder / "munge.key"
         key.write_bytes(secrets.token_bytes(64))
@@ -116,8 +129,7 @@ class Slurm:
         shown = self.run(["sinfo", "--noheader", "-N", "-o", "%t"]).stdout.split()
         return shown == ["idle"] * len(self._hosts.names)
 
-    def _until(self, is_so: object, what: str) -> None:
-        assert callable(is_so)
+    def _until(self, is_so: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + _SECONDS
         while not is_so():
             if time.monotonic() > until:
