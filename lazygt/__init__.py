@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lazygt.config import VERSION as _VERSION
 from lazygt.errors import (
+    AccessDenied,
     CheckpointError,
     CodeError,
     CollectiveMismatch,
+    ConnectionLost,
     ExecutionError,
     GatherWarning,
     GraphError,
@@ -25,6 +27,7 @@ from lazygt.errors import (
     PipelineWarning,
     ProtocolError,
     SecurityError,
+    VersionMismatch,
     WorkerDied,
     WorkerFrozen,
 )

@@ -10,6 +10,9 @@
     ├── WorkerFrozen        a worker process no longer answers
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
+    ├── ConnectionLost      another host does not answer, or not any more
+    ├── AccessDenied        another host refuses our key, or has not the one that it should
+    ├── VersionMismatch     another host runs another lazygt, torch or Python
     ├── CheckpointError     a checkpoint that can't be resumed, or a folder that can't hold any
     ├── PoolError           a pool that can't be reached, that refused a session, or ended one
     │   ├── PoolFull            all workers are taken, and as many sessions wait as may
@@ -245,6 +248,64 @@ class StoreLost(LazyGTError, ConnectionError):
 
 class SecurityError(LazyGTError):
     """A configuration that would let strangers reach the session."""
+
+
+class ConnectionLost(LazyGTError):
+    """Another host does not answer, or not any more.
+
+    Attributes:
+        endpoint: its address.
+        why: what is known of it.
+    """
+
+    def __init__(self, endpoint: str, why: str) -> None:
+        self.endpoint, self.why = endpoint, why
+        super().__init__(f"no connection to {endpoint}: {why}")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.endpoint, self.why)
+
+
+class AccessDenied(LazyGTError):
+    """Another host refuses our key, or does not have the key that it should.
+
+    Attributes:
+        endpoint: its address.
+        why: which of both.
+    """
+
+    def __init__(self, endpoint: str, why: str) -> None:
+        self.endpoint, self.why = endpoint, why
+        super().__init__(
+            f"{endpoint} refuses us: {why}. All hosts of a session must have the same "
+            f"LAZYGT_TOKEN; for a pool ask whoever runs it for a key (`lazygt keys new NAME`)."
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.endpoint, self.why)
+
+
+class VersionMismatch(LazyGTError):
+    """Another host runs another lazygt, torch or Python, so code and plans can't go there.
+
+    Attributes:
+        endpoint: its address.
+        differences: name, version here, version there.
+        why: what it said besides.
+    """
+
+    def __init__(
+        self, endpoint: str, differences: list[tuple[str, str, str]], why: str = ""
+    ) -> None:
+        self.endpoint, self.differences, self.why = endpoint, differences, why
+        said = [f"{name} is {here} here and {there} there" for name, here, there in differences]
+        super().__init__(
+            f"{endpoint} runs other versions: {'; '.join([*said, *([why] if why else [])])}. "
+            f"Install the same ones in both places."
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.endpoint, self.differences, self.why)
 
 
 class CheckpointError(LazyGTError):

@@ -129,6 +129,8 @@ def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A service that is started anew gets its port back at once.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(64)
     except OSError:

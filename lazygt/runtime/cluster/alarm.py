@@ -1,0 +1,57 @@
+"""A timer that can be polled: the kernel's timerfd, which Python's `os` has from 3.13 on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+from contextlib import suppress
+
+_MONOTONIC = 1  # CLOCK_MONOTONIC, that of time.monotonic
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK | TFD_CLOEXEC have the same values
+_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Alarm:
+    """Rings once, at the earliest of the times that were asked for.
+
+    Attributes:
+        fd: readable from then on, until `silence`.
+        at: when that is, by ``time.monotonic``; None while nothing is asked for.
+    """
+
+    def __init__(self) -> None:
+        self.fd = _libc.timerfd_create(_MONOTONIC, _FLAGS)
+        if self.fd < 0:
+            raise _failed("timerfd_create")
+        self.at: float | None = None
+
+    def ring(self, at: float = 0.0) -> None:
+        """Ring at ``at`` (``time.monotonic``'s seconds) or now, if it does not ring earlier."""
+        if self.at is not None and self.at <= at:
+            return
+        self.at = at
+        whole = int(at)
+        # No interval; a time of zero would switch the timer off.
+        setting = struct.pack("@llll", 0, 0, whole, int((at - whole) * 1e9) or 1)
+        if _libc.timerfd_settime(self.fd, _ABSOLUTE, setting, None) < 0:
+            raise _failed("timerfd_settime")
+
+    def silence(self) -> bool:
+        """Whether it was time; it then rings no more until it is asked again."""
+        if self.at is None or time.monotonic() < self.at:
+            return False
+        self.at = None
+        with suppress(BlockingIOError):
+            os.read(self.fd, 8)
+        return True
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _failed(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

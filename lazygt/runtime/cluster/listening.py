@@ -1,0 +1,320 @@
+"""The host's end of connections: one ROUTER that many clients share."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.cluster.access import Guard
+from lazygt.runtime.cluster.alarm import Alarm
+from lazygt.runtime.cluster.frames import (
+    HELLO,
+    PROTOCOL_VERSION,
+    WELCOME,
+    Hello,
+    give_number,
+    pack,
+    pack_refusal,
+    parse,
+    read_hello,
+    versions_here,
+)
+from lazygt.runtime.cluster.monitor import Monitor
+from lazygt.runtime.cluster.reliable import (
+    GONE_AFTER,
+    GRACE,
+    Connection,
+    configure,
+    give,
+    say_goodbye,
+)
+from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
+
+_ID_BYTES = 17
+_RECEIVE_QUEUE = 10_000  # messages; beyond it the sender's own queue grows, not this memory
+_AT_ONCE = 1000  # frames read before the other end of the program has its turn
+_REMEMBERED = 4096  # ids that are over, and peers that were refused
+_CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two looks whether a key is still allowed
+_DOUBT = 0.05  # seconds from the news that a TCP connection ended until ZMQ's sender knows
+
+_log = logging.getLogger(__name__)
+
+
+class _Accepted(Connection):
+    """A connection of a listener: it belongs to a key, and counts its client's TCP connections."""
+
+    key: str
+    turn: int
+
+
+class Listener:
+    """Listens on TCP for clients whose keys are allowed; used by one thread, but for `send`.
+
+    Args:
+        context: the process's ZMQ context.
+        host: the address or name to listen on.
+        port: 0 for one that is free.
+        keys: of this listener; its clients must know the public one.
+        allowed: the name of a client by its public key (Z85), or None. Called in a thread of its
+            own for each handshake, and again while the client is there: who is allowed no longer
+            is sent away within a second.
+        max_message: bytes of the longest message, with 4 for each of its frames and 21; a peer that
+            announces more is disconnected before it is stored.
+        grace: seconds after which a link that is down is given up.
+        gone_after: seconds within which a connection that was ended must be there again.
+
+    Attributes:
+        address: ``tcp://HOST:PORT``.
+        fd: to be polled; see `Connection`.
+        counts: frames that were dropped: ``foreign`` (of no connection, or of another's),
+            ``malformed``, ``replayed``, ``version``; and ``handshake``, the TCP connections that
+            proved no key.
+
+    Raises:
+        SecurityError: there are no keys.
+        OSError: the address can't be listened on.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        keys: Keys,
+        allowed: Callable[[str], str | None],
+        max_message: int,
+        *,
+        grace: float = GRACE,
+        gone_after: float = GONE_AFTER,
+    ) -> None:
+        check_exposure(host, keys)
+        self.lock = threading.RLock()
+        names = ("foreign", "malformed", "replayed", "version", "handshake")
+        self.counts = dict.fromkeys(names, 0)
+        self._allowed, self._max_message, self._gone_after = allowed, max_message, gone_after
+        self._connections: dict[bytes, _Accepted] = {}
+        self._new: deque[_Accepted] = deque()
+        self._over: dict[bytes, None] = {}
+        self._refused: dict[bytes, None] = {}
+        self._in_doubt = False
+        self._checked = 0.0
+        self._open = True
+        address = listen_tcp(host, keys, port)
+        self.address = address.endpoint
+        self._socket = context.socket(zmq.ROUTER)
+        configure(self._socket, max_message, grace)
+        self._guard = Guard(context, allowed)
+        for option, value in (
+            (zmq.RCVHWM, _RECEIVE_QUEUE),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.CURVE_SERVER, 1),
+            (zmq.ZAP_DOMAIN, self._guard.domain.encode()),
+            (zmq.CURVE_SECRETKEY, keys.secret.encode()),
+            (zmq.USE_FD, address.fd),
+        ):
+            self._socket.setsockopt(option, value)
+        self._monitor = Monitor(context, self._socket, zmq.EVENT_DISCONNECTED)
+        self._alarm = Alarm()
+        self._epoll = select.epoll()
+        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
+            self._epoll.register(fd, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+        self._socket.bind(address.endpoint)
+
+    # -- for everybody -------------------------------------------------------------------------
+
+    def accept(self) -> Connection | None:
+        """A client that has come, if there is one. Never waits."""
+        with self.lock:
+            self.pump()
+            return self._new.popleft() if self._new else None
+
+    def close(self, reason: str = "the host has closed") -> None:
+        """Say goodbye to all clients, and listen no more."""
+        with self.lock:
+            if not self._open:
+                return
+            for connection in list(self._connections.values()):
+                connection.close(reason)
+            self._open = False
+            self._monitor.close()
+            say_goodbye(self._socket)
+            self._epoll.close()
+            self._alarm.close()
+        self._guard.close()
+
+    # -- what connections ask of their line ----------------------------------------------------
+
+    def pump(self) -> None:
+        """Read what has come; only with the lock held."""
+        if not self._open:
+            return
+        for _ in self._monitor.events():
+            self._in_doubt = True
+            self._alarm.ring(time.monotonic() + _DOUBT)
+        self._check_keys(_CHECK_EVERY)
+        self._read()
+        if self._alarm.silence():
+            self._tick()
+
+    def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        return self._open and self._give(connection.id, message)
+
+    def remind(self, at: float) -> None:
+        if self._open:
+            self._alarm.ring(at)
+
+    def still_rings(self) -> None:
+        if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._alarm.ring()
+
+    def leave(self, connection: Connection) -> None:
+        if self._connections.pop(connection.id, None) is not None:
+            _remember(self._over, connection.id)
+            self._alarm.ring()  # whoever waits is to look at `closed`
+
+    def release(self, connection: Connection) -> None:
+        """Nothing is its own."""
+
+    # -- what comes ----------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for _ in range(_AT_ONCE):
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            self._look_at(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        self._alarm.ring()
+
+    def _look_at(self, parts: list[zmq.Frame]) -> None:
+        id, connection = bytes(parts[0]), None
+        try:
+            if len(parts) != 2:
+                raise ProtocolError(f"a message is one frame, not {len(parts) - 1}")
+            number, acknowledged, kind, view = parse(parts[1].buffer)
+            key = _key_of(parts[1])
+            connection = self._connections.get(id)
+            if connection is not None and connection.key != key:
+                self.counts["foreign"] += 1
+            elif kind == HELLO:
+                self._hello(id, key, parts[1], acknowledged, view)
+            elif connection is not None:
+                connection.receive(number, acknowledged, kind, view)
+            else:
+                self.counts["replayed" if id in self._over else "foreign"] += 1
+        except ProtocolError as error:
+            self.counts["malformed"] += 1
+            _log.debug("dropped a frame: %s", error)
+
+    def _hello(
+        self, id: bytes, key: str, frame: zmq.Frame, received: int, view: list[memoryview]
+    ) -> None:
+        hello, said = read_hello(view)
+        connection = self._connections.get(id)
+        if not isinstance(hello, Hello) or versions_here().differences(hello.versions):
+            self.counts["version"] += 1
+            protocol = hello if isinstance(hello, int) else PROTOCOL_VERSION
+            why = f"it speaks protocol version {PROTOCOL_VERSION}, and this client {protocol}"
+            self._refuse(id, "version", why if protocol != PROTOCOL_VERSION else "")
+        elif connection is None:
+            connection = self._newcomer(id, key, hello, said, received)
+            if connection is not None:
+                self._welcome(connection, hello.turn, received, frame)
+        elif hello.turn <= connection.turn:
+            self.counts["replayed"] += 1
+        else:
+            self._welcome(connection, hello.turn, received, frame)
+
+    def _welcome(
+        self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame
+    ) -> None:
+        """Answer a hello, and go on from where its sender is."""
+        connection.turn = turn
+        connection.tcp = int(frame.get(zmq.SRCFD))
+        welcome = pack(WELCOME)
+        give_number(welcome, turn, connection.taken)
+        if self._give(connection.id, welcome):
+            connection.resume(received)
+
+    def _newcomer(
+        self, id: bytes, key: str, hello: Hello, said: bytes, received: int
+    ) -> _Accepted | None:
+        name = self._allowed(key)
+        if len(id) != _ID_BYTES or received:
+            self.counts["foreign"] += 1
+        elif id in self._over or not hello.fresh:
+            self.counts["replayed"] += id in self._over
+            self._refuse(id, "over", "the host has given this connection up, or was started anew")
+        elif name is None:
+            self._refuse(id, "access", "the host knows our key no longer")
+        else:
+            connection = _Accepted(self, id, name, said, self._max_message, self._gone_after)
+            connection.key, connection.turn = key, 0
+            self._connections[id] = connection
+            self._new.append(connection)
+            self._alarm.ring(time.monotonic() + _CHECK_IDLE)
+            return connection
+        return None
+
+    def _refuse(self, id: bytes, kind: str, why: str) -> None:
+        """Tell a peer why, once: what it does not read would fill our memory."""
+        if id not in self._refused:
+            _remember(self._refused, id)
+            self._give(id, pack_refusal(kind, why))
+
+    def _give(self, id: bytes, message: bytes | bytearray) -> bool:
+        try:
+            self._socket.send(id, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        give(self._socket, message)
+        return True
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        in_doubt, self._in_doubt = self._in_doubt, False
+        self._check_keys(_CHECK_IDLE / 2)
+        for connection in list(self._connections.values()):
+            if in_doubt and not connection.tell():
+                connection.lost()
+            connection.tick(now)
+        if self._connections:
+            self._alarm.ring(now + _CHECK_IDLE)
+
+    def _check_keys(self, every: float) -> None:
+        """Send away whose key was revoked."""
+        now = time.monotonic()
+        if now < self._checked + every:
+            return
+        self._checked = now
+        for connection in list(self._connections.values()):
+            if self._allowed(connection.key) is None:
+                why = f"the key of {connection.peer} was revoked"
+                self._give(connection.id, pack_refusal("access", why))
+                connection.end(why)
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """The public key that the sender of a frame has proved (Z85)."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError as error:
+        raise ProtocolError("a frame of nobody's") from error
+
+
+def _remember(ids: dict[bytes, None], id: bytes) -> None:
+    """Add one, and forget the oldest of very many."""
+    if len(ids) >= _REMEMBERED:
+        del ids[next(iter(ids))]
+    ids[id] = None

@@ -1,0 +1,312 @@
+"""A connection whose messages arrive once and in order, whatever happens to the TCP below it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, give_number, pack
+from lazygt.runtime.cluster.stream import Arrival, Stream
+from lazygt.runtime.launch.mailbox import Frame
+
+#: Seconds for which a dead link is borne, and for which a peer that hung up may come back.
+GRACE, GONE_AFTER = 60.0, 1.0
+
+_TELL_AFTER = 0.05  # seconds; then the peer is told what came, should nothing go there by itself
+_COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
+_LINGER_MS = 1000  # so long a goodbye may take after the socket was closed
+_SILENT = 2.0  # seconds; a kernel asks after one second of quiet whether the other is there
+_TCP_INFO = struct.Struct("@8B13I")
+
+
+class Line(Protocol):
+    """What a connection is carried by: a dialed socket, or the listener that many share."""
+
+    lock: threading.RLock
+    fd: int
+    counts: dict[str, int]
+
+    def pump(self) -> None:
+        """Read what has come, and give it to the connections; only with the lock held."""
+
+    def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        """Give a message to ZMQ; False if the peer is not there."""
+
+    def remind(self, at: float) -> None:
+        """Call `Connection.tick` from then on, and let ``fd`` ring."""
+
+    def leave(self, connection: Connection) -> None:
+        """It is over; ``fd`` still rings, for whoever waits to see that."""
+
+    def release(self, connection: Connection) -> None:
+        """Nobody looks at ``fd`` any more."""
+
+    def still_rings(self) -> None:
+        """Let ``fd`` ring if something has come: using the socket has swallowed its signal."""
+
+
+class Connection:
+    """One end of a connection. Made by `dial` or `Listener.accept`.
+
+    Nothing here waits. To wait, poll ``fd`` for reading after a `take` that returned None: it
+    rings when a message has come, and when ``closed`` may have been set. It rings once for what has
+    come (ZMQ's descriptors are edge-triggered), so take until there is None. All connections of a
+    listener share its descriptor: when it rings, ask each of them, and `Listener.accept`.
+
+    `send` may be called from any thread, also in a finalizer. `take` and `pump` are for one thread.
+
+    Attributes:
+        id: random bytes that both ends know, and nobody else.
+        peer: the name of the other's key; on the client's side the endpoint.
+        hello: what the client said when it dialed.
+        closed: why no message will come any more; None while one may. What has come before can
+            still be taken.
+    """
+
+    def __init__(
+        self, line: Line, id: bytes, peer: str, hello: bytes, max_message: int, gone_after: float
+    ) -> None:
+        self.id, self.peer, self.hello = id, peer, hello
+        self.closed: str | None = None
+        self._line, self._max_message, self._gone_after = line, max_message, gone_after
+        self._stream = Stream()
+        self._ready: deque[tuple[list[memoryview], int]] = deque()
+        self._sending = False
+        self._left_at: float | None = None
+        #: the TCP socket that the kernel is asked about; -1 if none is known
+        self.tcp = -1
+
+    # -- for everybody -------------------------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._line.fd
+
+    @property
+    def away(self) -> float:
+        """Seconds for which the peer has not been there; 0.0 while it is.
+
+        The kernel's word, not the peer's: a process that is busy or stopped is there.
+        """
+        with self._line.lock:
+            if self._left_at is not None:
+                return time.monotonic() - self._left_at
+            return 0.0 if self.closed else silence_of(self.tcp)
+
+    @property
+    def pending(self) -> int:
+        """Bytes that were sent and that the peer has not acknowledged."""
+        with self._line.lock:
+            return self._stream.pending
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send a message; it is copied, and kept until the peer has it. Never waits.
+
+        What is sent after the connection was closed goes nowhere.
+
+        Raises:
+            ValueError: it is longer than ``max_message`` bytes.
+        """
+        message = pack(MESSAGE, frames)
+        if len(message) > self._max_message:
+            raise ValueError(
+                f"a message of {len(message) - OVERHEAD} bytes is over the limit of "
+                f"{self._max_message - OVERHEAD}"
+            )
+        with self._line.lock:
+            if self.closed is None:
+                self._stream.put(message)
+                self.flush()
+                self._line.still_rings()
+
+    def take(self) -> list[memoryview] | None:
+        """The frames of the next message, or None if there is none."""
+        if not self._ready:
+            self.pump()
+        return self._ready.popleft()[0] if self._ready else None
+
+    def take_into(self, inbox: deque[tuple[list[memoryview], int]]) -> bool:
+        """Move the next message, as its frames and its number, to ``inbox``; False if there is
+        none. A KeyboardInterrupt falls before or after this, and loses nothing.
+        """
+        if not self._ready:
+            self.pump()
+        with suppress(IndexError):
+            inbox.extend(map(deque.popleft, (self._ready,)))
+            return True
+        return False
+
+    def pump(self) -> None:
+        """Do what is to be done: read what has come, acknowledge it, find out who is gone."""
+        with self._line.lock:
+            self._line.pump()
+
+    def close(self, reason: str = "done") -> None:
+        """Say goodbye. What was sent before still goes, if the peer is there within a second."""
+        with self._line.lock:
+            if self.closed is None:
+                self._stream.put(pack(GOODBYE, (reason.encode(),)))
+                self.flush()
+            self.end(f"closed here: {reason}")
+            self._line.release(self)
+
+    # -- for the line, which holds its lock ----------------------------------------------------
+
+    def flush(self) -> None:
+        """Send what is due. A finalizer that sends in the middle of this adds to it."""
+        while not self._sending and self._left_at is None and self._stream.due():
+            self._sending = True
+            try:
+                self._send_due()
+            finally:
+                self._sending = False
+
+    def _send_due(self) -> None:
+        stream = self._stream
+        while (entry := stream.due()) is not None:
+            message, number = entry
+            if stream.is_first_time(number):
+                give_number(message, number, stream.tell())
+            if not self._line.transmit(self, message):
+                self.lost()
+                return
+            stream.sent(number)
+
+    def receive(self, number: int, acknowledged: int, kind: bytes, view: list[memoryview]) -> None:
+        """One frame of the peer's.
+
+        Raises:
+            ProtocolError: it can't be.
+        """
+        stream = self._stream
+        stream.acknowledged(acknowledged)
+        if kind == RECEIVED:
+            return
+        if kind not in (MESSAGE, GOODBYE) or not number:
+            raise ProtocolError(f"a message of kind {kind!r} and number {number}")
+        if self._ready:  # an interrupt may have fallen between the two lines below
+            stream.taken = max(stream.taken, self._ready[-1][1])
+        arrival = stream.arrival(number)
+        if arrival is Arrival.REPLAYED:
+            self._line.counts["replayed"] += 1
+        if arrival is not Arrival.NEXT:
+            return
+        if kind == GOODBYE:
+            why = bytes(view[0]).decode(errors="replace") if view else ""
+            self.end(f"the other end closed the connection: {why}")
+            return
+        self._ready.append((view, number))
+        stream.take(number, sum(map(len, view)))
+        if stream.must_tell:
+            self.tell()
+        else:
+            self._line.remind(time.monotonic() + _TELL_AFTER)
+
+    def tell(self) -> bool:
+        """Acknowledge what has come; False if the peer is not there."""
+        return self._line.transmit(self, pack(RECEIVED, (), self._stream.tell()))
+
+    @property
+    def taken(self) -> int:
+        """The number of the last message that came."""
+        return self._stream.taken
+
+    def resume(self, received: int) -> None:
+        """There is a new TCP connection, and the peer has received up to a number.
+
+        Raises:
+            ProtocolError: it can't have.
+        """
+        self._stream.acknowledged(received)
+        self._left_at = None
+        self._stream.again()
+        self.flush()
+
+    def lost(self) -> None:
+        """The TCP connection has ended."""
+        if self._left_at is None and self.closed is None:
+            self._left_at = time.monotonic()
+            self._line.remind(self._left_at + self._gone_after)
+
+    def found(self) -> None:
+        """The peer is there again, though it has not spoken yet."""
+        self._left_at = None
+
+    def tick(self, now: float) -> None:
+        """A reminder came due."""
+        if self._stream.untold:
+            self.tell()
+        if self._left_at is None or self.closed is not None:
+            return
+        if now < self._left_at + self._gone_after:
+            self._line.remind(self._left_at + self._gone_after)
+        elif self.tell():
+            self.found()
+        else:
+            self.end(
+                f"{self.peer} is gone: its process has ended, or the network between closed the "
+                f"connection, and it did not come back within {self._gone_after:g} s"
+            )
+
+    def end(self, why: str) -> None:
+        """No message will come any more."""
+        if self.closed is None:
+            self.closed = why
+        self._line.leave(self)
+
+
+def silence_of(tcp: int) -> float:
+    """Seconds since the peer's kernel answered, of a TCP socket whose questions stay unanswered."""
+    if tcp < 0:
+        return 0.0
+    try:
+        kernel = socket.socket(fileno=tcp)
+    except OSError:  # it is closed, and the news of it is on its way
+        return 0.0
+    try:
+        facts = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0.0
+    finally:
+        kernel.detach()
+    _, _, retransmits, probes, *_, received, answered = _TCP_INFO.unpack(facts)
+    silence = min(received, answered) / 1000
+    return silence if (retransmits or probes) and silence >= _SILENT else 0.0
+
+
+def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
+    """What both ends' sockets have in common: no dead link is borne for more than ``grace`` s."""
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 0),
+        (zmq.MAXMSGSIZE, max_message),
+        (zmq.IPV6, 1),
+        (zmq.HANDSHAKE_IVL, 10_000),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 1),
+        (zmq.TCP_KEEPALIVE_INTVL, 1),
+        (zmq.TCP_KEEPALIVE_CNT, max(1, min(127, round(grace)))),
+        (zmq.TCP_MAXRT, max(1, round(grace * 1000))),
+    ):
+        sock.setsockopt(option, value)
+
+
+def give(sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK) -> None:
+    """Hand a message to ZMQ, which keeps a long one where it lies."""
+    sock.send(message, flags, copy=len(message) < _COPY_BELOW)
+
+
+def say_goodbye(sock: zmq.Socket[bytes]) -> None:
+    """Close a socket; what was given to it goes on its way for a second."""
+    sock.setsockopt(zmq.LINGER, _LINGER_MS)
+    sock.close()
