@@ -147,10 +147,12 @@ with _uncollected():
         _register()
 
 __all__ = [
+    "AccessDenied",
     "CheckpointError",
     "CodeError",
     "CollectiveMismatch",
     "ColwiseParallel",
+    "ConnectionLost",
     "ExecutionError",
     "FSDPModule",
     "GatherWarning",
@@ -173,6 +175,7 @@ __all__ = [
     "SequenceParallel",
     "Session",
     "Shard",
+    "VersionMismatch",
     "VocabParallel",
     "WorkerDied",
     "WorkerFrozen",

@@ -49,7 +49,7 @@ class Guard:
         """What pyzmq's authenticator asks."""
         try:
             return self._allowed(key.decode()) is not None
-        except Exception:  # its thread must go on, and nobody gets in meanwhile
+        except Exception:  # noqa: BLE001 - its thread must go on, and nobody gets in meanwhile
             _log.exception("a client was refused, since its key could not be looked up")
             return False
 

@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 
@@ -173,17 +174,20 @@ class _Dialed:
             return
         for event, value in self._monitor.events():
             self._happened(event, value)
-        while self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        receive: Callable[..., zmq.Frame] = self._socket.recv
+        while self._has_mail():
             # From ZMQ's queue to ours in C, where no KeyboardInterrupt can fall in between; and
             # what is looked at twice has a number that is known by then.
-            self._arrived.extend(map(self._socket.recv, (zmq.NOBLOCK,), (False,)))
-            while self._arrived and self._open:
+            self._arrived.extend(map(receive, (zmq.NOBLOCK,), (False,)))
+            while self._arrived:
                 self._look_at(self._arrived[0].buffer)
                 self._arrived.popleft()
-        if self._open and self._alarm.silence():
+        if self.connection.closed is None and self._alarm.silence():
             self.connection.tick(time.monotonic())
 
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
+        if not self._open:
+            return False
         try:
             give(self._socket, message)
         except zmq.Again:  # ZMQ has given up
@@ -196,8 +200,11 @@ class _Dialed:
             self._alarm.ring(at)
 
     def still_rings(self) -> None:
-        if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._has_mail():
             self._alarm.ring()
+
+    def _has_mail(self) -> bool:
+        return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def leave(self, connection: Connection) -> None:
         if self._open:

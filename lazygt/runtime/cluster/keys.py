@@ -1,19 +1,53 @@
-"""Keys that both ends of a connection make of the session's token, so that no key travels."""
+"""Keys of hosts and clients: derived from a session's token, or kept in files.
+
+A key file is TOML, belongs to one user and is readable by nobody else. A pool's directory holds::
+
+    server.key        the pool's own pair
+    clients/HEX       a file for each client, named by its public key, with the client's name in it
+
+The directory is looked at for each question, so a key that was revoked is refused from then on.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from lazygt.cache import check_private
+from lazygt.errors import SecurityError
 from lazygt.runtime.launch.channel import Keys
 
+#: Characters of the shortest token: 128 bits in hexadecimal.
+TOKEN_LENGTH = 32
+#: Bytes of the longest.
+TOKEN_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _PURPOSE = b"lazygt curve"  # so that nothing else that is made of a token is ever a key
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+
+
+# -- of a session ------------------------------------------------------------------------------
+
+
+def new_token() -> str:
+    """A fresh value for LAZYGT_TOKEN: 256 random bits."""
+    return secrets.token_hex(32)
 
 
 def derived(token: bytes, role: str) -> Keys:
-    """The CURVE keys of a role in the session of a token: the same wherever they are made.
+    """The CURVE keys of a role (``client``, ``agent`` ...) in the session of a token: the same
+    wherever they are made, so that no key travels.
 
     The secret key is BLAKE2b of the role, keyed with the token (RFC 7693); the public key follows
     from it (``crypto_scalarmult_base``).
@@ -21,8 +55,207 @@ def derived(token: bytes, role: str) -> Keys:
     Raises:
         ValueError: the token is empty, or longer than 64 bytes.
     """
-    if not 0 < len(token) <= hashlib.blake2b.MAX_KEY_SIZE:
-        raise ValueError(f"a token of {len(token)} bytes: expected 1 to 64")
+    if not 0 < len(token) <= TOKEN_BYTES:
+        raise ValueError(f"a token of {len(token)} bytes: expected 1 to {TOKEN_BYTES}")
     digest = hashlib.blake2b(role.encode(), digest_size=32, key=token, person=_PURPOSE).digest()
     secret = z85.encode(digest)
     return Keys(zmq.curve_public(secret).decode(), secret.decode())
+
+
+def token_from(environment: Mapping[str, str]) -> bytes | None:
+    """The session's token: LAZYGT_TOKEN, or what the file LAZYGT_TOKEN_FILE holds; None without.
+
+    Raises:
+        SecurityError: it is too short to be secret, or too long, or others may read the file.
+    """
+    name, token = "LAZYGT_TOKEN", environment.get("LAZYGT_TOKEN", "")
+    if not token and (path := environment.get("LAZYGT_TOKEN_FILE")):
+        name, token = f"LAZYGT_TOKEN_FILE {path}", _read_private(Path(path))
+    elif not token:
+        return None
+    token = token.strip()
+    if len(token) < TOKEN_LENGTH or len(token.encode()) > TOKEN_BYTES:
+        raise SecurityError(
+            f"{name} has {len(token)} characters: expected {TOKEN_LENGTH} to {TOKEN_BYTES} that "
+            f"nobody guesses; make one with `lazygt keys token`"
+        )
+    return token.encode()
+
+
+# -- of a pool ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """A client's key, and whom it is for.
+
+    Attributes:
+        name: of the client.
+        public, secret: its pair (Z85).
+        server: the public key of the pool.
+        endpoint: where the pool listens, as far as it was known; else "".
+    """
+
+    name: str
+    public: str
+    secret: str
+    server: str
+    endpoint: str = ""
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.public, self.secret)
+
+    def write(self, path: Path) -> None:
+        """Write it to a new file that only this user can read.
+
+        Raises:
+            FileExistsError: there is such a file.
+        """
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        _write_private(path, "# a secret key of lazygt: for its owner alone", fields)
+
+    @staticmethod
+    def read(path: Path) -> KeyFile:
+        """Read one.
+
+        Raises:
+            SecurityError: there is none, it is damaged, or others may read it.
+        """
+        fields = _read_fields(path)
+        for name in ("public", "secret", "server"):
+            if not _Z85.fullmatch(fields.get(name, "")):
+                raise SecurityError(f"{path}: {name} is missing or is no key of 40 characters")
+        known = {name: fields.get(name, "") for name in KeyFile.__slots__}
+        return KeyFile(**known)
+
+
+class Keyring:
+    """The keys of a pool, in a directory that only its user can write to or look into.
+
+    Attributes:
+        directory: where they lie; it is made if it is missing.
+        server: the pool's own pair, which is made at its first use.
+
+    Raises:
+        SecurityError: others may write to the directory, or read the pool's key.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._clients = directory / "clients"
+        for place in (directory, self._clients):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                check_private(place)
+            except PermissionError as error:
+                raise SecurityError(
+                    f"{place}: whoever may write here may let anybody in: `chmod 700 {place}`, "
+                    f"and it must be yours"
+                ) from error
+        self.server = self._server()
+
+    def _server(self) -> Keys:
+        path = self.directory / "server.key"
+        keys = Keys.generate()
+        with suppress(FileExistsError):
+            fields = {"public": keys.public, "secret": keys.secret}
+            _write_private(path, "# the secret key of a pool of lazygt", fields)
+        fields = _read_fields(path)
+        if not (_Z85.fullmatch(fields.get("secret", "")) and "public" in fields):
+            raise SecurityError(f"{path}: there is no key of 40 characters in it")
+        return Keys(fields["public"], fields["secret"])
+
+    def allows(self, public: str) -> str | None:
+        """The name of the client that has this public key; None if there is none (any more)."""
+        if not _Z85.fullmatch(public):
+            return None
+        try:
+            return self._name_in(self._file_of(public))
+        except FileNotFoundError:
+            return None
+
+    def new(self, name: str, endpoint: str = "") -> KeyFile:
+        """Make and allow a key. The secret half is in what is returned, and nowhere else.
+
+        Raises:
+            ValueError: there is a client of that name, or it is no name.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no name of a client: expected up to 64 letters, digits and .-_@"
+            )
+        if name in self.names():
+            raise ValueError(f"{name} has a key: revoke that one first, or choose another name")
+        keys = Keys.generate()
+        fields = {"name": name, "public": keys.public}
+        _write_private(self._file_of(keys.public), "# a client that is allowed", fields)
+        return KeyFile(name, keys.public, keys.secret, self.server.public, endpoint)
+
+    def revoke(self, name: str) -> None:
+        """Allow a client no longer.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        path = self._files().get(name)
+        if path is None:
+            raise KeyError(name)
+        path.unlink()
+
+    def names(self) -> list[str]:
+        """All clients that are allowed, by the alphabet."""
+        return sorted(self._files())
+
+    def _files(self) -> dict[str, Path]:
+        files = {}
+        for path in self._clients.glob("[!.]*"):
+            with suppress(FileNotFoundError):  # it was revoked meanwhile
+                files[self._name_in(path)] = path
+        return files
+
+    def _file_of(self, public: str) -> Path:
+        return self._clients / z85.decode(public).hex()
+
+    @staticmethod
+    def _name_in(path: Path) -> str:
+        return _read_fields(path).get("name", "")
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _write_private(path: Path, title: str, fields: Mapping[str, str]) -> None:
+    """A new file, which is whole from the moment that it is there.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    lines = [f"{name} = {json.dumps(text, ensure_ascii=False)}" for name, text in fields.items()]
+    draft = path.with_name(f".{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write("\n".join([title, *lines, ""]))
+        os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def _read_private(path: Path) -> str:
+    """Raise SecurityError unless the file is this user's, and nobody else's to read."""
+    with open(path, encoding="utf-8") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid():
+            raise SecurityError(f"{path} belongs to another user: a secret must be your own")
+        if status.st_mode & 0o077:
+            raise SecurityError(f"{path} holds a secret that others may read: `chmod 600 {path}`")
+        return file.read()
+
+
+def _read_fields(path: Path) -> dict[str, str]:
+    try:
+        fields = tomllib.loads(_read_private(path))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SecurityError(f"{path} is no key file: {error}") from error
+    return {name: str(value) for name, value in fields.items()}

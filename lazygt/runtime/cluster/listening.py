@@ -194,7 +194,7 @@ class Listener:
         self._alarm.ring()
 
     def _look_at(self, parts: list[zmq.Frame]) -> None:
-        id, connection = bytes(parts[0]), None
+        id = parts[0].bytes
         try:
             if len(parts) != 2:
                 raise ProtocolError(f"a message is one frame, not {len(parts) - 1}")
@@ -232,9 +232,7 @@ class Listener:
         else:
             self._welcome(connection, hello.turn, received, frame)
 
-    def _welcome(
-        self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame
-    ) -> None:
+    def _welcome(self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame) -> None:
         """Answer a hello, and go on from where its sender is."""
         connection.turn = turn
         connection.tcp = int(frame.get(zmq.SRCFD))
@@ -246,7 +244,7 @@ class Listener:
     def _newcomer(
         self, id: bytes, key: str, hello: Hello, said: bytes, received: int
     ) -> _Accepted | None:
-        name = self._allowed(key)
+        name = self._name_of(key, None)
         if len(id) != _ID_BYTES or received:
             self.counts["foreign"] += 1
         elif id in self._over or not hello.fresh:
@@ -292,6 +290,14 @@ class Listener:
         if self._connections:
             self._alarm.ring(now + _CHECK_IDLE)
 
+    def _name_of(self, key: str, otherwise: str | None) -> str | None:
+        """Whose key it is; ``otherwise`` where that can't be found out now."""
+        try:
+            return self._allowed(key)
+        except OSError as error:
+            _log.warning("a client's key could not be looked up: %s", error)
+            return otherwise
+
     def _check_keys(self, every: float) -> None:
         """Send away whose key was revoked."""
         now = time.monotonic()
@@ -299,7 +305,7 @@ class Listener:
             return
         self._checked = now
         for connection in list(self._connections.values()):
-            if self._allowed(connection.key) is None:
+            if self._name_of(connection.key, connection.peer) is None:
                 why = f"the key of {connection.peer} was revoked"
                 self._give(connection.id, pack_refusal("access", why))
                 connection.end(why)
