@@ -125,8 +125,8 @@ def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:
         raise ProtocolError(f"not a hello: {error}") from error
 
 
-def pack_refusal(kind: str, why: str) -> bytearray:
-    return pack(REFUSED, (msgspec.msgpack.encode(Refusal(kind, why, versions_here())),))
+def pack_refusal(refusal: Refusal) -> bytearray:
+    return pack(REFUSED, (msgspec.msgpack.encode(refusal),))
 
 
 def read_refusal(frames: Sequence[memoryview]) -> Refusal:

@@ -171,8 +171,9 @@ class Keyring:
         if not _Z85.fullmatch(public):
             return None
         try:
-            return self._name_in(self._file_of(public))
-        except FileNotFoundError:
+            path = self._file_of(public)
+            return self._name_in(path) if path.exists() else None
+        except FileNotFoundError:  # it was revoked just now
             return None
 
     def new(self, name: str, endpoint: str = "") -> KeyFile:
@@ -243,7 +244,9 @@ def _write_private(path: Path, title: str, fields: Mapping[str, str]) -> None:
 
 
 def _read_private(path: Path) -> str:
-    """Raise SecurityError unless the file is this user's, and nobody else's to read."""
+    """Raise SecurityError unless there is a file of this user's, and nobody else's to read."""
+    if not path.exists():
+        raise SecurityError(f"there is no {path}")
     with open(path, encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid():

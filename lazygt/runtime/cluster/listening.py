@@ -19,6 +19,7 @@ from lazygt.runtime.cluster.frames import (
     PROTOCOL_VERSION,
     WELCOME,
     Hello,
+    Refusal,
     give_number,
     pack,
     pack_refusal,
@@ -265,7 +266,7 @@ class Listener:
         """Tell a peer why, once: what it does not read would fill our memory."""
         if id not in self._refused:
             _remember(self._refused, id)
-            self._give(id, pack_refusal(kind, why))
+            self._give(id, pack_refusal(Refusal(kind, why, versions_here())))
 
     def _give(self, id: bytes, message: bytes | bytearray) -> bool:
         try:
@@ -307,7 +308,7 @@ class Listener:
         for connection in list(self._connections.values()):
             if self._name_of(connection.key, connection.peer) is None:
                 why = f"the key of {connection.peer} was revoked"
-                self._give(connection.id, pack_refusal("access", why))
+                self._give(connection.id, pack_refusal(Refusal("access", why)))
                 connection.end(why)
 
 

@@ -1,0 +1,75 @@
+"""A program at the far end: ``python far_end.py listen|dial HOST PORT TOKEN [BUSY]``.
+
+The listener prints its address and sends back whatever comes, with what it was called in front. The
+dialer sends 1,000 numbers and waits. With BUSY both hold Python's lock so many seconds once they
+are connected.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import sys
+import time
+
+import zmq
+
+from lazygt.runtime.cluster.connection import Connection, Listener, dial
+from lazygt.runtime.cluster.keys import derived
+
+MAX_MESSAGE = 256 << 20
+
+
+def be_busy(seconds: float) -> None:
+    """Never let another thread run: matching is one call, which holds the lock."""
+    until = time.monotonic() + seconds
+    sys.setswitchinterval(1000)
+    while time.monotonic() < until:
+        re.fullmatch(r"(a|aa)+b", "a" * 26)
+    sys.setswitchinterval(0.005)
+
+
+def listen(host: str, port: int, token: bytes, busy: float) -> None:
+    known = derived(token, "client").public
+    keys = derived(token, "agent")
+    listener = Listener(
+        zmq.Context(), host, port, keys, {known: "client"}.get, MAX_MESSAGE, grace=30
+    )
+    print(listener.address, flush=True)
+    connections: list[Connection] = []
+    poller = select.poll()
+    poller.register(listener.fd, select.POLLIN)
+    while not connections or any(connection.closed is None for connection in connections):
+        poller.poll()
+        while (new := listener.accept()) is not None:
+            connections.append(new)
+            be_busy(busy)
+        for connection in connections:
+            while (frames := connection.take()) is not None:
+                connection.send(frames)
+    print(connections[0].closed, flush=True)
+    listener.close()
+
+
+def call(host: str, port: int, token: bytes, busy: float) -> None:
+    connection = dial(
+        zmq.Context(), f"tcp://{host}:{port}", derived(token, "client"),
+        derived(token, "agent").public, b"far end", MAX_MESSAGE, 60, grace=30,
+    )  # fmt: skip
+    for number in range(1000):
+        connection.send([b"%d" % number])
+    print("sent", flush=True)
+    be_busy(busy)
+    poller = select.poll()
+    poller.register(connection.fd, select.POLLIN)
+    while connection.closed is None:
+        poller.poll()
+        while (frames := connection.take()) is not None:
+            if frames and frames[0] == b"end":
+                connection.close("as I was told")
+                return
+
+
+if __name__ == "__main__":
+    role, host, port, token, *rest = sys.argv[1:]
+    {"listen": listen, "dial": call}[role](host, int(port), token.encode(), float((rest or [0])[0]))
