@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lazygt.runtime.collectives.sockets import PeerSocket
+from lazygt.runtime.collectives.sockets import Peer
 
 # torch 2.13 renamed them
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,7 +63,7 @@ class SocketBackend:
         peers: the ranks of the axis in their order; None is this one.
     """
 
-    def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
+    def __init__(self, peers: Sequence[Peer | None]) -> None:
         self.peers = tuple(peers)
         self._begun: deque[Incoming] = deque()
         self._failure: OSError | None = None
@@ -161,7 +161,7 @@ class Incoming:
         if self._then is not None:
             self._then()
 
-    def read(self, peer: PeerSocket, part: Any) -> None:
+    def read(self, peer: Peer, part: Any) -> None:
         peer.receive(_bytes(part))
 
 
@@ -176,7 +176,7 @@ class TextExchange(Incoming):
         super().__init__(line, line.peers)
         self.texts: dict[int, str] = {}
 
-    def read(self, peer: PeerSocket, part: Any) -> None:
+    def read(self, peer: Peer, part: Any) -> None:
         self.texts[peer.rank] = peer.receive_text()
 
 

@@ -1,7 +1,8 @@
 """The group of the workers: joined in the background of a worker's start.
 
-What is on the host goes through sockets and memory that only their user can reach; torch's own
-process group, which listens on a TCP port, is made for GPUs alone, for NCCL.
+What is on the host goes through sockets and memory that only their user can reach, what goes to
+other hosts through encrypted connections; torch's own process group, which listens on a TCP port,
+is made for GPUs alone, for NCCL.
 
 Joining waits for every other rank, and most plans need no collective, so a thread does it and
 `wait` is what a collective calls first.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,8 +34,11 @@ from lazygt.runtime.collectives.backends import (
     SocketBackend,
     TorchBackend,
 )
+from lazygt.runtime.collectives.meeting import Meeting, Place
+from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import Ends, PeerSocket, Rendezvous
+from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous
+from lazygt.runtime.collectives.store_client import StoreClient
 
 if TYPE_CHECKING:
     from lazygt.runtime.launch.base import GroupSpec
@@ -46,7 +50,8 @@ class AxisGroup:
 
     Attributes:
         size, index: how many ranks there are along it, and which this one is.
-        sockets, shared: what carries small and large values between them.
+        sockets, shared: what carries small and large values between them; large ones go through
+            memory that they share, unless they are on several hosts.
         singles: what carries values to one of them alone; None for this one.
         group: torch's own, of the same ranks; None without NCCL.
     """
@@ -54,8 +59,8 @@ class AxisGroup:
     size: int
     index: int
     sockets: SocketBackend
-    shared: SharedMemoryBackend
-    singles: tuple[PeerSocket | None, ...]
+    shared: SharedMemoryBackend | PeerBackend
+    singles: tuple[Peer | None, ...]
     group: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
@@ -68,7 +73,7 @@ class AxisGroup:
         """Whether tensors travel from this device; else by way of the host's memory."""
         return self.group is not None or device.type == "cpu"
 
-    def single(self, index: int) -> PeerSocket:
+    def single(self, index: int) -> Peer:
         """What carries values to another rank of the axis alone."""
         peer = self.singles[index]
         if peer is None:
@@ -86,7 +91,12 @@ class Group:
     """
 
     def __init__(
-        self, spec: GroupSpec, rank: int, world_size: int, rendezvous: Rendezvous, number: int = 0
+        self,
+        spec: GroupSpec,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous | Meeting,
+        number: int = 0,
     ) -> None:
         self._spec, self._rank, self._world_size, self._rendezvous = (
             spec,
@@ -185,10 +195,15 @@ class Group:
             self._failure = error
 
     def _join_nccl(self) -> None:
-        """Join torch's default group. Its ranks meet in a file that only their user can open."""
+        """Join torch's default group. Its ranks meet in the session's store, or on one host in a
+        file that only their user can open.
+        """
         timeout = timedelta(seconds=self._spec.timeout)
-        meet = rendezvous(self._place(self.number), self._rank, self._world_size)
-        store, _, _ = next(iter(meet))
+        if isinstance(self._rendezvous, Meeting):
+            store: Any = PrefixStore(f"nccl/{self.number}", self._rendezvous.store)
+        else:
+            meet = rendezvous(self._place(self.number), self._rank, self._world_size)
+            store, _, _ = next(iter(meet))
         store.set_timeout(timeout)
         dist.init_process_group(
             NCCL,
@@ -204,10 +219,15 @@ class Group:
         return f"file://{self._spec.directory}/group.{number}"
 
     def _sweep(self) -> None:
-        """Remove the files in which earlier groups met. All ranks have left these; torch removes
-        most of them, not all.
+        """Remove what earlier groups left where they met. All ranks have left these; torch removes
+        most of the files, not all.
         """
-        if self._rank == 0:
+        if self._rank:
+            return
+        if isinstance(self._rendezvous, Meeting):
+            if self.number:
+                self._rendezvous.store.delete_all(f"nccl/{self.number - 1}/")
+        else:
             for number in range(self.number):
                 Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
 
@@ -230,7 +250,7 @@ class Group:
             len(members),
             members.index(self.rank),
             SocketBackend([end and end.small for end in ends]),
-            SharedMemoryBackend([end and end.large for end in ends]),
+            _for_large([end and end.large for end in ends]),
             tuple(end and end.single for end in ends),
             self._torch_group(mesh, axis, members) if self.nccl else None,
         )
@@ -251,6 +271,14 @@ class Group:
         if axis not in self._lines:
             raise LazyGTError(f"the mesh {self._spec.mesh!r} has no axis {axis!r}")
         return self._lines[axis]
+
+
+def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBackend:
+    """Memory that all ranks of an axis share, where all are on one host. All decide alike: where
+    they are not, each has a peer on another.
+    """
+    here = [peer for peer in peers if peer is None or isinstance(peer, PeerSocket)]
+    return SharedMemoryBackend(here) if len(here) == len(peers) else PeerBackend(peers)
 
 
 def keep_apart(rank: int, world_size: int) -> None:
@@ -279,8 +307,17 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
     global _current
     if spec.backend == HOST:
         keep_apart(rank, world_size)
-    meet = Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
-    _current = Group(spec, rank, world_size, meet, number)
+    _current = Group(spec, rank, world_size, _rendezvous(spec, rank, listener), number)
+
+
+def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeting:
+    """Where others find this rank: on its host, or on several."""
+    if not spec.store:
+        return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
+    token = bytes.fromhex(spec.token)
+    store = StoreClient(spec.store, token, spec.timeout)
+    place = Place(spec.host, spec.rendezvous(rank), spec.address, spec.backend)
+    return Meeting(rank, place, listener, store, token, spec.timeout)
 
 
 def _own() -> Group:

@@ -15,28 +15,25 @@ A thread does it, in the order in which the collectives were begun.
 
 from __future__ import annotations
 
-import queue
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
+from lazygt.runtime.collectives.in_turn import InTurn
 from lazygt.runtime.collectives.sockets import PeerSocket
 from lazygt.runtime.shared_memory import ALIGNMENT, Arena
 
 SLOT_BYTES = 4 << 20
 """Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
 
-_CLOSE_SECONDS = 5.0  # what runs ends at once where the sockets are closed
-
 _TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, where the slot lies
 
 Parts = list[torch.Tensor]
 
 
-class SharedMemoryBackend:
+class SharedMemoryBackend(InTurn):
     """This rank's end of an axis. For CPU tensors.
 
     Args:
@@ -47,6 +44,7 @@ class SharedMemoryBackend:
     """
 
     def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
+        super().__init__("lazygt-shared")
         self._peers = tuple(peers)
         self._me = self._peers.index(None)
         self._piece = SLOT_BYTES // len(self._peers) // ALIGNMENT * ALIGNMENT
@@ -55,9 +53,6 @@ class SharedMemoryBackend:
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._offset = 0
         self._round = 0
-        self._begun: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         """See `Backend`."""
@@ -78,43 +73,6 @@ class SharedMemoryBackend:
         parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
         pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
         return self._begin(lambda: self._all_to_all(parts, pieces))
-
-    def close(self) -> None:
-        """Give the memory back, when what runs has ended; the sockets are to be closed before.
-
-        Waits for that, as a process that ends meanwhile would stop the thread within torch's C++,
-        which aborts.
-        """
-        self._failure = self._failure or ConnectionError("this rank has left")
-        self._begun.put(None)
-        if self._thread is None:
-            self._close()
-        else:
-            self._thread.join(_CLOSE_SECONDS)
-
-    # -- the thread --------------------------------------------------------------------------
-
-    def _begin(self, run: Callable[[], None]) -> Work:
-        task = _Task(run)
-        if self._failure is not None:
-            task.end(self._failure)
-            return task
-        self._begun.put(task)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="lazygt-shared", daemon=True)
-            self._thread.start()
-        return task
-
-    def _work(self) -> None:
-        while (task := self._begun.get()) is not None:
-            try:
-                if self._failure is None:
-                    task.run()
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the task
-                self._failure = error
-            task.end(self._failure)
-            del task
-        self._close()
 
     def _close(self) -> None:
         self._slots.clear()
@@ -167,7 +125,7 @@ class SharedMemoryBackend:
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
         count = len(self._peers)
         for piece in buffer.split(self._piece // buffer.itemsize * count):
-            parts = _cut(piece, count)
+            parts = cut(piece, count)
             mine = parts[self._me]
             summands = self._swap(parts, mine)
             made = self._mine()[: mine.nbytes].view(mine.dtype)
@@ -226,26 +184,6 @@ class SharedMemoryBackend:
             start = stop
 
 
-class _Task:
-    """A collective that a `SharedMemoryBackend` does."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-        self._ended = threading.Event()
-        self._failure: BaseException | None = None
-
-    def end(self, failure: BaseException | None) -> None:
-        """Let go who waits."""
-        self._failure = failure
-        self._ended.set()
-
-    def wait(self) -> None:
-        """See `Work`. Ends, since each of the thread's own waits does."""
-        self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
 def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
     """The memory of the other ranks, in their order; this rank's is sent to them."""
     there = [peer for peer in peers if peer is not None]
@@ -255,7 +193,7 @@ def _exchanged(peers: Sequence[PeerSocket | None], fd: int) -> Iterator[Arena]:
         yield Arena.attach(peer.receive_descriptor())
 
 
-def _cut(piece: torch.Tensor, count: int) -> Parts:
+def cut(piece: torch.Tensor, count: int) -> Parts:
     """A piece in as many parts, the last ones perhaps empty."""
     size = -(-piece.numel() // count)
     return [piece[rank * size : (rank + 1) * size] for rank in range(count)]

@@ -1,8 +1,9 @@
 """Sockets between each two ranks that share an axis: UNIX ones, which only their user can reach.
 
-All ranks are on one host: the launchers start them there. Gloo would listen on a TCP port instead,
-where anybody may connect, and hand each message to a thread of its own on either side: for 32 KiB
-between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket takes 11 us.
+They are for ranks on one host; `encrypted` connections lead to others. Gloo would listen on a TCP
+port instead, where anybody may connect, and hand each message to a thread of its own on either
+side: for 32 KiB between two ranks on four cores that took 170 us, and 4 ms in one of ten; a socket
+takes 11 us.
 
 Each message of a socket is read in its turn. A send never waits: what the socket has no room for
 is sent by a thread, so ranks that send to each other cannot get stuck.
@@ -16,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from itertools import product
@@ -29,16 +31,69 @@ _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _TIME = struct.Struct("ll")  # seconds, microseconds
 
 
-class PeerSocket:
-    """Another rank, at the other end of a socket.
+class Peer(ABC):
+    """Another rank, at the other end of a connection that carries bytes in order.
 
     Args:
         timeout: seconds that a message may take to come.
     """
 
+    def __init__(self, rank: int, timeout: float) -> None:
+        self.rank, self._timeout = rank, timeout
+
+    @abstractmethod
+    def send(self, data: memoryview, *, given: bool = False) -> None:
+        """Send bytes. Does not wait; they may be overwritten as soon as this returns.
+
+        Args:
+            given: they never will be: nothing needs to be copied.
+
+        Raises:
+            ConnectionError: the other rank has left.
+        """
+
+    @abstractmethod
+    def receive(self, room: memoryview) -> None:
+        """Fill ``room`` with what the other sent next.
+
+        Raises:
+            ConnectionError: it has left.
+            TimeoutError: nothing came in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave: the other reads what was sent, and then that this rank has left.
+
+        Does not wait: what is still to be sent is sent meanwhile.
+        """
+
+    def send_text(self, text: str) -> None:
+        """Send a text of any length; as ``send``."""
+        data = text.encode()
+        self.send(memoryview(_NUMBER.pack(len(data)) + data))
+
+    def receive_text(self) -> str:
+        """What the other sent with ``send_text``; as ``receive``."""
+        number = bytearray(_NUMBER.size)
+        self.receive(memoryview(number))
+        data = bytearray(*_NUMBER.unpack(number))
+        self.receive(memoryview(data))
+        return data.decode()
+
+    def _left(self) -> ConnectionError:
+        return ConnectionError(f"rank {self.rank} has left: the connection to it is closed")
+
+    def _silent(self) -> TimeoutError:
+        return TimeoutError(f"rank {self.rank} sent nothing for {self._timeout:g} seconds")
+
+
+class PeerSocket(Peer):
+    """Another rank of this host, at the other end of a UNIX socket."""
+
     def __init__(self, end: socket.socket, rank: int, timeout: float) -> None:
-        self.rank = rank
-        self._end, self._timeout = end, timeout
+        super().__init__(rank, timeout)
+        self._end = end
         end.setblocking(True)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
         # the kernel's own timeout: Python's costs a poll a message
@@ -51,14 +106,7 @@ class PeerSocket:
         self._closing = False
 
     def send(self, data: memoryview, *, given: bool = False) -> None:
-        """Send bytes. Does not wait; they may be overwritten as soon as this returns.
-
-        Args:
-            given: they never will be: nothing needs to be copied.
-
-        Raises:
-            ConnectionError: the other rank has left.
-        """
+        """See `Peer`: what the socket has no room for is sent by a thread."""
         if self._failure is not None:
             raise self._left() from self._failure
         done = 0
@@ -73,12 +121,7 @@ class PeerSocket:
             self._later(data[done:] if given else bytes(data[done:]))
 
     def receive(self, room: memoryview) -> None:
-        """Fill ``room`` with what the other sent next.
-
-        Raises:
-            ConnectionError: it has left.
-            TimeoutError: nothing came in time.
-        """
+        """See `Peer`."""
         while len(room):
             try:
                 count = self._end.recv_into(room, 0, socket.MSG_WAITALL)
@@ -89,19 +132,6 @@ class PeerSocket:
             if not count:
                 raise self._left()
             room = room[count:]
-
-    def send_text(self, text: str) -> None:
-        """Send a text of any length; as ``send``."""
-        data = text.encode()
-        self.send(memoryview(_NUMBER.pack(len(data)) + data))
-
-    def receive_text(self) -> str:
-        """What the other sent with ``send_text``; as ``receive``."""
-        number = bytearray(_NUMBER.size)
-        self.receive(memoryview(number))
-        data = bytearray(*_NUMBER.unpack(number))
-        self.receive(memoryview(data))
-        return data.decode()
 
     def send_descriptor(self, fd: int) -> None:
         """Send a file descriptor, before anything else; as ``send``."""
@@ -124,10 +154,7 @@ class PeerSocket:
         return fds[0]
 
     def close(self) -> None:
-        """Leave: the other reads what was sent, and then that this rank has left.
-
-        Does not wait: what is still to be sent is sent by the thread, which then hangs up.
-        """
+        """See `Peer`: the thread hangs up when it has sent what is still to be sent."""
         self._closing = True
         self._late.put(None)
         if self._thread is None or not self._thread.is_alive() or self._queued == self._sent:
@@ -137,12 +164,6 @@ class PeerSocket:
         with suppress(OSError):  # the other has left before
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
-
-    def _left(self) -> ConnectionError:
-        return ConnectionError(f"rank {self.rank} has left: the connection to it is closed")
-
-    def _silent(self) -> TimeoutError:
-        return TimeoutError(f"rank {self.rank} sent nothing for {self._timeout:g} seconds")
 
     def _later(self, data: bytes | memoryview) -> None:
         self._queued += 1
@@ -169,13 +190,13 @@ class Ends(NamedTuple):
 
     Attributes:
         small: carries the collectives of what is small.
-        large: says where in shared memory there is what is large.
+        large: says where in shared memory there is what is large; between hosts it carries that.
         single: carries what goes to that rank alone.
     """
 
-    small: PeerSocket
-    large: PeerSocket
-    single: PeerSocket
+    small: Peer
+    large: Peer
+    single: Peer
 
 
 class Rendezvous:

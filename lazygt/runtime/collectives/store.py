@@ -77,10 +77,10 @@ class Table:
             self._wanted[client] = op, arguments
             return self._look(client, waits=True)
         try:
-            made = _OPS[op](self.values, *arguments)
+            result = _OPS[op](self.values, *arguments)
         except (KeyError, TypeError, ValueError) as error:
             return [self._reply(client, REFUSED, [f"{op!r}: {error}".encode()])]
-        replies = [self._reply(client, ANSWER, [made])]
+        replies = [self._reply(client, ANSWER, [result])]
         if op in (b"set", b"add", b"compare"):
             for waiting in tuple(self._waiting.pop(arguments[0], ())):
                 replies += self._look(waiting)

@@ -11,7 +11,7 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError
@@ -30,12 +30,21 @@ class GroupSpec:
         directory: where they meet; only their user can enter it.
         timeout: seconds that one waits for others.
         mesh: the ranks as a grid, as ``graph.mesh`` reads it; empty: no axes.
+        store: the endpoint of the session's ``StoreServer`` where ranks are on several hosts; empty
+            where all are on this one.
+        host: the id of this worker's host: the same for ranks that can open ``directory``.
+        address: the IP address of the interface at which ranks of other hosts reach this one.
+        token: the secret, as hex, of those who may meet in the store.
     """
 
     backend: str
     directory: str
     timeout: float
     mesh: str = ""
+    store: str = ""
+    host: str = ""
+    address: str = ""
+    token: str = field(default="", repr=False)
 
     def rendezvous(self, rank: int) -> str:
         """Where the socket lies at which other ranks find this one."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from lazygt.runtime.launch.channel import Address, Keys
 from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.mailbox import MailboxFiles
 from lazygt.runtime.shared_memory import Arena
+
+_SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class LinkSpec:
         copier: see `Boot`.
         token: the secret that the workers of a session on several hosts share; None: a new one.
         spares: processes that wait, with torch loaded, to take the rank of one that has died.
+        store, host, address: where there are ranks on other hosts, too; see `GroupSpec`.
         snapshots: whether workers get memory for copies of their values that outlive them.
     """
 
@@ -65,7 +71,10 @@ class LinkSpec:
     snapshots: bool = False
     spares: int = 0
     ranks: tuple[int, ...] | None = None
-    token: bytes | None = None
+    token: bytes | None = field(default=None, repr=False)
+    store: str = ""
+    host: str = ""
+    address: str = ""
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -143,9 +152,11 @@ class StartPlan:
             given["CUDA_VISIBLE_DEVICES"] = visible_gpu(
                 self.spec.here.index(rank), torch.cuda.device_count()
             )
-            # All ranks are on this host: what NCCL listens on for their first meeting is not to be
-            # reached from others. Who connects there must know a number that the ranks share.
-            given.setdefault("NCCL_SOCKET_IFNAME", os.environ.get("NCCL_SOCKET_IFNAME", "=lo"))
+            # NCCL listens for the ranks' first meeting: only where other ranks are. Who connects
+            # there must know a number that the ranks share.
+            interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
+            if interface:
+                given.setdefault("NCCL_SOCKET_IFNAME", interface)
         return given
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
@@ -165,8 +176,38 @@ class StartPlan:
     def _group(self) -> GroupSpec | None:
         if self.spec.world_size == 1:
             return None
-        gpus = torch.cuda.device_count() if self.spec.device == "cuda" else 0
-        backend = backend_for(self.spec.device, self.spec.world_size, gpus)
-        if slow := why_host(self.spec.device, self.spec.world_size, gpus):
+        spec, here = self.spec, len(self.spec.here)
+        gpus = torch.cuda.device_count() if spec.device == "cuda" else 0
+        backend = backend_for(spec.device, here, gpus)
+        if slow := why_host(spec.device, here, gpus):
             warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
-        return GroupSpec(backend, str(self.directory), self.spec.group_timeout, self.spec.mesh)
+        return GroupSpec(
+            backend,
+            str(self.directory),
+            spec.group_timeout,
+            spec.mesh,
+            spec.store,
+            spec.host,
+            spec.address,
+            self.token.hex() if spec.store else "",
+        )
+
+
+def nccl_interface(address: str) -> str:
+    """On which interface NCCL is to listen, as NCCL_SOCKET_IFNAME says it.
+
+    Args:
+        address: the IP address at which other hosts' ranks reach this one; empty: there are none.
+
+    Returns:
+        Empty where that is not known: NCCL then takes the first that leads to other hosts.
+    """
+    if not address:
+        return "=lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                there = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(there[20:24]) == address:
+                    return f"={name}"
+    return ""

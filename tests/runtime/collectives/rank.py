@@ -2,7 +2,7 @@
 
 Every rank draws all ranks' blocks from one seed, so each knows what the others have.
 
-    python rank.py RANK MESH DIRECTORY LISTENER
+    python rank.py RANK MESH DIRECTORY LISTENER [STORE HOST ADDRESS TOKEN]
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from lazygt.graph import collectives
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import shard_bounds
-from lazygt.runtime.collectives import group, ops, shared_backend
+from lazygt.runtime.collectives import group, ops, peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.base import GroupSpec
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
 LARGE = (67, 53)  # many slots of memory
-shared_backend.SLOT_BYTES = 1024
+shared_backend.SLOT_BYTES = peer_backend.PIECE_BYTES = 1024
 SECONDS = 60.0
 
 
@@ -120,7 +120,7 @@ def check_dtypes(axis: str) -> None:
 
 def main() -> None:
     rank, mesh = int(sys.argv[1]), Mesh.parse(sys.argv[2])
-    spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh))
+    spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh), *sys.argv[5:])
     group.join(spec, rank, mesh.world_size, int(sys.argv[4]))
     torch.manual_seed(0)
     for small in (1 << 20, -1):  # all by sockets, then all in shared memory

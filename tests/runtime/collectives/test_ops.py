@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.placement import Replicate, Shard, block_size
 from lazygt.graph.regions import joined, owners, region
 from lazygt.runtime.collectives import group
+from lazygt.runtime.collectives.store import StoreServer
 from lazygt.runtime.launch.channel import listen_local
 
 ROOT = Path(__file__).parents[3]
@@ -27,12 +31,41 @@ SECONDS = 600
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mesh", ["x=2", "x=3", "x=4", "a=2,b=2"])
 def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("rank.py"))
-    world = Mesh.parse(mesh).world_size
-    doors = [listen_local(tmp_path / f"rendezvous{rank}") for rank in range(world)]
+    with_ranks(mesh, tmp_path, [Mesh.parse(mesh).world_size])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("mesh", "hosts"),
+    [("x=2", [1, 1]), ("x=4", [3, 1]), ("a=2,b=2", [2, 2]), ("a=2,b=2", [1, 3])],
+)
+def test_collectives_give_the_same_on_several_hosts(
+    mesh: str, hosts: list[int], tmp_path: Path
+) -> None:
+    """Each host has a directory of its own, and an address on the loopback interface."""
+    token = secrets.token_bytes(32)
+    with closing(StoreServer("127.0.0.1", token)) as store:
+        with_ranks(mesh, tmp_path, hosts, [store.endpoint, token.hex()])
+        assert store.refused == 0
+
+
+def with_ranks(mesh: str, place: Path, hosts: list[int], store: Sequence[str] = ()) -> None:
+    """Run ranks of which each host has so many; all have to say that all is well."""
+    script, world = str(Path(__file__).with_name("rank.py")), sum(hosts)
+    host_of = [host for host, count in enumerate(hosts) for _ in range(count)]
+    directories = [place / f"host{host}" for host in host_of]
+    for directory in set(directories):
+        directory.mkdir()
+    doors = [listen_local(directories[r] / f"rendezvous{r}") for r in range(world)]
+    across = [
+        [store[0], f"host{host}", f"127.0.0.{host + 1}", store[1]] if store else []
+        for host in host_of
+    ]
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), mesh, str(tmp_path), str(rendezvous.fd)],
+            [sys.executable, script, str(rank), mesh, str(directories[rank]), str(rendezvous.fd),
+             *across[rank]],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             pass_fds=[rendezvous.fd],
             stdout=subprocess.PIPE,
@@ -40,7 +73,7 @@ def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
             text=True,
         )
         for rank, rendezvous in enumerate(doors)
-    ]
+    ]  # fmt: skip
     for rendezvous in doors:
         os.close(rendezvous.fd)
     try:

@@ -1,4 +1,6 @@
-"""Sockets between ranks: what is sent arrives in order, a send never waits, an end is seen."""
+"""Connections between ranks, on a host and between hosts: what is sent arrives in order, a send
+never waits, an end is seen.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.collectives.sockets import Ends, PeerSocket, Rendezvous
+from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous
 from lazygt.runtime.launch.channel import listen_local
 from tests.descriptors import descriptors_before, open_descriptors
+from tests.runtime.collectives.encrypted_peers import encrypted
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,13 +23,21 @@ SECONDS = 20.0
 LARGE = 8 << 20  # more than any socket takes without a reader
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[PeerSocket, PeerSocket]]:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    peers = PeerSocket(ends[0], 1, SECONDS), PeerSocket(ends[1], 0, SECONDS)
+Pair = tuple[Peer, Peer]
+
+
+@pytest.fixture(params=["sockets", "encrypted"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Ranks 0 and 1, each as the other sees it: first what is at rank 0's end."""
+    peers = encrypted(SECONDS) if request.param == "encrypted" else connected(SECONDS)
     yield peers
     for peer in peers:
         peer.close()
+
+
+def connected(timeout: float) -> tuple[PeerSocket, PeerSocket]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return PeerSocket(ends[0], 1, timeout), PeerSocket(ends[1], 0, timeout)
 
 
 def received(peer: PeerSocket, nbytes: int) -> bytes:
@@ -36,7 +47,7 @@ def received(peer: PeerSocket, nbytes: int) -> bytes:
 
 
 def test_messages_come_in_the_order_in_which_they_were_sent(
-    pair: tuple[PeerSocket, PeerSocket],
+    pair: Pair,
 ) -> None:
     here, there = pair
     here.send(memoryview(b"abc"))
@@ -48,7 +59,7 @@ def test_messages_come_in_the_order_in_which_they_were_sent(
     assert received(there, 1) == b"d"
 
 
-def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[PeerSocket, PeerSocket]) -> None:
+def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: Pair) -> None:
     here, there = pair
     data = bytearray(os.urandom(LARGE))
     sent = bytes(data)
@@ -63,7 +74,7 @@ def test_a_send_waits_for_no_reader_and_keeps_a_copy(pair: tuple[PeerSocket, Pee
     assert received(there, 5) == b"later"
 
 
-def test_who_has_left_is_named_after_what_it_sent(pair: tuple[PeerSocket, PeerSocket]) -> None:
+def test_who_has_left_is_named_after_what_it_sent(pair: Pair) -> None:
     here, there = pair
     here.send(memoryview(b"last"))
     here.close()
@@ -75,7 +86,7 @@ def test_who_has_left_is_named_after_what_it_sent(pair: tuple[PeerSocket, PeerSo
 
 
 def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(
-    pair: tuple[PeerSocket, PeerSocket],
+    pair: Pair,
 ) -> None:
     here, there = pair
     data = os.urandom(LARGE)
@@ -86,10 +97,8 @@ def test_who_leaves_while_much_is_on_its_way_has_sent_all_of_it(
         received(there, 1)
 
 
-def test_who_leaves_does_not_wait_for_one_who_never_reads(
-    pair: tuple[PeerSocket, PeerSocket],
-) -> None:
-    here, there = pair
+def test_who_leaves_does_not_wait_for_one_who_never_reads() -> None:
+    here, there = connected(SECONDS)
     here.send(memoryview(bytes(LARGE)))
     here.close()
     there.close()
@@ -98,9 +107,9 @@ def test_who_leaves_does_not_wait_for_one_who_never_reads(
     assert not here._thread.is_alive()
 
 
-def test_who_sends_nothing_is_not_waited_for_without_end() -> None:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    here, there = PeerSocket(ends[0], 1, 0.05), PeerSocket(ends[1], 0, SECONDS)
+@pytest.mark.parametrize("make", [connected, encrypted])
+def test_who_sends_nothing_is_not_waited_for_without_end(make: Callable[[float], Pair]) -> None:
+    here, there = make(0.05)
     with pytest.raises(TimeoutError, match=r"rank 1 sent nothing for 0\.05 seconds"):
         received(here, 1)
     for peer in (here, there):
@@ -236,8 +245,8 @@ def test_who_dies_at_the_door_or_talks_nonsense_is_no_rank(doors: Doors, tmp_pat
     leave(met)
 
 
-def test_descriptors_travel(pair: tuple[PeerSocket, PeerSocket]) -> None:
-    here, there = pair
+def test_descriptors_travel() -> None:
+    here, there = connected(SECONDS)
     read, write = os.pipe()
     here.send_descriptor(write)
     mine = there.receive_descriptor()
@@ -249,3 +258,4 @@ def test_descriptors_travel(pair: tuple[PeerSocket, PeerSocket]) -> None:
     here.close()
     with pytest.raises(ConnectionError, match="rank 0 has left"):
         there.receive_descriptor()
+    there.close()

@@ -1,0 +1,224 @@
+"""Connections between two ranks on different hosts: bytes in order, over TCP, with CURVE.
+
+One ZMQ pair a connection. The rank that listens has a seat for each connection that it awaits; its
+key is fresh, and known to those who can read the session's store alone. Others fail in the
+handshake, before they get the seat. ZMQ's own thread sends, encrypts and receives, so that a send
+never waits. A connection that breaks is never made again: what was on its way is not known then.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from lazygt.runtime.collectives.sockets import Peer
+from lazygt.runtime.collectives.store import keep_alive
+from lazygt.runtime.launch.channel import Keys
+
+CHUNK_BYTES = 256 << 10
+"""Of a message of ZMQ's: so much is encrypted while what came before is on its way."""
+
+_COPY_BELOW = 64 << 10  # bytes; pyzmq's way without a copy costs more than it saves for less
+_MOST_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
+_HANDSHAKE_MS = 30_000
+_NEVER_MS = 1 << 29  # six days
+_LEAVES = b""  # a message: nothing follows
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+_Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@cache
+def context() -> _Context:
+    """The context of this process's connections to other ranks; it is never ended, since what
+    those who leave have sent may still be on its way."""
+    shared: _Context = zmq.Context()
+    shared.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+    return shared
+
+
+class EncryptedPeer(Peer):
+    """A rank of another host.
+
+    Args:
+        keys: the listener's, on its own side; of them the other side has the public one.
+        endpoint: where the other listens; None: this rank does.
+        address: the IP address at which it does.
+
+    Attributes:
+        endpoint: where the one that listens does.
+        sent_messages, sent_bytes: so far.
+    """
+
+    def __init__(
+        self, rank: int, timeout: float, keys: Keys, endpoint: str | None = None, address: str = ""
+    ) -> None:
+        super().__init__(rank, timeout)
+        self.sent_messages = self.sent_bytes = 0
+        self._listens = endpoint is None
+        self._socket = _pair(timeout, ipv6=":" in address or "[" in (endpoint or ""))
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
+        #: held for each use of either socket, which is short: nobody waits while holding it
+        self._lock = threading.Lock()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        for fd in (self._socket.FD, self._monitor.FD, self._wakes):
+            self._poller.register(fd, select.POLLIN)
+        self._arrived = memoryview(b"")
+        #: descriptors of the connections there are, strangers' too; and the peer's, once it spoke
+        self._open: set[int] = set()
+        self._peers: int | None = None
+        self._reading = self._ended = self._closed = False
+        try:
+            self.endpoint = _listen(self._socket, address, keys) if endpoint is None else endpoint
+            if endpoint is not None:
+                _connect(self._socket, endpoint, keys.public)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, data: memoryview, *, given: bool = False) -> None:
+        """See `Peer`: ZMQ's thread sends."""
+        with self._lock:
+            if self._ended or self._closed:
+                raise self._left()
+            for start in range(0, len(data), CHUNK_BYTES):
+                piece = data[start : start + CHUNK_BYTES]
+                try:
+                    self._socket.send(
+                        piece, zmq.NOBLOCK, copy=not given or len(piece) < _COPY_BELOW
+                    )
+                except zmq.ZMQError as error:
+                    raise self._left() from error
+                self.sent_messages += 1
+                self.sent_bytes += len(piece)
+            # a send may swallow what the descriptor tells of arrivals
+            if self._reading and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._wake()
+
+    def receive(self, room: memoryview) -> None:
+        """See `Peer`."""
+        done = 0
+        while done < len(room):
+            if not self._arrived and not self.arrives(self._timeout):
+                raise self._silent()
+            count = min(len(self._arrived), len(room) - done)
+            room[done : done + count] = self._arrived[:count]
+            self._arrived = self._arrived[count:]
+            done += count
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the other's next bytes; whether some are there.
+
+        Raises:
+            ConnectionError: it has left.
+        """
+        until = time.monotonic() + seconds
+        while not self._arrived:
+            if self._take():
+                return True
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            if any(fd == self._wakes for fd, _ in self._poller.poll(left * 1000)):
+                with suppress(OSError):  # closed: the next look says so
+                    os.eventfd_read(self._wakes)
+        return True
+
+    def close(self) -> None:
+        """See `Peer`: ZMQ's thread goes on until the timeout at most."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with suppress(zmq.ZMQError):  # it has left before
+                self._socket.send(_LEAVES, zmq.NOBLOCK)
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close()
+            if self._reading:
+                self._wake()
+            else:
+                os.close(self._wakes)
+
+    def _take(self) -> bool:
+        """Take a message, if one is there; else be ready to wait for it."""
+        with self._lock:
+            if self._closed and self._reading:
+                os.close(self._wakes)
+                self._reading = False
+            if self._ended or self._closed:
+                raise self._left()
+            frame = self._received()
+            # the last messages come before the connection's end, and are looked for after it
+            if frame is None and self._is_gone():
+                frame = self._received()
+                self._ended = frame is None
+            if frame is not None:
+                self._ended = not len(frame.buffer)
+                self._arrived = memoryview(frame.buffer)
+            self._reading = frame is None and not self._ended
+            if self._ended:
+                raise self._left()
+            return frame is not None
+
+    def _received(self) -> zmq.Frame | None:
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        if self._peers is None:
+            self._peers = int(frame.get(zmq.SRCFD))
+        return frame
+
+    def _is_gone(self) -> bool:
+        """Whether the connection has ended; strangers' connections at a seat come and go, too."""
+        with suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._open.discard(event["value"])
+                    if not self._listens:
+                        self._peers = event["value"]
+                else:
+                    self._open.add(event["value"])
+        return self._peers is not None and self._peers not in self._open
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakes, 1)
+
+
+def _pair(timeout: float, ipv6: bool) -> zmq.Socket[bytes]:
+    pair = context().socket(zmq.PAIR)
+    pair.setsockopt(zmq.LINGER, round(timeout * 1000))
+    pair.setsockopt(zmq.SNDHWM, 0)
+    pair.setsockopt(zmq.RCVHWM, 0)
+    pair.setsockopt(zmq.IPV6, ipv6)
+    pair.setsockopt(zmq.MAXMSGSIZE, 2 * CHUNK_BYTES)
+    pair.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    pair.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)  # -1 would throw away what is not read yet
+    keep_alive(pair)
+    return pair
+
+
+def _listen(pair: zmq.Socket[bytes], address: str, keys: Keys) -> str:
+    """Where it listens, at a free port."""
+    pair.setsockopt(zmq.CURVE_SERVER, 1)
+    pair.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+    pair.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+    return str(pair.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def _connect(pair: zmq.Socket[bytes], endpoint: str, public: str) -> None:
+    keys = Keys.generate()
+    pair.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    pair.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+    pair.setsockopt_string(zmq.CURVE_SERVERKEY, public)
+    pair.connect(endpoint)

@@ -1,0 +1,83 @@
+"""Collectives done by a thread, in the order in which they were begun."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from lazygt.runtime.collectives.backends import Work
+
+_CLOSE_SECONDS = 5.0  # what runs ends at once where the connections are closed
+
+
+class InTurn:
+    """Does what it is given on a thread of its own; after a failure, nothing more.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def close(self) -> None:
+        """Give everything back when what runs has ended; connections are to be closed before.
+
+        Waits for that, as a process that ends meanwhile would stop the thread within torch's C++,
+        which aborts.
+        """
+        self._failure = self._failure or ConnectionError("this rank has left")
+        self._begun.put(None)
+        if self._thread is None:
+            self._close()
+        else:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _begin(self, run: Callable[[], None]) -> Work:
+        task = _Task(run)
+        if self._failure is not None:
+            task.end(self._failure)
+            return task
+        self._begun.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        return task
+
+    def _work(self) -> None:
+        while (task := self._begun.get()) is not None:
+            try:
+                if self._failure is None:
+                    task.run()
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the task
+                self._failure = error
+            task.end(self._failure)
+            del task
+        self._close()
+
+    def _close(self) -> None:
+        """Give everything back: nothing runs any more."""
+
+
+class _Task:
+    """A collective that the thread does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None) -> None:
+        """Let go who waits."""
+        self._failure = failure
+        self._ended.set()
+
+    def wait(self) -> None:
+        """See `Work`. Ends, since each of the thread's own waits does."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
