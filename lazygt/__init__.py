@@ -18,15 +18,21 @@ from lazygt.errors import (
     CollectiveMismatch,
     ConnectionLost,
     ExecutionError,
+    GangTooLarge,
     GatherWarning,
     GraphError,
     IdleWarning,
     LazyGTError,
     MachineError,
     NoSession,
+    OverQuota,
     PipelineWarning,
+    PoolDraining,
+    PoolError,
+    PoolFull,
     ProtocolError,
     SecurityError,
+    SessionEnded,
     VersionMismatch,
     WorkerDied,
     WorkerFrozen,
@@ -43,6 +49,7 @@ _WHERE = {
     "FSDPModule": "lazygt.parallel.fsdp_module",
     "LazyTensor": "lazygt.record.tensor",
     "ParallelStyle": "lazygt.parallel.styles",
+    "Pool": "lazygt.pool.client",
     "Partial": "torch.distributed.tensor",
     "PrepareModuleInput": "lazygt.parallel.styles",
     "PrepareModuleInputOutput": "lazygt.parallel.styles",
@@ -104,6 +111,7 @@ if TYPE_CHECKING:
     from lazygt.observe.picture import render, to_networkx
     from lazygt.observe.timeline import profile
     from lazygt.observe.why import why
+    from lazygt.pool.client import Pool
     from lazygt.record.tensor import Viewer as _Viewer
     from lazygt.simulation.program import simulate
     from lazygt.sweeps.program import sweep
@@ -155,6 +163,7 @@ __all__ = [
     "ConnectionLost",
     "ExecutionError",
     "FSDPModule",
+    "GangTooLarge",
     "GatherWarning",
     "GraphError",
     "IdleWarning",
@@ -162,9 +171,14 @@ __all__ = [
     "LazyTensor",
     "MachineError",
     "NoSession",
+    "OverQuota",
     "ParallelStyle",
     "Partial",
     "PipelineWarning",
+    "Pool",
+    "PoolDraining",
+    "PoolError",
+    "PoolFull",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -174,6 +188,7 @@ __all__ = [
     "SecurityError",
     "SequenceParallel",
     "Session",
+    "SessionEnded",
     "Shard",
     "VersionMismatch",
     "VocabParallel",

@@ -169,6 +169,14 @@ class Config:
         "snapshot_cost allows",
         _interval,
     )
+    on: str | None = _setting(
+        None, "a pool whose workers to use, tcp://HOST:PORT, of `lazygt serve`", str
+    )
+    key: str | None = _setting(None, "this client's key file for that pool", str)
+    detach: bool = _setting(
+        False, "in a pool, what was shipped goes on when the client has left", _flag
+    )
+    grace: float = _setting(30.0, "seconds for which the connection to a pool may be dead", float)
     keep_stages: bool = _setting(False, "keep each graph as recorded and after every pass", _flag)
     check_passes: bool = _setting(False, "verify each graph after every pass", _flag)
     plan_code: str = _setting(
@@ -233,7 +241,7 @@ class Config:
                 values[name] = given[name]
             elif text:
                 values[name] = _parse(name, text, f.metadata["parse"])
-        for name in ("checkpoint", "machine"):
+        for name in ("checkpoint", "machine", "key"):
             if name in values:
                 values[name] = os.fspath(values[name])
         if values.get("mesh"):
@@ -277,6 +285,7 @@ class Config:
                 f"time, above 0 and at most 1"
             )
         self._check_checkpoint()
+        self._check_pool()
         if self.plan_code not in {"auto", "native", "python"}:
             raise ValueError(
                 f"lazygt.session(plan_code={self.plan_code!r}): expected 'auto', 'native' or "
@@ -289,6 +298,30 @@ class Config:
             )
         if self.device not in {"auto", "cpu", "cuda"}:
             raise ValueError(f"lazygt.session(device={self.device!r}): expected auto, cpu or cuda")
+
+    def _check_pool(self) -> None:
+        if self.on is None:
+            if self.key is not None or self.detach:
+                name = "detach" if self.detach else "key"
+                raise ValueError(
+                    f"lazygt.session({name}={getattr(self, name)!r}): it is for a session in a "
+                    f"pool; say where that listens with on='tcp://HOST:PORT'"
+                )
+            return
+        if re.fullmatch(r"tcp://.+:\d{1,5}", self.on) is None:
+            raise ValueError(f"lazygt.session(on={self.on!r}): expected 'tcp://HOST:PORT'")
+        if self.key is None:
+            raise ValueError(
+                f"lazygt.session(on={self.on!r}) needs key=FILE: whoever runs the pool makes one "
+                f"with `lazygt keys new`"
+            )
+        if self.launcher != "process" or self.transport != "ipc" or self.spares:
+            raise ValueError(
+                f"lazygt.session(on={self.on!r}): leave launcher=, transport= and spares= out: "
+                f"the pool starts its workers as it does"
+            )
+        if not self.grace >= 0:
+            raise ValueError(f"lazygt.session(grace={self.grace!r}): expected seconds, at least 0")
 
     def _check_checkpoint(self) -> None:
         every = self.checkpoint_every

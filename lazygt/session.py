@@ -39,6 +39,7 @@ from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import Console
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
+from lazygt.runtime.launch.link import Link
 from lazygt.runtime.launch.opening import device_type, open_link
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
@@ -74,7 +75,7 @@ class Session:
         #: by whose costs plans are made
         self.machine = _machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
-        self._link = open_link(config, self.mesh, COPIER)
+        self._link = _open(config, self.mesh)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
         recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
@@ -239,6 +240,28 @@ class Session:
     def checkpoints(self) -> list[CheckpointRecord]:
         """The checkpoints that were written, oldest first."""
         return [] if self._checkpoints is None else list(self._checkpoints.records)
+
+    def publish(
+        self, name: str, value: torch.Tensor | Mapping[str, torch.Tensor], *, shared: bool = False
+    ) -> None:
+        """Keep a value in the pool of this session under a name, for later clients with this key;
+        see ``lazygt.Pool.publish``. A sync point.
+
+        Raises:
+            ValueError: the session is in no pool.
+            OverQuota: this key may not have so many bytes there.
+            TypeError: it is neither a tensor nor a mapping of names to tensors.
+        """
+        self._check_used()
+        if self.config.on is None or self.config.key is None:
+            raise ValueError(
+                "publish() is for a session in a pool: lazygt.session(on='tcp://HOST:PORT', ...)"
+            )
+        # why: only sessions in a pool need it
+        from lazygt.pool.client import Pool
+
+        with Pool(self.config.on, self.config.key) as pool:
+            pool.publish(name, value, shared=shared)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
         """Have the values of handles computed; where they are now.
@@ -460,6 +483,16 @@ class Session:
             f"{sum(history.flushes.values())} flushes, {history.plans_built} plans, "
             f"{history.plan_hits} hits>"
         )
+
+
+def _open(config: Config, mesh: Mesh) -> Link:
+    """The link to the workers: new ones of this machine, or a pool's."""
+    if config.on is None:
+        return open_link(config, mesh, COPIER)
+    # why: it loads sockets and keys, which only sessions in a pool need
+    from lazygt.pool.link import PoolLink
+
+    return PoolLink(config, mesh, COPIER)
 
 
 def _machine(config: Config) -> Machine:

@@ -14,14 +14,16 @@ from lazygt.cli.comm import comm
 from lazygt.cli.dump import diff, dump
 from lazygt.cli.log import log
 from lazygt.cli.plan_serving import plan_serving
+from lazygt.cli.pool import app as pool
 from lazygt.cli.script import SETTINGS, ScriptCommand
+from lazygt.cli.serve import serve
 from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.simulate import simulate
 from lazygt.cli.sweep import sweep
 from lazygt.cli.viz import viz
 from lazygt.record.context import current_session
 
-PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving)
+PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving, serve)
 WITH_SCRIPT = (dump, explain, profile, simulate, sweep, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -29,6 +31,7 @@ for _plain in PLAIN:
     app.command()(_plain)
 for _with_script in WITH_SCRIPT:
     app.command(cls=ScriptCommand, context_settings=SETTINGS)(_with_script)
+app.add_typer(pool, name="pool")
 
 
 @app.callback()

@@ -50,8 +50,8 @@ class Rules:
         workers: places.
         at_once: workers that may run at the same time.
         queue: sessions that may wait for places.
-        grace: the longest time, in seconds, that a session may outlive its connection.
-        expiry: seconds that a detached session lives without one.
+        grace: the longest time, in seconds, for which a session's connection may be dead.
+        expiry: seconds that a detached session lives without its client.
         quotas: by client; those who are not here have ``quota``.
     """
 
@@ -77,8 +77,8 @@ class Asked:
 
     Attributes:
         cores: torch threads of its workers together.
-        grace: seconds that it is to outlive its connection.
-        detach: it is to outlive it until somebody ends it, or it expires.
+        grace: seconds for which its connection may be dead.
+        detach: it is to outlive its client until somebody ends it, or it expires.
     """
 
     session: str
@@ -123,9 +123,14 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The connection of a session is lost."""
+    """A session's client is not there.
+
+    Attributes:
+        for_good: its process has ended, or it has left: it will not come back.
+    """
 
     session: str
+    for_good: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +255,8 @@ class Policy:
                 return self._ran(session, seconds, now)
             case Used(sessions, published):
                 return self._weigh(sessions, published, now)
-            case ClientGone(session):
-                return self._gone(session, now)
+            case ClientGone(session, for_good):
+                return self._gone(session, for_good, now)
             case ClientBack(session):
                 self._back(session)
             case Drain():
@@ -295,7 +300,7 @@ class Policy:
             return PoolDraining()
         if not 1 <= asked.workers <= self.rules.workers:
             return GangTooLarge(asked.workers, self.rules.workers)
-        quota, theirs = self.rules.of(asked.client), self._of(asked.client)
+        quota, theirs = self.rules.of(asked.client), self.of(asked.client)
         counts = (
             ("sessions", quota.sessions, 1, len(theirs)),
             ("workers", quota.workers, asked.workers, sum(x.asked.workers for x in theirs)),
@@ -306,7 +311,8 @@ class Policy:
                 return OverQuota(what, wanted, used, limit)
         return None
 
-    def _of(self, client: str) -> list[Lease]:
+    def of(self, client: str) -> list[Lease]:
+        """A client's sessions."""
         return [lease for lease in self.leases.values() if lease.asked.client == client]
 
     def _admit(self, now: float) -> list[Instruction]:
@@ -363,15 +369,15 @@ class Policy:
         lease.run_seconds += seconds * lease.asked.workers
         return [*self.turns.charge(session, seconds, now)]
 
-    def _gone(self, session: str, now: float) -> list[Instruction]:
+    def _gone(self, session: str, for_good: bool, now: float) -> list[Instruction]:
         lease = self.leases.get(session)
         if lease is None:
             return []
-        if not lease.places:
+        asked, rules = lease.asked, self.rules
+        if for_good and not lease.places:
             return self._release(session, now)
-        asked = lease.asked
-        rules = self.rules
-        lease.expires = now + (rules.expiry if asked.detach else min(asked.grace, rules.grace))
+        grace = 0.0 if for_good else min(asked.grace, rules.grace)
+        lease.expires = now + (rules.expiry if asked.detach and lease.places else grace)
         return self._tick(now)
 
     def _back(self, session: str) -> None:
@@ -408,7 +414,7 @@ class Policy:
         steps: list[Instruction] = []
         for client in {lease.asked.client for lease in self.leases.values()}:
             limit = self.rules.of(client).memory
-            theirs = [lease for lease in self._of(client) if lease.places and not lease.ending]
+            theirs = [lease for lease in self.of(client) if lease.places and not lease.ending]
             used = sum(lease.memory for lease in theirs) + published.get(client, 0)
             if limit is None or used <= limit or not theirs:
                 continue

@@ -28,6 +28,7 @@ DOCUMENTS = [
             "transfer",
             "recovery",
             "serving",
+            "pool",
         )
     ),
 ]

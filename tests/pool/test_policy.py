@@ -171,10 +171,11 @@ def test_no_grace_is_longer_than_the_pools():
     assert pool.seconds_to_next(0.0) == 3.0
 
 
-def test_without_grace_a_session_ends_with_its_connection():
+@pytest.mark.parametrize(("grace", "for_good"), [(0.0, False), (60.0, True)])
+def test_without_grace_or_without_its_client_a_session_ends_at_once(grace, for_good):
     pool = policy(1)
-    ask(pool, "a")
-    (end,) = pool.handle(ClientGone("a"), 0.0)
+    ask(pool, "a", grace=grace)
+    (end,) = pool.handle(ClientGone("a", for_good), 0.0)
     assert isinstance(end, End)
 
 
@@ -182,7 +183,7 @@ def test_a_detached_session_lives_until_it_is_evicted_or_expires():
     pool = policy(2, expiry=1000.0)
     for session in ("a", "b"):
         ask(pool, session, grace=1.0, detach=True)
-        pool.handle(ClientGone(session), 0.0)
+        pool.handle(ClientGone(session, for_good=True), 0.0)
     assert pool.handle(Tick(), 999.0) == []
     (end,) = pool.handle(Evict("a"), 999.0)
     assert "evict" in str(end.error)
@@ -194,7 +195,7 @@ def test_who_waits_and_goes_leaves_the_queue():
     pool = policy(1)
     for session in ("a", "b", "c"):
         ask(pool, session)
-    assert pool.handle(ClientGone("b"), 1.0) == []
+    assert pool.handle(ClientGone("b", for_good=True), 1.0) == []
     assert pool.queue == ["c"]
     (refused,) = pool.handle(Evict("c"), 1.0)
     assert isinstance(refused, Refuse)
@@ -248,7 +249,7 @@ EVENTS = st.one_of(
     st.builds(Released, st.sampled_from(SESSIONS)),
     st.builds(Load, st.sampled_from(SESSIONS), st.integers(0, 2), st.integers(0, 2)),
     st.builds(Ran, st.sampled_from(SESSIONS), SECONDS),
-    st.builds(ClientGone, st.sampled_from(SESSIONS)),
+    st.builds(ClientGone, st.sampled_from(SESSIONS), st.booleans()),
     st.builds(ClientBack, st.sampled_from(SESSIONS)),
     st.builds(Evict, st.sampled_from(SESSIONS)),
     st.just(Tick()),
@@ -268,7 +269,10 @@ class Model:
     def handle(self, event, now):
         if isinstance(event, Asked) and event.session not in self.asked:
             self.asked[event.session] = event
-        if isinstance(event, Released):
+        waits = getattr(event, "session", None) in set(self.asked) - set(self.places)
+        if isinstance(event, Released) or (
+            isinstance(event, ClientGone) and event.for_good and waits
+        ):
             self.forget(event.session)
         for step in self.pool.handle(event, now):
             self.follow(step, event)

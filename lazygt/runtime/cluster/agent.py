@@ -55,8 +55,13 @@ Say = Callable[[Part, Sequence[Frame]], None]
 class Connected(Protocol):
     """What an agent asks of its connection."""
 
-    fd: int
-    closed: str | None
+    @property
+    def fd(self) -> int:
+        """Readable when something has come."""
+
+    @property
+    def closed(self) -> str | None:
+        """Why no message will come any more; None while one may."""
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message. Does not wait."""
@@ -64,7 +69,7 @@ class Connected(Protocol):
     def take(self) -> list[memoryview] | None:
         """The next message, if there is one."""
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str = "done") -> None:
         """Say goodbye, and why."""
 
 

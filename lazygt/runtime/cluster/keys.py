@@ -176,8 +176,16 @@ class Keyring:
         except FileNotFoundError:  # it was revoked just now
             return None
 
-    def new(self, name: str, endpoint: str = "") -> KeyFile:
+    def administrates(self, name: str) -> bool:
+        """Whether the client of this name may administer the pool."""
+        path = self._files().get(name)
+        return path is not None and _read_fields(path).get("administrates") == "yes"
+
+    def new(self, name: str, endpoint: str = "", administrates: bool = False) -> KeyFile:
         """Make and allow a key. The secret half is in what is returned, and nowhere else.
+
+        Args:
+            administrates: whoever has it may see, drain and evict.
 
         Raises:
             ValueError: there is a client of that name, or it is no name.
@@ -190,6 +198,8 @@ class Keyring:
             raise ValueError(f"{name} has a key: revoke that one first, or choose another name")
         keys = Keys.generate()
         fields = {"name": name, "public": keys.public}
+        if administrates:
+            fields["administrates"] = "yes"
         _write_private(self._file_of(keys.public), "# a client that is allowed", fields)
         return KeyFile(name, keys.public, keys.secret, self.server.public, endpoint)
 

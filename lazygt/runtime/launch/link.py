@@ -22,10 +22,13 @@ class Link(Protocol):
     """Messages to and from a set of workers."""
 
     world_size: int
-    pids: tuple[int, ...]
     upload: Arena | None
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by rank, each on its own host."""
 
     @property
     def healthy(self) -> bool:

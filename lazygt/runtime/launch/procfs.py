@@ -35,8 +35,19 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
+def parent(pid: int) -> int:
+    """The process id of its parent; 0 once it has gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
 def resident(pid: int, what: str = "VmRSS") -> int:
-    """Bytes of a process in memory: ``VmRSS`` now, ``VmHWM`` at most; 0 once it has gone."""
+    """Bytes of a process in memory; 0 once it has gone.
+
+    Args:
+        what: ``VmRSS``: now; ``VmHWM``: at most; ``RssAnon``, ``RssShmem``: now, of its own and of
+            shared memory.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,0 +1,106 @@
+"""``lazygt pool``: how a pool is doing, and who is to leave it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lazygt.cli.script import fail
+from lazygt.errors import LazyGTError
+from lazygt.pool.client import Pool
+from lazygt.pool.serve import server_key
+from lazygt.printed import plain_table
+from lazygt.runtime.cluster.keys import Keyring
+
+app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
+
+On = Annotated[str, typer.Argument(help="where it listens: tcp://HOST:PORT")]
+Key = Annotated[Path | None, typer.Option(help="a key file of `lazygt keys new --admin`")]
+Keys = Annotated[Path | None, typer.Option(help="or the pool's own folder of keys")]
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    on: On,
+    key: Key = None,
+    keys: Keys = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
+) -> None:
+    """Say who has workers of a pool, who waits, and what each has used."""
+    with _pool(context, on, key, keys) as pool:
+        told = pool.status()
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    console = Console()
+    if not console.is_terminal:  # whole lines into a file or pipe
+        console.width = 140
+    _show(console, told)
+
+
+@app.command()
+def drain(context: typer.Context, on: On, key: Key = None, keys: Keys = None) -> None:
+    """Have a pool admit nobody any more. It ends when its last session has."""
+    with _pool(context, on, key, keys) as pool:
+        pool.drain()
+    typer.echo("it admits nobody any more, and ends with its last session")
+
+
+@app.command()
+def evict(
+    context: typer.Context,
+    on: On,
+    session: Annotated[str, typer.Argument(help="its name, as `lazygt pool status` says")],
+    key: Key = None,
+    keys: Keys = None,
+) -> None:
+    """End a session: its workers at once, and its client is told."""
+    with _pool(context, on, key, keys) as pool:
+        try:
+            pool.evict(session)
+        except LazyGTError as error:
+            fail(context, str(error))
+    typer.echo(f"{session} is ended")
+
+
+def _pool(context: typer.Context, on: str, key: Path | None, keys: Path | None) -> Pool:
+    if (key is None) == (keys is None):
+        fail(context, "say who you are with --key FILE, or with --keys FOLDER where the pool runs")
+    try:
+        return Pool(on, key or server_key(Keyring(keys or Path())))
+    except LazyGTError as error:
+        fail(context, str(error))
+
+
+def _show(console: Console, told: Mapping[str, Any]) -> None:
+    workers, free = told["workers"], told["free"]
+    draining = "; it is being drained" if told["draining"] else ""
+    typer.echo(
+        f"{workers - free} of {workers} workers are taken, {told['at_once']} run at once{draining}"
+    )
+    if told["sessions"]:
+        table = plain_table(
+            "session", "key", "state", ">workers", ">run-seconds", ">MiB", ">for s", "ends in s"
+        )
+        for row in told["sessions"]:
+            waits = row["before"]
+            state = row["state"] if waits is None else f"waits, {waits} before"
+            ends = "" if row["expires_in"] is None else f"{row['expires_in']:.0f}"
+            table.add_row(
+                row["session"], row["client"], state, str(row["workers"]),
+                f"{row['run_seconds']:,.1f}", f"{row['memory'] / 2**20:,.0f}",
+                f"{row['seconds']:,.0f}", ends,
+            )  # fmt: skip
+        console.print(table)
+    if told["published"]:
+        table = plain_table("published", "key", ">bytes", "for")
+        for row in told["published"]:
+            whom = "all keys" if row["shared"] else "its key"
+            table.add_row(row["name"], row["client"], f"{row['bytes']:,}", whom)
+        console.print(table)

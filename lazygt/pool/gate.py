@@ -1,0 +1,168 @@
+"""The gate of a session: a connection as its agent sees it, where runs wait for their turn.
+
+Nothing is looked into but what says that a message is a run or the answer to one, and which.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgpack
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.cluster.agent import Connected
+from lazygt.runtime.cluster.protocol import Closed, Died, Opened, Said, Tell, read
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.messages import Done, Run
+from lazygt.runtime.wire import Buffer
+
+#: Run-seconds, running, held: since it was last told.
+Told = Callable[[float, int, int], None]
+
+
+class Gate:
+    """Passes on what a client sends, and counts what its workers answer; see ``Connected``.
+
+    ``send`` is called from the threads of the session's parts, all else from the gateway's.
+
+    Args:
+        connection: to the client.
+        may_pass: whether the next run may go on, when so many are with the workers.
+        changed: called when something was answered, perhaps on another thread.
+    """
+
+    def __init__(
+        self,
+        connection: Connected,
+        may_pass: Callable[[int], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        self.fd = connection.fd
+        self._connection, self._may_pass, self._changed = connection, may_pass, changed
+        self._waiting: deque[list[memoryview]] = deque()
+        self._lock = threading.Lock()
+        #: run -> workers that have not answered it
+        self._running: dict[int, int] = {}
+        #: the last run that has gone on; what else it says to other workers goes on, too
+        self._last = 0
+        self._busy_since = 0.0
+        self._seconds = 0.0
+        #: of the workers, by part
+        self.pids: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def closed(self) -> str | None:
+        """Why the connection has ended, or None."""
+        return self._connection.closed
+
+    def close(self, reason: str = "done") -> None:
+        """Nothing: the connection is the gateway's."""
+
+    def put(self, frames: list[memoryview]) -> None:
+        """A message from the client, for the agent."""
+        self._waiting.append(frames)
+
+    def take(self) -> list[memoryview] | None:
+        """The next message that may go on, if there is one."""
+        if not self._waiting:
+            return None
+        frames = self._waiting[0]
+        told = run_told(frames)
+        if told is not None and not self._pass(*told):
+            return None
+        return self._waiting.popleft()
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """A message to the client."""
+        header = bytes(frames[0])
+        if Said.begins(header):
+            if Done.begins(frames[1]):
+                self._answered(sequence_number(frames[1]))
+        elif Opened.begins(header):
+            opened = read([header], (Opened,))
+            assert isinstance(opened, Opened)
+            self.pids[opened.part] = tuple(opened.pids)
+        elif Died.begins(header) or Closed.begins(header):
+            self._forget()
+        self._connection.send(frames)
+
+    def load(self) -> tuple[float, int, int]:
+        """Seconds that runs have taken since this was last asked; runs with the workers; runs that
+        wait."""
+        now = time.monotonic()
+        with self._lock:
+            self._count(now)
+            seconds, self._seconds = self._seconds, 0.0
+            running = len(self._running)
+        held = sum(run_told(frames) is not None for frames in self._waiting)
+        return seconds, running, held
+
+    def _pass(self, number: int, workers: int) -> bool:
+        with self._lock:
+            running = len(self._running)
+        if number > self._last and not self._may_pass(running):
+            return False
+        with self._lock:
+            self._count(time.monotonic())
+            self._last = max(self._last, number)
+            self._running[number] = self._running.get(number, 0) + workers
+        return True
+
+    def _answered(self, number: int) -> None:
+        with self._lock:
+            self._count(time.monotonic())
+            left = self._running.get(number, 0) - 1
+            if left > 0:
+                self._running[number] = left
+            else:
+                self._running.pop(number, None)
+        self._changed()
+
+    def _forget(self) -> None:
+        """What the workers were to answer may never come."""
+        with self._lock:
+            self._count(time.monotonic())
+            self._running.clear()
+        self._changed()
+
+    def _count(self, now: float) -> None:
+        """Count the time until now, if something ran."""
+        if self._running:
+            self._seconds += now - self._busy_since
+        self._busy_since = now
+
+
+def run_told(frames: Sequence[Buffer]) -> tuple[int, int] | None:
+    """The number of the run that a message to an agent is about, and for how many workers; None:
+    it is about something else.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    if len(frames) < 2 or not Tell.begins(frames[0]) or not Run.begins(frames[1]):
+        return None
+    told = read(frames, (Tell,))
+    assert isinstance(told, Tell)
+    return sequence_number(frames[1]), len(told.workers)
+
+
+def sequence_number(header: Buffer) -> int:
+    """The number of a run, in the header of its message or of the answer to it.
+
+    Raises:
+        ProtocolError: there is none.
+    """
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(bytes(header[:32]))
+    try:
+        unpacker.read_array_header()
+        unpacker.skip()
+        number = unpacker.unpack()
+    except Exception as error:  # msgpack raises many types for bad bytes
+        raise ProtocolError(f"a run without a number: {error}") from error
+    if type(number) is not int or number < 0:
+        raise ProtocolError(f"a run of number {number!r}")
+    return number

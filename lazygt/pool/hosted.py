@@ -1,0 +1,141 @@
+"""A session that a pool hosts: its client's connection, its gate, and the agent of its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lazygt.errors import PoolError
+from lazygt.pool.gate import Gate
+from lazygt.runtime.cluster.agent import Agent, Connected
+from lazygt.runtime.launch import procfs
+from lazygt.runtime.launch.base import WORKER_FACTORY
+from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
+from lazygt.runtime.launch.start_plan import LinkSpec
+
+#: What may make the copier of a worker; see ``session.COPIER``.
+_COPIERS = frozenset({"", "lazygt.transfer.copier:copier_for"})
+#: Variables that a client may set in its workers' environment.
+_VARIABLES = frozenset({
+    "LAZYGT_MAX_PLANS", "LAZYGT_MAX_PLAN_BYTES", "LAZYGT_SHM_THRESHOLD", "LAZYGT_PLAN_CODE",
+    "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
+})  # fmt: skip
+_LARGEST_ARENA = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a session's workers may be, whatever its client says.
+
+    Attributes:
+        threads: of each worker.
+        device: ``cpu`` or ``cuda``.
+        cache: where the compiled code of this client lies: nobody else's is run for it.
+    """
+
+    workers: int
+    threads: int
+    device: str
+    cache: str
+
+    def apply(self, spec: LinkSpec) -> LinkSpec:
+        """What the workers will be.
+
+        Raises:
+            PoolError: the client asks for what is not its to ask.
+        """
+        if len(spec.here) != self.workers or spec.world_size != self.workers:
+            raise PoolError(
+                f"{self.workers} worker(s) were granted, not {len(spec.here)} of {spec.world_size}"
+            )
+        if spec.factory != WORKER_FACTORY or spec.copier not in _COPIERS or not spec.loads_torch:
+            raise PoolError("a pool starts lazygt's own workers only")
+        if spec.transport != "ipc":
+            raise PoolError(f"transport={spec.transport!r} is not the client's choice in a pool")
+        if not 0 <= spec.arena_bytes <= _LARGEST_ARENA:
+            raise PoolError(f"an arena of {spec.arena_bytes} bytes")
+        if not 0 < spec.max_message <= MAX_MESSAGE_BYTES:
+            raise PoolError(f"messages of {spec.max_message} bytes")
+        return replace(
+            spec,
+            threads=self.threads,
+            device=self.device,
+            spares=0,
+            ranks=None,
+            token=None,
+            fetches_by_memory=False,
+            environment=self._environment(spec.environment),
+        )
+
+    def _environment(self, asked: Mapping[str, str]) -> dict[str, str]:
+        kept = {name: asked[name] for name in asked.keys() & _VARIABLES}
+        return {**kept, "LAZYGT_CACHE_DIR": self.cache}
+
+
+class Hosted:
+    """A session with workers.
+
+    Args:
+        may_pass, changed: see `Gate`.
+    """
+
+    def __init__(
+        self,
+        connection: Connected,
+        terms: Terms,
+        may_pass: Callable[[int], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        self.gate = Gate(connection, may_pass, changed)
+        self._terms = terms
+        self._opened = False
+        self.agent = Agent(self.gate, self._check)
+        self.ending = False
+
+    def _check(self, spec: LinkSpec) -> LinkSpec:
+        if self._opened:
+            raise PoolError("the workers of this session have been started already")
+        allowed = self._terms.apply(spec)
+        self._opened = True
+        return allowed
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its workers."""
+        return tuple(pid for part in self.gate.pids.values() for pid in part)
+
+    def memory(self) -> int:
+        """Bytes that its workers hold: their own, and shared ones; code and files do not count."""
+        return sum(
+            procfs.resident(pid, "RssAnon") + procfs.resident(pid, "RssShmem") for pid in self.pids
+        )
+
+    def end(self, ended: Callable[[], None], kill: bool) -> None:
+        """End its workers, on a thread of its own.
+
+        Args:
+            ended: called there once they are gone.
+            kill: at once, whatever they do.
+        """
+
+        def act() -> None:
+            if kill:
+                self._kill()
+            try:
+                self.agent.close()
+            finally:
+                ended()
+
+        self.ending = True
+        threading.Thread(target=act, name="lazygt-pool-end", daemon=True).start()
+
+    def _kill(self) -> None:
+        for pid in self.pids:
+            # Ours, and not reaped, so nobody else can have its number.
+            if procfs.parent(pid) == os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,152 @@
+"""What goes between a pool and its clients, beside what a session's client and its agent say.
+
+Tags begin at 32, so that one look at a header tells the two apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lazygt import errors
+from lazygt.errors import PoolError
+from lazygt.graph.meta import TensorMeta
+from lazygt.runtime.wire import Buffer, Count, Part
+
+_FIRST_TAG = 32
+
+# -- to a pool -------------------------------------------------------------------------------
+
+
+class Ask(Part, tag=32):
+    """A session is wanted.
+
+    Attributes:
+        cores: torch threads of all workers together; 0: one a worker.
+        grace, detach: see ``policy.Asked``.
+    """
+
+    workers: Count
+    cores: Count
+    grace: float
+    detach: bool
+
+
+class Leave(Part, tag=33):
+    """The session's client is done; answered by ``Ok`` when its workers have ended."""
+
+
+class Publish(Part, tag=34):
+    """A value is to be kept; answered by ``Ok`` before and after its ``Piece``s.
+
+    Attributes:
+        rows: name and meta of each tensor, whose bytes follow one another; "": it is a tensor.
+        shared: other clients may fetch it.
+    """
+
+    name: str
+    rows: tuple[tuple[str, TensorMeta], ...]
+    shared: bool = False
+
+
+class Piece(Part, tag=35):
+    """The frame that follows is the next bytes of a value, either way."""
+
+
+class Fetch(Part, tag=36):
+    """Answered by ``Value`` and its pieces."""
+
+    name: str
+
+
+class Names(Part, tag=37):
+    """Answered by ``Listed``."""
+
+
+class Forget(Part, tag=38):
+    """A published value is not needed any more; answered by ``Ok``."""
+
+    name: str
+
+
+class Status(Part, tag=39):
+    """Answered by ``Report``; for administrators."""
+
+
+class DrainAll(Part, tag=40):
+    """Admit nobody any more; answered by ``Ok``; for administrators."""
+
+
+class EvictOne(Part, tag=41):
+    """End a session; answered by ``Ok``; for administrators."""
+
+    session: str
+
+
+# -- to a client -----------------------------------------------------------------------------
+
+
+class Waits(Part, tag=48):
+    """A session waits; so many are before it."""
+
+    ahead: Count
+
+
+class Admitted(Part, tag=49):
+    """A session has workers: from now on its client speaks with an agent."""
+
+    session: str
+
+
+class Failed(Part, tag=50):
+    """What was asked can't be, or a session has ended: an error, and what it is made of."""
+
+    kind: str
+    given: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, error: PoolError) -> Failed:
+        """An error, to travel."""
+        return cls(type(error).__name__, tuple(error.given))
+
+    def error(self) -> PoolError:
+        """The error again."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, PoolError)):
+            return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
+        try:
+            return kind(*self.given)
+        except TypeError:
+            return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
+
+
+class Ok(Part, tag=51):
+    """It is done."""
+
+
+class Value(Part, tag=52):
+    """A published value; its pieces follow. See ``Publish``."""
+
+    rows: tuple[tuple[str, TensorMeta], ...]
+
+
+class Listed(Part, tag=53):
+    """Published values: name, bytes, whose it is, shared."""
+
+    rows: tuple[tuple[str, Count, str, bool], ...] = ()
+
+
+class Report(Part, tag=54):
+    """How the pool is doing, as JSON."""
+
+    text: str
+
+
+TO_POOL: tuple[type[Part], ...] = (
+    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne,
+)  # fmt: skip
+TO_CLIENT: tuple[type[Part], ...] = (Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report)
+
+
+def is_ours(header: Buffer) -> bool:
+    """Whether a message is between pool and client, and not an agent's."""
+    return len(header) > 1 and header[1] >= _FIRST_TAG

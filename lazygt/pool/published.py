@@ -1,0 +1,111 @@
+"""What clients have published in a pool: named values that outlive the sessions they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lazygt.errors import PoolError, ProtocolError
+from lazygt.graph.meta import TensorMeta
+
+PIECE_BYTES = 16 << 20
+
+Rows = tuple[tuple[str, TensorMeta], ...]
+
+
+@dataclass(slots=True)
+class PublishedValue:
+    """A tensor, or tensors by name, as bytes that follow one another.
+
+    Attributes:
+        rows: name and meta of each; see ``messages.Publish``.
+        shared: whether other clients may fetch it.
+        data: as many bytes as have come.
+    """
+
+    name: str
+    client: str
+    rows: Rows
+    shared: bool
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(meta.nbytes for _, meta in self.rows)
+
+    def add(self, piece: memoryview) -> bool:
+        """Take the next bytes; whether these were the last.
+
+        Raises:
+            ProtocolError: there are more than it has.
+        """
+        if len(self.data) + len(piece) > self.nbytes:
+            raise ProtocolError(f"more bytes than the {self.nbytes} of {self.name!r}")
+        self.data += piece
+        return len(self.data) == self.nbytes
+
+    def pieces(self) -> Iterable[memoryview]:
+        """Its bytes, in pieces that fit into a message."""
+        view = memoryview(self.data)
+        for begin in range(0, len(view), PIECE_BYTES):
+            yield view[begin : begin + PIECE_BYTES]
+
+
+class PublishedValues:
+    """All that is published, by client and name."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], PublishedValue] = {}
+
+    def all(self) -> list[PublishedValue]:
+        """All of all clients."""
+        return list(self._values.values())
+
+    def keep(self, value: PublishedValue) -> None:
+        """Keep a value, in the place of the client's own of that name."""
+        self._values[value.client, value.name] = value
+
+    def nbytes(self, client: str, without: str | None = None) -> int:
+        """Bytes that a client has published.
+
+        Args:
+            without: a name that does not count: it is about to be replaced.
+        """
+        values = self._values.values()
+        return sum(v.nbytes for v in values if v.client == client and v.name != without)
+
+    def by_client(self) -> dict[str, int]:
+        """Bytes that each client has published."""
+        return {client: self.nbytes(client) for client, _ in self._values}
+
+    def seen_by(self, client: str) -> list[PublishedValue]:
+        """What a client may fetch: all of its own, and what others share."""
+        return [v for v in self._values.values() if v.client == client or v.shared]
+
+    def of(self, client: str, name: str) -> PublishedValue:
+        """A value by its name: the client's own, or one that somebody shares.
+
+        Raises:
+            PoolError: there is none that this client may fetch; or several others share one.
+        """
+        if (client, name) in self._values:
+            return self._values[client, name]
+        theirs = [value for value in self.seen_by(client) if value.name == name]
+        if not theirs:
+            names = sorted({value.name for value in self.seen_by(client)})
+            there = f"there are {', '.join(map(repr, names))}" if names else "there is none yet"
+            raise PoolError(f"nothing is published as {name!r} for this key: {there}")
+        if len(theirs) > 1:
+            owners = ", ".join(value.client for value in theirs)
+            raise PoolError(f"{name!r} is shared by several keys ({owners}): use another name")
+        return theirs[0]
+
+    def forget(self, client: str, name: str) -> None:
+        """Forget a client's own value.
+
+        Raises:
+            PoolError: it has none of that name.
+        """
+        if self._values.pop((client, name), None) is None:
+            raise PoolError(f"this key has published nothing as {name!r}")

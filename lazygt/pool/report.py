@@ -1,0 +1,64 @@
+"""How a pool is doing, as plain values: what ``lazygt pool status`` prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lazygt.pool.hosted import Hosted
+from lazygt.pool.policy import Lease, Policy
+from lazygt.pool.published import PublishedValues
+
+
+def report(
+    policy: Policy, hosted: Mapping[str, Hosted], published: PublishedValues
+) -> dict[str, Any]:
+    """The state of a pool, its sessions in the order in which they were asked for."""
+    now = time.monotonic()
+    return {
+        "workers": policy.rules.workers,
+        "free": policy.free,
+        "at_once": policy.rules.at_once,
+        "queue_limit": policy.rules.queue,
+        "draining": policy.draining,
+        "sessions": [
+            _session(policy, name, lease, hosted.get(name), now)
+            for name, lease in policy.leases.items()
+        ],
+        "published": [
+            {"name": v.name, "client": v.client, "bytes": v.nbytes, "shared": v.shared}
+            for v in published.all()
+        ],
+    }
+
+
+def _session(
+    policy: Policy, name: str, lease: Lease, hosted: Hosted | None, now: float
+) -> dict[str, Any]:
+    return {
+        "session": name,
+        "client": lease.asked.client,
+        "state": _state(policy, name, lease),
+        "workers": lease.asked.workers,
+        "cores": lease.asked.cores,
+        "places": list(lease.places),
+        "pids": [] if hosted is None else list(hosted.pids),
+        "run_seconds": round(lease.run_seconds, 3),
+        "memory": lease.memory,
+        "seconds": round(now - lease.granted, 1) if lease.places else 0.0,
+        "expires_in": None if lease.expires is None else round(max(lease.expires - now, 0.0), 1),
+        "before": policy.queue.index(name) if not lease.places else None,
+    }
+
+
+def _state(policy: Policy, name: str, lease: Lease) -> str:
+    """``waits`` for workers, ``runs``, ``is held`` back for others, is ``alone`` (its client has
+    gone), or is ``ending``."""
+    if lease.ending:
+        return "ending"
+    if not lease.places:
+        return "waits"
+    if lease.expires is not None:
+        return "alone"
+    return "runs" if policy.turns.passes(name) else "is held"

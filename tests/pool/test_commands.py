@@ -1,0 +1,129 @@
+"""``lazygt pool`` and what ``lazygt serve`` is given."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lazygt
+from lazygt.cli import app
+from lazygt.errors import SessionEnded
+from lazygt.pool.client import Pool
+from lazygt.pool.policy import Quota
+from lazygt.pool.serve import address, quotas
+from tests.pool.serving import SECONDS, Asker, served
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("pool"), "--workers", "3", "--at-once", "2") as pool:
+        yield pool
+
+
+def command(pool, *words, keys=True):
+    own = ["--keys", str(pool.folder / "keys")] if keys else []
+    return CliRunner().invoke(app, ["pool", words[0], pool.on, *words[1:], *own])
+
+
+def test_status_says_who_has_workers_and_who_waits(pool):
+    first, second = Asker(pool, "alice", 2), Asker(pool, "bob", 2)
+    first.told()
+    second.told()
+    with Pool(pool.on, pool.key("alice"), SECONDS) as alice:
+        alice.publish("weights", torch.ones(3), shared=True)
+    told = json.loads(command(pool, "status", "--json").stdout)
+    assert (told["workers"], told["free"], told["at_once"]) == (3, 1, 2)
+    assert [row["client"] for row in told["sessions"]] == ["alice", "bob"]
+    assert [row["places"] for row in told["sessions"]] == [[0, 1], []]
+    lines = command(pool, "status").stdout.splitlines()
+    assert lines[0] == "2 of 3 workers are taken, 2 run at once"
+    assert lines[1].split()[:4] == ["session", "key", "state", "workers"]
+    assert lines[2].split()[1] == "alice"
+    assert lines[3].split()[1:5] == ["bob", "waits,", "0", "before"]
+    assert lines[5].split() == ["weights", "alice", "12", "all", "keys"]
+    for asker in (first, second):
+        asker.close()
+    pool.until(lambda status: status["free"] == 3)
+
+
+def test_evict_ends_a_session_and_says_if_there_is_none(pool):
+    asker = Asker(pool, "carol")
+    name = asker.told().session
+    done = command(pool, "evict", name)
+    assert (done.exit_code, done.stdout) == (0, f"{name} is ended\n")
+    with pytest.raises(SessionEnded):
+        asker.told()
+    asker.close()
+    pool.until(lambda status: status["free"] == 3)
+    done = command(pool, "evict", "carol-0")
+    assert done.exit_code != 0
+    assert "there is no session 'carol-0' in this pool: none" in done.output
+
+
+def test_who_does_not_say_who_it_is_is_asked(pool):
+    done = command(pool, "status", keys=False)
+    assert done.exit_code != 0
+    assert "--key FILE" in done.output
+
+
+def test_a_pools_address():
+    assert address("tcp://127.0.0.1:7000") == ("127.0.0.1", 7000)
+    assert address("tcp://[::1]:0") == ("::1", 0)
+    for wrong in ("127.0.0.1:7000", "tcp://:7000", "tcp://host", "tcp://host:70000", "udp://h:1"):
+        with pytest.raises(ValueError, match="is no address"):
+            address(wrong)
+
+
+def test_quotas_of_a_file(tmp_path):
+    path = tmp_path / "quota.toml"
+    path.write_text('[default]\nworkers = 4\nmemory = "1.5 GiB"\n[client.alice]\nsessions = 2\n')
+    default = Quota(workers=4, memory=3 << 29)
+    assert quotas(path) == (default, {"alice": Quota(sessions=2, workers=4, memory=3 << 29)})
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[default]\nworker = 4", r"\[default\] worker: expected sessions, workers, cores, memory"),
+        ("[default]\nworkers = -1", r"workers = -1: expected a whole number"),
+        ('[default]\nmemory = "8 GB"', r"memory = '8 GB': expected a whole number"),
+        ("[client]\nalice = 3", r"expected a table \[client.alice\]"),
+        ("[alice]\n", r"\[alice\]: expected \[default\] and \[client.NAME\]"),
+        ("workers", r"quota.toml: "),
+    ],
+)
+def test_a_wrong_file_of_quotas(tmp_path, text, wrong):
+    path = tmp_path / "quota.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=wrong):
+        quotas(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"on": "host:1", "key": "k"}, "expected 'tcp://HOST:PORT'"),
+        ({"on": "tcp://host:1"}, "needs key=FILE"),
+        ({"key": "k"}, "say where that listens"),
+        ({"detach": True}, "say where that listens"),
+        ({"on": "tcp://host:1", "key": "k", "launcher": "inline"}, "leave launcher="),
+        ({"on": "tcp://host:1", "key": "k", "spares": 1}, "leave launcher="),
+        ({"on": "tcp://host:1", "key": "k", "grace": -1.0}, "expected seconds"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        lazygt.session(**settings)
+
+
+def test_publishing_needs_a_pool():
+    with (
+        lazygt.session(launcher="inline") as session,
+        pytest.raises(ValueError, match="for a session in a pool"),
+    ):
+        session.publish("w", {})

@@ -1,0 +1,377 @@
+"""Sessions in a pool: a real gateway on this machine, with real workers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import lazygt
+from lazygt.errors import (
+    AccessDenied,
+    ConnectionLost,
+    GangTooLarge,
+    OverQuota,
+    PoolDraining,
+    PoolError,
+    PoolFull,
+    SecurityError,
+    SessionEnded,
+)
+from lazygt.pool.client import Pool, answer, connect
+from lazygt.pool.messages import Admitted, Ask, Failed, Waits
+from lazygt.runtime.cluster.keys import Keyring
+from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.wire import encode
+from tests.patience import patience
+from tests.pool.serving import SECONDS, Asker, served, start_client
+
+pytestmark = pytest.mark.timeout(240)
+
+TRAIN = """
+def train(torch, nn, hashlib):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        loss = model(torch.randn(16, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    told = hashlib.sha256()
+    for value in (loss, *model.parameters()):
+        told.update(value.detach().cpu().numpy().tobytes())
+    return told.hexdigest()
+"""
+exec(TRAIN)
+CLIENT = (
+    TRAIN
+    + """
+import hashlib, sys, torch, lazygt
+from torch import nn
+with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=int(sys.argv[3])) as s:
+    print(train(torch, nn, hashlib), *s.worker_pids, flush=True)
+"""
+)
+HOLDS = """
+import sys, torch, lazygt
+with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1) as s:
+    kept = torch.ones(int(sys.argv[3]) << 18)
+    s.synchronize()
+    print(*s.worker_pids, flush=True)
+    for _ in range(100_000):
+        kept.add_(1.0).sum().item()
+"""
+
+
+def digest():
+    return train(torch, nn, hashlib)  # noqa: F821 - see TRAIN
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool")
+    quota = folder / "quota.toml"
+    quota.write_text(
+        '[default]\nworkers = 4\n[client.small]\nworkers = 1\nsessions = 1\nmemory = "600 MiB"\n'
+    )
+    with served(folder, "--workers", "4", "--queue", "2", "--quota", str(quota)) as pool:
+        yield pool
+
+
+def all_free(pool):
+    return pool.until(lambda status: status["free"] == 4 and not status["sessions"])
+
+
+def test_two_clients_at_once_compute_what_they_compute_at_home(pool):
+    with lazygt.session(workers=2):
+        at_home = digest()
+    other = start_client(CLIENT, pool.on, pool.key("bob"), 2)
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=2) as session:
+        assert digest() == at_home
+        mine = set(session.worker_pids)
+    told, *theirs = other.stdout.readline().split()
+    assert told == at_home
+    assert mine.isdisjoint(map(int, theirs))
+    assert len(mine) == len(theirs) == 2
+    assert other.wait(SECONDS) == 0
+    other.stdout.close()
+    all_free(pool)
+    assert not any(map(psutil.pid_exists, mine | set(map(int, theirs))))
+
+
+def test_the_memory_of_a_killed_client_is_free_soon_and_nobody_else_sees_anything(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+        kept = torch.arange(1000.0)
+        victim = start_client(HOLDS, pool.on, pool.key("victim"), 64)
+        pids = [int(pid) for pid in victim.stdout.readline().split()]
+        assert all(map(psutil.pid_exists, pids))
+        before = kept.sum().item()
+        victim.kill()
+        victim.wait(SECONDS)
+        victim.stdout.close()
+        gone = time.monotonic()
+        psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], SECONDS)
+        took = time.monotonic() - gone
+        assert not any(map(psutil.pid_exists, pids))
+        assert took < patience(2.0)
+        assert kept.sum().item() == before
+        pool.until(lambda status: status["free"] == 3)
+        assert [row["client"] for row in pool.status()["sessions"]] == ["alice"]
+    all_free(pool)
+
+
+def test_a_session_recovers_from_the_death_of_its_worker(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+        value = torch.arange(10.0)
+        assert value.sum().item() == 45.0
+        os.kill(session.worker_pids[0], signal.SIGKILL)
+        assert (value * 2).sum().item() == 90.0
+        assert len(session.recoveries) == 1
+    all_free(pool)
+
+
+def test_a_gang_that_can_never_fit_is_refused_at_once(pool):
+    with pytest.raises(GangTooLarge, match=r"5 worker\(s\) can never fit: the pool has 4"):
+        lazygt.session(on=pool.on, key=pool.key("alice"), workers=5)
+    all_free(pool)
+
+
+def test_a_full_pool_queues_and_then_refuses(pool):
+    first = Asker(pool, "alice", 4)
+    assert isinstance(first.told(), Admitted)
+    waiting = [Asker(pool, "bob", 1), Asker(pool, "carol", 4)]
+    assert [asker.told() for asker in waiting] == [Waits(0), Waits(1)]
+    with pytest.raises(PoolFull, match=r"2 session\(s\) wait already") as refused:
+        lazygt.session(on=pool.on, key=pool.key("dora"), workers=1)
+    assert refused.value.waiting == 2
+    first.close()
+    assert isinstance(waiting[0].told(), Admitted)
+    waiting[0].close()
+    assert isinstance(waiting[1].told(), Admitted)
+    waiting[1].close()
+    all_free(pool)
+
+
+def test_who_waits_too_long_is_told_who_was_before(pool):
+    first = Asker(pool, "alice", 4)
+    first.told()
+    with pytest.raises(PoolError, match=r"no 1 worker\(s\) free within 0.5 s: 0 session"):
+        lazygt.session(on=pool.on, key=pool.key("bob"), workers=1, start_timeout=0.5)
+    pool.until(lambda status: len(status["sessions"]) == 1)
+    first.close()
+    all_free(pool)
+
+
+def test_a_quota_of_workers_and_of_sessions(pool):
+    with pytest.raises(OverQuota, match="quota of 1 workers: this session takes 2"):
+        lazygt.session(on=pool.on, key=pool.key("small"), workers=2)
+    first = Asker(pool, "small", 1)
+    first.told()
+    with pytest.raises(OverQuota, match="quota of 1 sessions"):
+        lazygt.session(on=pool.on, key=pool.key("small"), workers=1)
+    first.close()
+    all_free(pool)
+
+
+def test_who_holds_too_much_memory_is_told_the_numbers(pool):
+    kept = []
+
+    def fill():
+        with lazygt.session(on=pool.on, key=pool.key("small"), workers=1):
+            while True:
+                kept.append(torch.ones(16 << 18))
+                kept[-1].sum().item()
+
+    with pytest.raises(OverQuota, match="quota of 629,145,600 bytes of memory") as ended:
+        fill()
+    assert ended.value.wanted > 600 << 20
+    assert len(kept) < 60
+    all_free(pool)
+
+
+def test_published_values_outlive_their_session_and_others_do_not_see_them(pool):
+    model = nn.Linear(4, 3)
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+        session.publish("weights", torch.arange(6.0).reshape(2, 3).t() * 2)
+        session.publish("everybody", {"a": torch.ones(2, dtype=torch.bfloat16)}, shared=True)
+    all_free(pool)
+    with Pool(pool.on, pool.key("alice")) as alice, Pool(pool.on, pool.key("bob")) as bob:
+        assert alice.fetch("weights").tolist() == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+        assert [row.name for row in alice.names()] == ["weights", "everybody"]
+        (row,) = bob.names()
+        assert (row.name, row.nbytes, row.client, row.shared) == ("everybody", 4, "alice", True)
+        assert torch.equal(bob.fetch("everybody")["a"], torch.ones(2, dtype=torch.bfloat16))
+        with pytest.raises(PoolError, match="nothing is published as 'weights' for this key"):
+            bob.fetch("weights")
+        with pytest.raises(PoolError, match="this key has published nothing"):
+            bob.forget("everybody")
+        bob.publish("weights", model.state_dict())
+        theirs = bob.fetch("weights")
+        assert {key: t.tolist() for key, t in theirs.items()} == {
+            key: t.tolist() for key, t in model.state_dict().items()
+        }
+        assert alice.fetch("weights").shape == (3, 2)
+        for who, name in ((alice, "weights"), (alice, "everybody"), (bob, "weights")):
+            who.forget(name)
+        assert alice.names() == bob.names() == []
+
+
+def test_a_value_of_many_pieces_and_one_of_nothing(pool):
+    large = torch.arange(9 << 20)
+    with Pool(pool.on, pool.key("alice"), SECONDS) as alice:
+        alice.publish("large", large)
+        assert torch.equal(alice.fetch("large"), large)
+        alice.publish("large", torch.empty(0, 3))
+        assert alice.fetch("large").shape == (0, 3)
+        alice.forget("large")
+
+
+def test_publishing_counts_for_the_quota(pool):
+    with Pool(pool.on, pool.key("small"), SECONDS) as small:
+        with pytest.raises(OverQuota, match="memory") as refused:
+            small.publish("w", torch.empty(601 << 20, dtype=torch.uint8))
+        assert refused.value.wanted == 601 << 20
+        assert small.names() == []
+
+
+def test_what_is_detached_goes_on_until_it_is_evicted(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, detach=True) as session:
+        session.publish("later", torch.ones(3))
+        (pid,) = session.worker_pids
+    pool.until(lambda status: [r["state"] for r in status["sessions"]] == ["alone"])
+    assert psutil.pid_exists(pid)
+    (row,) = pool.sessions("alice")
+    assert row["expires_in"] > 80_000
+    with Pool(pool.on, pool.key("alice")) as alice:
+        assert alice.fetch("later").tolist() == [1.0, 1.0, 1.0]
+        alice.forget("later")
+        with pytest.raises(PoolError, match="may not administer"):
+            alice.evict(row["session"])
+    with Pool(pool.on, pool.server) as server:
+        server.evict(row["session"])
+    all_free(pool)
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_evicted_session_is_told(pool):
+    def work():
+        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+            value = torch.ones(3)
+            assert value.sum().item() == 3.0
+            rows.extend(pool.sessions("alice"))
+            with Pool(pool.on, pool.server) as server:
+                server.evict(rows[0]["session"])
+            while True:
+                (value + 1).sum().item()
+
+    rows = []
+    with pytest.raises(SessionEnded, match="evicted"):
+        work()
+    all_free(pool)
+    assert not any(map(psutil.pid_exists, rows[0]["pids"]))
+
+
+def test_a_key_of_another_pool_and_one_that_was_revoked_and_no_pool_at_all(pool, tmp_path):
+    Keyring(tmp_path / "other").new("alice").write(tmp_path / "alice.key")
+    with pytest.raises(AccessDenied):
+        lazygt.session(on=pool.on, key=tmp_path / "alice.key", start_timeout=SECONDS)
+    eve = pool.key("eve")
+    pool.ring.revoke("eve")
+    with pytest.raises(AccessDenied):
+        lazygt.session(on=pool.on, key=eve, start_timeout=SECONDS)
+    with pytest.raises(ConnectionLost):
+        lazygt.session(on="tcp://127.0.0.1:9", key=eve, start_timeout=0.5)
+    with pytest.raises(SecurityError, match="there is no "):
+        lazygt.session(on=pool.on, key=tmp_path / "nothing.key")
+    all_free(pool)
+
+
+def test_what_is_not_a_clients_to_say(pool):
+    """Messages to an agent without a session go nowhere; workers are lazygt's own, and as many as
+    were granted."""
+    asker = Asker(pool, "alice", 1)
+    asker.told()
+    stranger = connect(pool.on, pool.key("bob"), SECONDS)
+    stranger.send(encode(Tell(0, (0,)), [b"\x92\x02\x01"]))
+    stranger.send(encode(Open(0, spec_text(LinkSpec()))))
+    wrong = [
+        LinkSpec(world_size=2), LinkSpec(factory="os:system"), LinkSpec(copier="os:system"),
+        LinkSpec(transport="tcp://0.0.0.0"), LinkSpec(arena_bytes=1 << 50),
+    ]  # fmt: skip
+    for number, spec in enumerate(wrong):
+        asker.connection.send(encode(Open(number, spec_text(spec))))
+    refusals = []
+    until = time.monotonic() + SECONDS
+    while len(refusals) < len(wrong):
+        assert time.monotonic() < until
+        if (frames := asker.connection.take()) is not None:
+            refusals.append(read(frames, TO_CLIENT))
+    assert all(isinstance(refusal, Refused) for refusal in refusals)
+    assert [row["pids"] for row in pool.sessions("alice")] == [[]]
+    asker.close()
+    stranger.close()
+    all_free(pool)
+
+
+def test_nonsense_ends_the_connection_that_says_it_and_nothing_else(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+        value = torch.ones(3)
+        assert value.sum().item() == 3.0
+        for frames in ([b""], [b"\x91\xcc"], [b"\x91\x20"], [b"\x91\x23"], [b"\x93" * 40]):
+            asker = Asker(pool, "bob")
+            asker.told()
+            asker.connection.send(frames)
+            with pytest.raises(PoolError):
+                answer(asker.connection, (Ask,), time.monotonic() + SECONDS)
+            asker.close()
+        assert (value + 1).sum().item() == 6.0
+    all_free(pool)
+
+
+def test_a_pool_that_is_drained_ends_with_its_last_session(tmp_path):
+    with served(tmp_path, "--workers", "1") as pool:
+        first, second = Asker(pool, "alice"), Asker(pool, "bob")
+        assert isinstance(first.told(), Admitted)
+        assert isinstance(second.told(), Waits)
+        with Pool(pool.on, pool.server) as server:
+            server.drain()
+        with pytest.raises(PoolDraining):
+            second.told()
+        third = Asker(pool, "carol")
+        with pytest.raises(PoolDraining):
+            third.told()
+        assert pool.process.poll() is None
+        first.close()
+        assert pool.process.wait(SECONDS) == 0
+        for asker in (second, third):
+            asker.close()
+
+
+def test_a_pool_that_ends_ends_its_workers_and_tells_their_client(tmp_path):
+    def work():
+        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+            value = torch.ones(3)
+            assert value.sum().item() == 3.0
+            (pid,) = session.worker_pids
+            pool.process.send_signal(signal.SIGTERM)
+            assert pool.process.wait(SECONDS) == 0
+            assert not psutil.pid_exists(pid)
+            while True:
+                (value + 1).sum().item()
+
+    with served(tmp_path, "--workers", "1") as pool, pytest.raises(SessionEnded):
+        work()
+
+
+def test_failed_messages_of_another_version_are_still_errors():
+    assert str(Failed("Nonsense", (1, "a")).error()) == "Nonsense: 1, a"
+    assert str(Failed("PoolFull", (1,)).error()) == "PoolFull: 1"
+    assert isinstance(Failed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
