@@ -27,6 +27,7 @@ DOCUMENTS = [
             "foresight",
             "transfer",
             "recovery",
+            "clusters",
             "serving",
             "pool",
         )
