@@ -1,7 +1,8 @@
 """The command line.
 
 A new command is a function in a file here, and a name in this one: in ``PLAIN``, or in
-``WITH_SCRIPT`` where it runs a script (see ``script.run``).
+``WITH_SCRIPT`` where it runs a script (see ``script.run``). Several that belong together are a
+``typer.Typer`` of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from lazygt.cli.build_native import build_native
 from lazygt.cli.calibrate import calibrate
 from lazygt.cli.comm import comm
 from lazygt.cli.dump import diff, dump
+from lazygt.cli.keys import keys
 from lazygt.cli.log import log
 from lazygt.cli.plan_serving import plan_serving
 from lazygt.cli.pool import app as pool
@@ -31,6 +33,7 @@ for _plain in PLAIN:
     app.command()(_plain)
 for _with_script in WITH_SCRIPT:
     app.command(cls=ScriptCommand, context_settings=SETTINGS)(_with_script)
+app.add_typer(keys, name="keys")
 app.add_typer(pool, name="pool")
 
 

@@ -74,6 +74,8 @@ class Refusal(msgspec.Struct, frozen=True):
     versions: Versions | None = None
 
 
+#: What a decoder raises for bytes of a stranger's.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _hello_of = msgspec.msgpack.Decoder(Hello)
 _refusal_of = msgspec.msgpack.Decoder(Refusal)
 
@@ -121,7 +123,7 @@ def read_hello(frames: Sequence[memoryview]) -> tuple[Hello | int, bytes]:
         raise ProtocolError(f"a hello has 3 frames, not {len(frames)}")
     try:
         return _hello_of.decode(frames[1]), bytes(frames[2])
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not a hello: {error}") from error
 
 
@@ -133,5 +135,5 @@ def read_refusal(frames: Sequence[memoryview]) -> Refusal:
     """Raises ProtocolError if it is none."""
     try:
         return _refusal_of.decode(frames[0])
-    except (msgspec.MsgspecError, IndexError) as error:
+    except (*_UNREADABLE, IndexError) as error:
         raise ProtocolError(f"not a refusal: {error}") from error

@@ -85,6 +85,12 @@ def token_from(environment: Mapping[str, str]) -> bytes | None:
 # -- of a pool ---------------------------------------------------------------------------------
 
 
+def keys_place() -> Path:
+    """The directory of a pool's keys, where no other is given: among the user's settings."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base).absolute() if base else Path.home() / ".config") / "lazygt" / "keys"
+
+
 @dataclass(frozen=True, slots=True)
 class KeyFile:
     """A client's key, and whom it is for.

@@ -27,7 +27,7 @@ from lazygt.runtime.cluster.frames import (
     read_hello,
     versions_here,
 )
-from lazygt.runtime.cluster.monitor import Monitor
+from lazygt.runtime.cluster.monitor import FAILED, Monitor
 from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
     GRACE,
@@ -39,7 +39,7 @@ from lazygt.runtime.cluster.reliable import (
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
 _ID_BYTES = 17
-_RECEIVE_QUEUE = 10_000  # messages; beyond it the sender's own queue grows, not this memory
+_RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows, not this memory
 _AT_ONCE = 1000  # frames read before the other end of the program has its turn
 _REMEMBERED = 4096  # ids that are over, and peers that were refused
 _CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two looks whether a key is still allowed
@@ -122,7 +122,7 @@ class Listener:
             (zmq.USE_FD, address.fd),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = Monitor(context, self._socket, zmq.EVENT_DISCONNECTED)
+        self._monitor = Monitor(context, self._socket, zmq.EVENT_DISCONNECTED | FAILED)
         self._alarm = Alarm()
         self._epoll = select.epoll()
         for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
@@ -158,9 +158,12 @@ class Listener:
         """Read what has come; only with the lock held."""
         if not self._open:
             return
-        for _ in self._monitor.events():
-            self._in_doubt = True
-            self._alarm.ring(time.monotonic() + _DOUBT)
+        for event, _ in self._monitor.events():
+            if event & FAILED:
+                self.counts["handshake"] += 1
+            elif self._connections:
+                self._in_doubt = True
+                self._alarm.ring(time.monotonic() + _DOUBT)
         self._check_keys(_CHECK_EVERY)
         self._read()
         if self._alarm.silence():
@@ -203,7 +206,9 @@ class Listener:
             key = _key_of(parts[1])
             connection = self._connections.get(id)
             if connection is not None and connection.key != key:
+                # It could read what is sent to that id.
                 self.counts["foreign"] += 1
+                connection.end(f"somebody with another key came with {connection.peer}'s id")
             elif kind == HELLO:
                 self._hello(id, key, parts[1], acknowledged, view)
             elif connection is not None:
@@ -249,9 +254,10 @@ class Listener:
         if len(id) != _ID_BYTES or received:
             self.counts["foreign"] += 1
         elif id in self._over or not hello.fresh:
-            self.counts["replayed"] += id in self._over
+            self.counts["replayed" if id in self._over else "foreign"] += 1
             self._refuse(id, "over", "the host has given this connection up, or was started anew")
         elif name is None:
+            self.counts["foreign"] += 1
             self._refuse(id, "access", "the host knows our key no longer")
         else:
             connection = _Accepted(self, id, name, said, self._max_message, self._gone_after)
