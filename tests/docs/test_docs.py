@@ -29,6 +29,7 @@ DOCUMENTS = [
             "recovery",
             "clusters",
             "serving",
+            "security",
             "pool",
         )
     ),
