@@ -39,7 +39,7 @@ from lazygt.runtime.cluster.reliable import (
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
 _ID_BYTES = 17
-_RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows, not this memory
+_RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue grows
 _AT_ONCE = 1000  # frames read before the other end of the program has its turn
 _REMEMBERED = 4096  # ids that are over, and peers that were refused
 _CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two looks whether a key is still allowed
