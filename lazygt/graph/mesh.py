@@ -1,4 +1,5 @@
-"""Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest.
+"""Mesh: the workers as a grid with named axes. Ranks run through the last axis fastest, and hosts
+have ranks one after another: inner axes lie within a host first.
 
 With ``invariant=`` an axis has a fixed number of virtual ranks, whatever workers there are. The
 program is placed and cut for them, whoever runs it; a worker stands for as many neighbours on each

@@ -4,7 +4,14 @@ Whoever prices anything asks a ``Machine``; no cost stands anywhere else. ``mach
 those of ``machines/`` come with lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
 """
 
-from lazygt.machine.find import CALIBRATED, calibrated_place, default_machine, machine_of, shipped
+from lazygt.machine.find import (
+    CALIBRATED,
+    calibrated_place,
+    default_machine,
+    machine_of,
+    on_hosts,
+    shipped,
+)
 from lazygt.machine.gpus import Gpus
 from lazygt.machine.model import Figure, Link, Machine
 from lazygt.machine.prices import collective_seconds
@@ -19,5 +26,6 @@ __all__ = [
     "collective_seconds",
     "default_machine",
     "machine_of",
+    "on_hosts",
     "shipped",
 ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from lazygt.cache import cache_place
 from lazygt.errors import MachineError
+from lazygt.graph.mesh import VirtualMesh
 from lazygt.machine.file import read
 from lazygt.machine.model import Machine
 
@@ -65,6 +68,32 @@ def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> M
 def default_machine(device: str) -> Machine:
     """The machine that serves where none is named."""
     return _shipped(_DEFAULTS[device])
+
+
+def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machine:
+    """The machine for a session whose workers are on several hosts, one after another.
+
+    Axes of the mesh whose ranks are not all on one host cost what the network does.
+
+    Args:
+        mesh: of the session.
+        ranks: how many workers are on each host, in their order.
+
+    Raises:
+        ValueError: these are not all workers of the mesh.
+    """
+    if sum(ranks) != mesh.workers.world_size:
+        raise ValueError(f"hosts of {list(ranks)} workers are not those of the mesh {mesh.workers}")
+    host_of = [host for host, count in enumerate(ranks) for _ in range(count)]
+    shares = {}
+    for axis in mesh.ranks.names:
+        lines = [[host_of[mesh.worker(r)] for r in line] for line in mesh.ranks.lines(axis)]
+        share = min(max(Counter(line).values()) / len(line) for line in lines)
+        if share < 1:
+            shares[axis] = share
+    if len(ranks) == 1:
+        return machine
+    return replace(_with_ranks(machine, max(ranks)), shares=shares)
 
 
 def _with_ranks(machine: Machine, ranks: int) -> Machine:

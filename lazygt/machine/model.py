@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -125,6 +125,9 @@ class Machine:
         figures: by key, such as ``memory.bandwidth``; ``schema`` has them all.
         sources: name -> who measured what and how, or which datasheet.
         path: of its file; empty for one that comes with lazygt.
+        shares: of the axes of a mesh that lead from host to host: which part of the ranks that meet
+            is on one host; see ``on_hosts``.
+        share: the same of the one axis that this machine's ranks meet along; 1: all are.
     """
 
     name: str
@@ -133,6 +136,16 @@ class Machine:
     figures: Mapping[str, Figure]
     sources: Mapping[str, str]
     path: str = ""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    share: float = 1.0
+
+    def along(self, axis: str) -> Machine:
+        """The machine as ranks find it that meet along an axis: always the same object."""
+        return self._along.get(axis, self)
+
+    @cached_property
+    def _along(self) -> Mapping[str, Machine]:
+        return {axis: replace(self, shares={}, share=part) for axis, part in self.shares.items()}
 
     @cached_property
     def memory(self) -> Memory:

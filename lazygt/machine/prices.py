@@ -16,10 +16,12 @@ _ROUNDS, _SKEW = 3, 2
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> float:
-    """The time of one collective between ranks of one host, of a payload as ``Communication`` has
-    it; nothing on one rank."""
+    """The time of one collective of a payload as ``Communication`` has it, between ranks of one
+    host, or of several where that is the machine's ``share``; nothing on one rank."""
     if parts == 1:
         return 0.0
+    if machine.share < 1 and machine.collectives.network:
+        return _between_hosts(machine, kind, nbytes, parts, max(round(machine.share * parts), 1))
     carrier, sent = machine.collectives.local, ring_bytes(kind, nbytes, parts)
     if machine.collectives.sockets and goes_by_sockets(kind, nbytes, parts):
         carrier, sent = machine.collectives.sockets, socket_bytes(kind, nbytes, parts)
@@ -33,19 +35,25 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, parts: int) -> 
 def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
     """The time of one collective between these ranks of a mesh, of which a host has so many as the
     machine says, one after another.
+    """
+    here = max(Counter(int(rank // machine.collectives.ranks) for rank in ranks).values())
+    if here == len(ranks) or not machine.collectives.network:
+        return collective_seconds(machine, kind, nbytes, len(ranks))
+    return _between_hosts(machine, kind, nbytes, len(ranks), here)
+
+
+def _between_hosts(machine: Machine, kind: str, nbytes: int, parts: int, here: int) -> float:
+    """The time of one collective between ranks of which so many are here, on one host.
 
     Between hosts every rank has a link of its own into the network, and a ring goes from host to
     host once for each rank that the line has there; it is no faster than inside a host.
     """
-    here = max(Counter(int(rank // machine.collectives.ranks) for rank in ranks).values())
-    network = machine.collectives.network
-    if here == len(ranks) or not network:
-        return collective_seconds(machine, kind, nbytes, len(ranks))
-    sent = ring_bytes(kind, nbytes, len(ranks))
-    link, local = link_for(network, sent), link_for(machine.collectives.local, sent)
-    share = 1 if kind in ("send_recv", "all_to_all") else here
-    bandwidth = min(link.bandwidth * share, local.bandwidth)
-    return link.latency + (len(ranks) - 2) * link.each + sent / bandwidth
+    sent = ring_bytes(kind, nbytes, parts)
+    link = link_for(machine.collectives.network, sent)
+    local = link_for(machine.collectives.local, sent)
+    rings = 1 if kind in ("send_recv", "all_to_all") else here
+    bandwidth = min(link.bandwidth * rings, local.bandwidth)
+    return link.latency + (parts - 2) * link.each + sent / bandwidth
 
 
 def link_for(carrier: Carrier, sent: float) -> Link:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazygt.graph.alive import alive_bytes, peak_bytes
@@ -86,7 +87,10 @@ def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None
             )
         case Session():
             runs = runs_of(what)
-            return report_of(runs if priced is None else [r._replace(machine=priced) for r in runs])
+            if priced is not None:
+                priced = replace(priced, shares=what.machine.shares)  # the same hosts
+                runs = [of_plan._replace(machine=priced) for of_plan in runs]
+            return report_of(runs)
     raise TypeError(
         f"lazygt.explain: expected a graph, a plan or a session, not {type(what).__name__}"
     )
@@ -289,7 +293,8 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
     rows: dict[tuple[object, ...], CollectiveRow] = {}
     for record in runs.collectives:
         key = record.kind, record.reduce_op, record.mesh_dim, record.source, record.why
-        took = collective_seconds(runs.machine, record.kind, record.nbytes, record.ranks)
+        machine = runs.machine.along(record.mesh_dim)
+        took = collective_seconds(machine, record.kind, record.nbytes, record.ranks)
         old = rows.get(key)
         count, nbytes, ring, before = (
             (0, 0, 0, 0.0) if old is None else (old.times, old.nbytes, old.ring, old.seconds)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
 
-from lazygt.machine import Figure, default_machine
+from lazygt.graph.collectives import ring_bytes
+from lazygt.graph.mesh import Mesh, VirtualMesh
+from lazygt.machine import Figure, Machine, default_machine, on_hosts
 from lazygt.machine.prices import (
     collective_seconds,
+    line_seconds,
     link_for,
     matmul_seconds,
     moving_seconds,
@@ -76,3 +81,80 @@ def test_a_carrier_may_be_another_one_for_large_payloads() -> None:
     assert collective_seconds(machine, "all_gather", 200, 2) == 1.0 + 100 / 10
     assert collective_seconds(machine, "all_gather", 400, 4) == 5.0 + 2 * 2.0 + 300 / 100
     assert collective_seconds(machine, "all_gather", 400, 1) == 0.0
+
+
+# -- several hosts -----------------------------------------------------------------------------
+
+
+def on_mesh(text: str, hosts: list[int], invariant: int | None = None) -> Machine:
+    mesh = VirtualMesh.of(Mesh.parse(text), invariant)
+    return on_hosts(default_machine("cpu"), mesh, hosts)
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3, 4), repeat=3)))
+def test_inner_axes_lie_on_a_host_first(sizes: tuple[int, int, int]) -> None:
+    """Ranks run through the last axis fastest: its lines lie within a host whose ranks are some of
+    them; and an axis leads between hosts only where those within it fill a host.
+    """
+    mesh = Mesh(("a", "b", "c"), sizes)
+    for here in (size for size in range(1, mesh.world_size + 1) if mesh.world_size % size == 0):
+        for at, axis in enumerate(mesh.names):
+            inner = math.prod(sizes[at:])
+            if here % inner == 0:
+                lines = mesh.lines(axis)
+                assert all(len({rank // here for rank in line}) == 1 for line in lines)
+            hosts = [here] * (mesh.world_size // here)
+            crosses = axis in on_mesh(str(mesh), hosts).shares
+            assert crosses == any(
+                len({rank // here for rank in line}) > 1 for line in mesh.lines(axis)
+            )
+
+
+def test_an_axis_between_hosts_costs_what_the_network_does() -> None:
+    machine = on_mesh("data=2,model=2", [2, 2])
+    assert machine.shares == {"data": 0.5}
+    assert machine.along("model") is machine
+    assert machine.along("data") is machine.along("data")
+    cpu = default_machine("cpu")
+    (network,) = cpu.collectives.network
+    for kind, nbytes in (("all_reduce", 8 << 20), ("all_gather", 100), ("all_to_all", 1 << 20)):
+        inside = collective_seconds(machine.along("model"), kind, nbytes, 2)
+        assert inside == collective_seconds(cpu, kind, nbytes, 2)
+        between = collective_seconds(machine.along("data"), kind, nbytes, 2)
+        sent = ring_bytes(kind, nbytes, 2)
+        assert between == pytest.approx(network.latency + sent / network.bandwidth)
+        assert between > inside
+
+
+def test_a_ring_goes_between_hosts_once_for_each_rank_that_it_has_there() -> None:
+    """As of a line of the mesh that is simulated."""
+    machine = on_mesh("x=8", [4, 4])
+    line = machine.along("x")
+    for kind in ("all_reduce", "all_to_all"):
+        simulated = line_seconds(machine, kind, 8 << 20, range(8))
+        assert collective_seconds(line, kind, 8 << 20, 8) == simulated
+    lonely, (network,) = on_mesh("x=8", [1] * 8).along("x"), machine.collectives.network
+    sent = ring_bytes("all_reduce", 8 << 20, 8)
+    start = network.latency + 6 * network.each
+    once = collective_seconds(lonely, "all_reduce", 8 << 20, 8)
+    assert once == pytest.approx(start + sent / network.bandwidth)
+    four = collective_seconds(line, "all_reduce", 8 << 20, 8)
+    assert four == pytest.approx(start + sent / (4 * network.bandwidth))
+
+
+def test_hosts_of_different_sizes_count_as_the_worst_line_does() -> None:
+    assert on_mesh("a=2,b=2", [3, 1]).shares == {"a": 0.5, "b": 0.5}
+    assert on_mesh("x=4", [3, 1]).shares == {"x": 0.75}
+
+
+def test_on_one_host_nothing_changes() -> None:
+    assert on_mesh("data=2,model=2", [4]) is default_machine("cpu")
+
+
+def test_virtual_ranks_are_where_their_workers_are() -> None:
+    assert on_mesh("data=2,model=2", [2, 2], 4).shares == {"data": 0.5}
+
+
+def test_hosts_of_other_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hosts of \[2, 1\] workers are not those of the mesh"):
+        on_mesh("x=4", [2, 1])

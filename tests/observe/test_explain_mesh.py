@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import lazygt
 import lazygt.observe.explain as explaining
 from lazygt import cli
 from lazygt.cli.script import forced_upon
+from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.text import parse_graph
+from lazygt.machine import collective_seconds, default_machine, on_hosts
 from lazygt.observe.report import AlternativeRow, Report
 
 pytestmark = pytest.mark.timeout(120)
@@ -195,6 +198,31 @@ def test_a_plan_tells_what_its_collectives_send() -> None:
     assert (row.kind, row.nbytes, row.ranks, row.ring) == ("all_reduce", 256, 4, 384)
     assert same == row
     assert "all_reduce sum" in lazygt.explain(plan)._repr_html_()
+
+
+def test_an_axis_between_hosts_costs_what_its_link_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same collective along two axes the one between hosts takes longer, and plans know."""
+    mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
+    machine = on_hosts(default_machine("cpu"), mesh, [2, 2])
+    monkeypatch.setattr(sys.modules["lazygt.session"], "_machine", lambda _: machine)
+    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}, keep_stages=True) as s:
+        for axis in (0, 1):
+            x = torch.ones(1024, 64)
+            placements = [Replicate(), Replicate()]
+            placements[axis] = Shard(0)
+            lazygt.distribute(x, placements).sum(0).tolist()
+        rows = {row.axis: row for row in lazygt.explain(s).collectives}
+        assert rows.keys() == {"data", "model"}
+        (data, model) = (rows[axis].seconds for axis in ("data", "model"))
+        assert data == collective_seconds(machine.along("data"), "all_reduce", 256, 2)
+        assert model == collective_seconds(machine, "all_reduce", 256, 2)
+        assert data > model
+        assert "cpu-generic@2" in str(lazygt.explain(s))
+        named = {row.axis: row.seconds for row in lazygt.explain(s, "h100").collectives}
+        assert named["data"] > named["model"]  # the same hosts, another machine
+        plan = s.last_plan
+        assert plan is not None
+        assert [step.axis.machine.share for step in s.decided(plan)] == [0.5, 1.0]
 
 
 def test_explain_counts_what_a_session_on_workers_runs() -> None:

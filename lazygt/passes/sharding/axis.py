@@ -67,7 +67,7 @@ def shard(
         wanted = [_wanted(home, at) for home in homes]
         chosen: Sequence[Placement] = [R if home is None else home for home in wanted]
         if mesh.sizes[at] > 1:  # else each block is the whole value
-            axis = _Axis(mesh, at, inputs, machine)
+            axis = _Axis(mesh, at, inputs, machine.along(mesh.names[at]))
             apart = classes(graphs)
             programs = _agreed(axis, apart, wanted, decided)
             ranks = {id(graph): locals_ for graph, locals_ in zip(apart, programs, strict=True)}

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
-from lazygt.machine import Machine
+from lazygt.machine import Machine, collective_seconds, on_hosts
 from lazygt.passes.sharding.annotations import Annotation
 from lazygt.passes.sharding.solver import Solution, solve
 from tests.passes.sharding.placements import CPU, GPU, Annotations, collectives, question_of
@@ -315,3 +316,19 @@ def test_what_does_not_fit_the_graph_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         question_of(graph_of(MLP), annotations, outputs=outputs)
+
+
+def test_what_is_exchanged_between_hosts_costs_what_the_network_does() -> None:
+    """The same plan of the same program costs as much more as its all-reduce does."""
+    mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
+    machine, graph = on_hosts(CPU, mesh, [2, 2]), graph_of(MLP)
+    inside, between = (
+        solve(question_of(graph, COLUMN_ROW, 2, machine.along(axis), outputs=[[R]]).problem).cost
+        for axis in ("model", "data")
+    )
+    local, network = (
+        collective_seconds(machine.along(axis), "all_reduce", 8192 * 1024 * 4, 2)
+        for axis in ("model", "data")
+    )
+    assert between - inside == pytest.approx((network - local) * 1e12)
+    assert network > 4 * local

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lazygt.runtime.collectives.store import StoreServer
@@ -186,3 +187,20 @@ def test_between_hosts_goes_what_a_ring_sends(far: Hosts, tmp_path: Path) -> Non
         ranks.heard(range(2))
         for host in range(2):
             assert LARGE * 4 <= far.sent(host) - before[host] <= LARGE * 4 * 1.05
+
+
+@pytest.mark.parametrize("layout", ["0000", "0011", "0001"])
+def test_ranks_listen_for_those_of_other_hosts_alone(layout: str, tmp_path: Path) -> None:
+    """At one address, with a seat for each connection to a rank of another host that comes."""
+    world = range(len(layout))
+    with closing(Ranks("x=4", tmp_path, None)) as ranks:
+        for rank in world:
+            ranks.start(rank, int(layout[rank]))
+        ranks.heard(world)
+        ranks.tell(f"add {SMALL}", world)
+        ranks.heard(world)
+        for rank in world:
+            there = psutil.Process(ranks.processes[rank].pid).net_connections("inet")
+            listens = [each.laddr.ip for each in there if each.status == psutil.CONN_LISTEN]
+            seats = sum(layout[other] != layout[rank] for other in world if other > rank)
+            assert listens == [f"127.0.0.{int(layout[rank]) + 1}"] * 3 * seats
