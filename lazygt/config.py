@@ -131,7 +131,11 @@ class Config:
         _virtual_ranks,
     )
     launcher: str = _setting(
-        "process", "process; inline: in the client's process; dry: nothing is computed", str
+        "auto",
+        "auto: environment under torchrun, srun and the like, else process; process: on this host; "
+        "environment: on all hosts where an engine started this program; inline: in the client's "
+        "process; dry: nothing is computed",
+        str,
     )
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)
     default_device: bool = _setting(True, "new tensors are lazy inside the session", _flag)

@@ -40,7 +40,7 @@ from lazygt.runtime.compiling.tiers import Compile, Tiers
 from lazygt.runtime.console import Console
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.launch.opening import device_type, open_link
+from lazygt.runtime.launch.opening import by_engine, device_type, open_link
 from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
@@ -68,7 +68,7 @@ class Session:
 
     def __init__(self, **settings: Any) -> None:
         native.check_choice()
-        self.config = config = Config.load(**_overseer.settings(settings))
+        self.config = config = Config.load(**by_engine(_overseer.settings(settings)))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)

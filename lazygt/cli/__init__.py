@@ -23,9 +23,10 @@ from lazygt.cli.show import doctor, explain, profile, why
 from lazygt.cli.simulate import simulate
 from lazygt.cli.sweep import sweep
 from lazygt.cli.viz import viz
+from lazygt.cli.worker import worker
 from lazygt.record.context import current_session
 
-PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving, serve)
+PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving, serve, worker)
 WITH_SCRIPT = (dump, explain, profile, simulate, sweep, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

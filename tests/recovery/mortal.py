@@ -38,6 +38,7 @@ class MortalLink:
     """
 
     world_size = 1
+    mirrors = False
     encode = staticmethod(encode)
 
     def __init__(self, faults: Sequence[Fault], shm_threshold: int) -> None:

@@ -56,12 +56,12 @@ class Connected(Protocol):
     """What an agent asks of its connection."""
 
     @property
-    def fd(self) -> int:
-        """Readable when something has come."""
-
-    @property
     def closed(self) -> str | None:
         """Why no message will come any more; None while one may."""
+
+    @property
+    def fd(self) -> int:
+        """Can be read when something has come."""
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message. Does not wait."""
@@ -243,16 +243,19 @@ class Agent:
 
     Args:
         connection: to the client.
-        check: may refuse what workers are to be, by raising LazyGTError.
+        adapt: what workers are to be by the client -> by this host, which may refuse it by raising
+            LazyGTError.
     """
 
     def __init__(
-        self, connection: Connected, check: Callable[[LinkSpec], LinkSpec] = lambda spec: spec
+        self, connection: Connected, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec
     ) -> None:
-        self._connection, self._check = connection, check
+        self._connection, self._adapt = connection, adapt
         #: what parts say: sockets are for one thread
         self._said: deque[list[Frame]] = deque()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: what the client's last message to workers was
+        self._told: list[memoryview] = []
         self._upload: Arena | None = None
         self._shadows: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
@@ -309,8 +312,9 @@ class Agent:
         message, rest = protocol.read(frames, TO_AGENT), frames[1:]
         match message:
             case Tell(part, workers):
+                self._told = rest or self._told
                 if (there := self.parts.get(part)) is not None:
-                    there.tell(workers, rest)
+                    there.tell(workers, self._told)
             case Mirror(first, offset):
                 write(self._uploads(first), offset, rest[0])
             case Shadow():
@@ -326,7 +330,7 @@ class Agent:
 
     def _open(self, number: int, text: str) -> None:
         try:
-            spec = self._check(protocol.spec_of(text))
+            spec = self._adapt(protocol.spec_of(text))
         except LazyGTError as error:
             self._say(Refused(number, str(error)))
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ from typing import Any
 
 from lazygt.errors import LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster.agent import PIECE_BYTES
+from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.collectives.store import StoreServer
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
@@ -40,6 +43,7 @@ class ClusterLink:
         spec: what the workers are to be, on all hosts together.
         here: how many of them are on the client's host.
         hosts: the other hosts, each with how many of them are there.
+        store: in which the ranks meet; closed with the link.
 
     Raises:
         ValueError, OSError: as `ProcessLink`.
@@ -48,10 +52,16 @@ class ClusterLink:
     encode = staticmethod(encode)
     mirrors = True
 
-    def __init__(self, spec: LinkSpec, here: int, hosts: Sequence[tuple[RemoteHost, int]]) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec,
+        here: int,
+        hosts: Sequence[tuple[RemoteHost, int]],
+        store: StoreServer | None = None,
+    ) -> None:
         if here + sum(workers for _, workers in hosts) != spec.world_size:
             raise ValueError(f"the hosts have other than {spec.world_size} workers")
-        self.world_size, self._spec = spec.world_size, spec
+        self.world_size, self._spec, self._store = spec.world_size, spec, store
         self._local: ProcessLink | None = None
         if here:
             self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
@@ -63,6 +73,8 @@ class ClusterLink:
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
         self._closed = False
+        #: of this host, once ranks of a lost one have come here
+        self._agent: AgentThread | None = None
         self._epoll = select.epoll()
         first = here
         for host, workers in hosts:
@@ -120,17 +132,28 @@ class ClusterLink:
 
     def _move(self, rank: int, lost: RemoteHost) -> None:
         """Have a rank of a lost host on another one, with what its snapshots have."""
-        living = [host for host in self._hosts if not host.lost]
-        if not living:
-            raise OSError(
-                f"host {lost.name} is lost, and no other host is there for its worker {rank}"
-            )
+        living = [host for host in self._hosts if not host.lost] or [self._own_host()]
         host = min(living, key=lambda host: len(host.ranks))
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), fetches_by_memory=False, spares=0)
         host.open(next(self._numbers), spec, [shadow])
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host
+
+    def _own_host(self) -> RemoteHost:
+        """The client's host, with an agent of its own for ranks that come there."""
+        spec, arena = self._spec, self.upload
+        self._agent = AgentThread(
+            lambda asked: replace(asked, host=spec.host, address=spec.address)
+        )
+        host = RemoteHost(socket.gethostname(), self._agent.end)
+        self._epoll.register(host.connection.fd, select.EPOLLIN)
+        self._hosts.append(host)
+        if arena is not None:
+            for offset, nbytes in arena.extents(PIECE_BYTES):
+                piece = arena.view(offset, nbytes).numpy().tobytes()
+                host.mirror(spec.arena_bytes, offset, piece)
+        return host
 
     def refill(self) -> None:
         """Have as many spare processes as there are to be, on each host."""
@@ -195,7 +218,7 @@ class ClusterLink:
         elif rank in host.deaths:
             raise host.deaths[rank]
         else:
-            host.send((rank,), frames)
+            host.send(rank, frames)
 
     def receive(
         self, timeout: float | None, beside: int | None = None
@@ -276,7 +299,12 @@ class ClusterLink:
                 host.pump()
         for host in self._hosts:
             host.release()
+        if self._agent is not None:
+            self._agent.end.close("the session is closed")
+            self._agent.join()
         self._epoll.close()
+        if self._store is not None:
+            self._store.close()
         if self._local is None and self.upload is not None:
             self.upload.close()
 

@@ -31,7 +31,7 @@ class Open(Part, tag=1):
 
 
 class Tell(Part, tag=2):
-    """The frames that follow are for these workers."""
+    """The frames that follow are for these workers; none: those of the last such message are."""
 
     part: Count
     workers: tuple[Count, ...]

@@ -73,6 +73,7 @@ class RemoteHost:
         self.last_steps: dict[int, tuple[int, int]] = {}
         #: rank -> copies of its snapshots, which outlive the host
         self.shadows: dict[int, Arena] = {}
+        self._last: Sequence[Frame] | None = None
         self._lost = False
 
     @property
@@ -105,12 +106,11 @@ class RemoteHost:
                 self.shadows[rank] = arena or Arena.own(create_memory(first))
         self._say(Open(number, protocol.spec_text(spec)))
 
-    def send(self, ranks: Sequence[int], frames: Sequence[Frame]) -> None:
-        """Send workers a message; does not wait."""
-        for part in self.parts.values():
-            workers = tuple(part.ranks.index(rank) for rank in ranks if rank in part.ranks)
-            if workers:
-                self._say(Tell(part.number, workers), frames)
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Send a worker a message; does not wait. What several are told in turn travels once."""
+        part, worker = self._place(rank)
+        same, self._last = frames is self._last, frames
+        self._say(Tell(part.number, (worker,)), () if same else frames)
 
     def mirror(self, first: int, offset: int, data: Frame) -> None:
         """Have bytes of the client's arena there, too; its first segment has ``first`` bytes."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lazygt.config import Config
+from lazygt.errors import LaunchError
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
@@ -25,6 +27,48 @@ def device_type(config: Config) -> str:
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
+
+
+def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a session is asked for, with what an engine that started this process says of it.
+
+    In a process that the engine started to be one of the workers this does not return.
+
+    Raises:
+        LaunchError: the engine's variables contradict each other, or what was asked for.
+        SystemExit: the program's rank 0, which is the client, has ended.
+    """
+    given = dict(settings)
+    launcher = given.get("launcher") or os.environ.get("LAZYGT_LAUNCHER") or "auto"
+    elsewhere = given.get("on") or os.environ.get("LAZYGT_ON")  # a pool's workers
+    if launcher not in {"auto", "environment"} or elsewhere:
+        return given
+    given["launcher"] = "process"
+    if launcher == "auto" and not _ENGINES & os.environ.keys():
+        return given
+    # why: few programs are started by an engine
+    from lazygt.runtime.cluster import attach
+    from lazygt.runtime.cluster.environment import Job
+
+    job = Job.from_environment(os.environ)
+    if job is None:
+        if launcher == "environment":
+            raise LaunchError(
+                "",
+                "lazygt.session(launcher='environment'): no engine has started this process as one "
+                "of several. Start the program with torchrun, srun, mpirun ... (docs/clusters.md), "
+                "or leave launcher= out",
+            )
+        return given
+    config = Config.load(**{**given, "launcher": "environment"})
+    if job.rank != 0:
+        attach.serve(job, config.start_timeout)
+    return attach.asked(job, given | {"launcher": "environment"})
+
+
+#: Variables of which an engine sets one at least for each process that it starts.
+_ENGINES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
+                      "JOB_COMPLETION_INDEX"})  # fmt: skip
 
 
 def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
@@ -89,6 +133,14 @@ def _processes(launcher: str, config: Config, mesh: Mesh, copier: str) -> Link:
     return ProcessLink(link_spec(config, mesh, copier), load_named(launcher)())
 
 
+def _attached(config: Config, mesh: Mesh, copier: str) -> Link:
+    """Workers on all hosts where an engine has started this program."""
+    # why: few programs are started by an engine
+    from lazygt.runtime.cluster import attach
+
+    return attach.open_attached(link_spec(config, mesh, copier))
+
+
 def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     """What worker processes are to be, by a config."""
     # why: an inline session needs neither sockets nor processes
@@ -123,6 +175,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
 #: is a `Launcher` in a file beside this one, and a line here that names it as "process" does.
 LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
     "process": partial(_processes, "lazygt.runtime.launch.local:LocalLauncher"),
+    "environment": _attached,
     "inline": _inline,
     "dry": _dry,
 }

@@ -220,6 +220,8 @@ class Recovery:
         parts = self.journal.committed.parts.values()
         self._journaled = 0
         slowest = max(part.nanoseconds for part in parts) / 1e9
+        if self._link.mirrors:  # copies have come over the network, which others use, too
+            slowest = max(slowest, time.monotonic() - self._begun)
         pause = max(slowest / self._cost, _LEAST_SECONDS)
         self._due = self._begun + (2 * pause if self.waits_for_marks else pause)
         self._client.quiet_until = 0.0 if self.under_way else self._due

@@ -37,6 +37,9 @@ def test_a_line_of_the_table_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_wrong_name_is_told_all_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(opening.LAUNCHERS, "noting", opening.LAUNCHERS["process"])
-    text = r"^lazygt\.session\(launcher='magic'\): expected 'process', 'inline', 'dry' or 'noting'$"
+    text = (
+        r"^lazygt\.session\(launcher='magic'\): "
+        r"expected 'process', 'environment', 'inline', 'dry' or 'noting'$"
+    )
     with pytest.raises(ValueError, match=text):
         lazygt.session(launcher="magic")

@@ -1,0 +1,249 @@
+"""Attaching: a session on the hosts where an engine (torchrun, srun, mpirun ...) has started this
+program, once a worker.
+
+Rank 0's process is the client, and starts the workers of its own host. On each other host one
+process, of local rank 0, becomes the agent there, which starts as many workers as there are
+processes; the rest hold their places. All of them end with the client.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import zmq
+
+from lazygt.config import Config
+from lazygt.errors import LaunchError
+from lazygt.runtime.cluster.agent import Agent
+from lazygt.runtime.cluster.connection import Connection, Listener, dial
+from lazygt.runtime.cluster.environment import Job
+from lazygt.runtime.cluster.keys import derived, token_from
+from lazygt.runtime.cluster.link import ClusterLink
+from lazygt.runtime.cluster.meeting import find, port_to_bind, publish
+from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.cluster.slots import hold
+from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, new_token
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.start_plan import LinkSpec
+
+_ENDED = "the program has ended"
+#: Beyond the longest message of a worker: what it travels in.
+_MAX_MESSAGE = MAX_MESSAGE_BYTES + (1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An agent that has come.
+
+    Attributes:
+        rank: of its process in the job.
+        name: of its host, for people.
+        workers: how many it starts.
+    """
+
+    rank: int
+    name: str
+    workers: int
+    connection: Connection
+
+
+class Cluster:
+    """The other hosts of a job, seen from its client; kept until the process ends.
+
+    Args:
+        job: of this process, whose rank is 0.
+        token: the secret that all of its processes know.
+        seconds: that it may take to say where this process listens.
+    """
+
+    def __init__(self, job: Job, token: bytes, seconds: float) -> None:
+        self._job, self._arrived = job, dict[int, Arrived]()
+        known = derived(token, "agent").public
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._listener = Listener(
+            context,
+            socket.gethostbyname(job.address),
+            port_to_bind(job),
+            derived(token, "client"),
+            lambda public: "agent" if public == known else None,
+            _MAX_MESSAGE,
+        )
+        atexit.register(self._listener.close, _ENDED)
+        publish(job, self._listener.address, token, seconds)
+
+    def link(self, spec: LinkSpec) -> ClusterLink:
+        """A session's workers, on all hosts.
+
+        Raises:
+            LaunchError: not all hosts have come in time, or others than were expected.
+        """
+        self._wait(spec.start_timeout)
+        address = socket.gethostbyname(self._job.address)
+        token = new_token()
+        store = StoreServer(address, token)
+        spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
+        agents = sorted(self._living(), key=lambda agent: agent.rank)
+        hosts = [(RemoteHost(agent.name, agent.connection), agent.workers) for agent in agents]
+        return ClusterLink(spec, self._job.local_world_size, hosts, store)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until an agent has come from each host."""
+        job, until = self._job, time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._listener.fd, select.POLLIN)
+        while (there := self._count()) != job.world_size:
+            if (left := until - time.monotonic()) <= 0 or there > job.world_size:
+                names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
+                raise LaunchError(
+                    job.rank_variable,
+                    f"tells of {job.world_size} processes, and after {seconds:g} s there are "
+                    f"{there}: {job.local_world_size} on this host{names and ', '}{names}. Does "
+                    f"the program open a lazygt.session() on all hosts, and do all know the same "
+                    f"LAZYGT_TOKEN? {self._listener.counts['handshake']} came who did not",
+                )
+            poller.poll(1_000 * min(left, 0.25))
+            while (connection := self._listener.accept()) is not None:
+                agent = _arrived(connection)
+                self._arrived[agent.rank] = agent
+
+    def _count(self) -> int:
+        """The workers that there are to be on all hosts that have come."""
+        return self._job.local_world_size + sum(agent.workers for agent in self._living())
+
+    def _living(self) -> list[Arrived]:
+        return [agent for agent in self._arrived.values() if agent.connection.closed is None]
+
+
+def _arrived(connection: Connection) -> Arrived:
+    told: dict[str, Any] = json.loads(connection.hello)
+    return Arrived(told["rank"], told["name"], told["workers"], connection)
+
+
+@cache
+def _cluster(job: Job) -> Cluster:
+    """The one of this process: sessions come one after another, agents stay."""
+    return Cluster(job, secret(), Config().start_timeout)
+
+
+def secret() -> bytes:
+    """What all processes of a job on several hosts know.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    token = token_from(os.environ)
+    if token is None:
+        raise LaunchError(
+            "LAZYGT_TOKEN",
+            "is not set, and the job has several hosts, which must prove a secret to each other: "
+            "`export LAZYGT_TOKEN=$(lazygt keys token)` before the job is started, the same on all "
+            "hosts, or name a file of mode 0600 that has it, LAZYGT_TOKEN_FILE=FILE",
+        )
+    return token
+
+
+def asked(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a session is asked for, with a worker for each process of the job.
+
+    Raises:
+        LaunchError: it was asked for another number.
+    """
+    named = [name for name in ("workers", "mesh") if settings.get(name)]
+    named += [name for name in ("LAZYGT_WORKERS", "LAZYGT_MESH") if os.environ.get(name)]
+    if not named:
+        return settings | {"workers": job.world_size}
+    config = Config.load(**settings)
+    if config.workers != job.world_size:
+        raise LaunchError(
+            job.rank_variable,
+            f"tells of {job.world_size} processes, one a worker, and {named[0]} asks for "
+            f"{config.workers}: leave {named[0]} out, or have {job.engine} start as many",
+        )
+    return settings
+
+
+def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
+    """The link of the client, rank 0, to the workers of its job.
+
+    Raises:
+        LaunchError: not all hosts have come in time; or several have no secret in common.
+    """
+    job = Job.from_environment(os.environ)
+    if job is None:
+        raise LaunchError("RANK", "and the like have gone since this session was asked for")
+    return ProcessLink(spec) if job.is_on_one_host else _cluster(job).link(spec)
+
+
+def serve(job: Job, seconds: float) -> NoReturn:
+    """Be what a process that is not rank 0 is there for, until the client has ended; then end.
+
+    Args:
+        seconds: to wait for the client.
+
+    Raises:
+        SystemExit: at the end.
+        LaunchError: the client did not come in time; or several hosts have no secret in common.
+    """
+    if job.is_on_one_host or not job.leads_host:
+        hold(job)
+        raise SystemExit(0)
+    token = secret()
+    join(find(job, token, seconds), token, job.local_world_size, job.rank, seconds)
+
+
+def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -> NoReturn:
+    """Be this host's agent for the client that listens there, until it has ended; then end.
+
+    Args:
+        workers: how many there are to be on this host.
+        rank: decides the order of hosts; the client's own is the first.
+        seconds: to wait for the client.
+
+    Raises:
+        SystemExit: at the end.
+        ConnectionLost: nobody answered in time.
+        AccessDenied, VersionMismatch: the client does not want us.
+    """
+    told = {"rank": rank, "name": socket.gethostname(), "workers": workers}
+    connection = dial(
+        zmq.Context.instance(),
+        endpoint,
+        derived(token, "agent"),
+        derived(token, "client").public,
+        json.dumps(told).encode(),
+        _MAX_MESSAGE,
+        seconds,
+    )
+    address = _address_towards(endpoint)
+    agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address))
+    why = agent.serve()
+    if _ENDED not in why:
+        raise SystemExit(f"lazygt: this host's workers have ended: {why}")
+    raise SystemExit(0)
+
+
+def host_id() -> str:
+    """The same for processes that see the same files and can speak through UNIX sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "uts")]
+    return " ".join((boot, *namespaces, str(os.getuid())))
+
+
+def _address_towards(endpoint: str) -> str:
+    """The address of this host's interface that leads there (nothing is sent)."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])

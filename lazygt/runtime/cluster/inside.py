@@ -1,0 +1,87 @@
+"""An agent inside the client's own process, for ranks that come to its host from one that is lost.
+
+What goes between the two is handed over, and needs no network.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from lazygt.runtime.cluster.agent import Agent
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.start_plan import LinkSpec
+
+
+class End:
+    """One end of a connection: what is sent here is taken at the other.
+
+    Attributes:
+        fd: can be read when something has come.
+        closed: why nothing will come any more.
+        messages_sent, bytes_sent: so far.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.other: End
+        self.closed: str | None = None
+        self.messages_sent = self.bytes_sent = 0
+        self._came: deque[list[bytes]] = deque()
+        weakref.finalize(self, os.close, self.fd)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Give the other end a copy; nothing happens once the connection is closed."""
+        if self.closed is not None:
+            return
+        copies = [bytes(frame) for frame in frames]
+        self.messages_sent += 1
+        self.bytes_sent += sum(map(len, copies))
+        self.other._came.append(copies)
+        os.eventfd_write(self.other.fd, 1)
+
+    def take(self) -> list[memoryview] | None:
+        """The next message, if there is one."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        with suppress(IndexError):
+            message = self._came.popleft()
+            if self._came:
+                os.eventfd_write(self.fd, 1)
+            return [memoryview(frame) for frame in message]
+        return None
+
+    def close(self, reason: str = "done") -> None:
+        """Nothing goes either way any more."""
+        for end in (self, self.other):
+            end.closed = end.closed or reason
+            os.eventfd_write(end.fd, 1)
+
+
+def ends() -> tuple[End, End]:
+    """Both ends of a new connection."""
+    here, there = End(), End()
+    here.other, there.other = there, here
+    return here, there
+
+
+class AgentThread(threading.Thread):
+    """An agent of this host, on a thread of this process; its workers are processes all the same.
+
+    Attributes:
+        end: the client's end of the connection to it.
+        agent: what the thread does.
+    """
+
+    def __init__(self, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec) -> None:
+        super().__init__(name="lazygt-agent", daemon=True)
+        self.end, there = ends()
+        self.agent = Agent(there, adapt)
+        self.start()
+
+    def run(self) -> None:
+        self.agent.serve()
