@@ -34,6 +34,7 @@ from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
     GRACE,
     Connection,
+    Patience,
     configure,
     give,
     say_goodbye,
@@ -76,7 +77,8 @@ def dial(
         VersionMismatch: it runs another lazygt, torch or Python.
         SecurityError: something given as a key is none.
     """
-    line = _Dialed(context, endpoint, keys, server_public, hello, max_message, grace, gone_after)
+    patience = Patience(grace, gone_after)
+    line = _Dialed(context, endpoint, keys, server_public, hello, max_message, patience)
     try:
         line.wait(time.monotonic() + timeout)
     except BaseException:
@@ -96,15 +98,14 @@ class _Dialed:
         server_public: str,
         hello: bytes,
         max_message: int,
-        grace: float,
-        gone_after: float,
+        patience: Patience,
     ) -> None:
         self.lock = threading.RLock()
         self.counts = {"foreign": 0, "malformed": 0, "replayed": 0, "version": 0}
         self.endpoint = endpoint
         # ZMQ's own names of peers begin with a zero, so this one does not.
         self.connection = Connection(
-            self, b"c" + secrets.token_bytes(16), endpoint, hello, max_message, gone_after
+            self, b"c" + secrets.token_bytes(16), endpoint, hello, max_message, patience
         )
         self._turn, self._welcomed, self._failures = 0, False, 0
         self._refusal: LazyGTError | None = None
@@ -112,7 +113,7 @@ class _Dialed:
         self._socket = context.socket(zmq.DEALER)
         self._monitor = Monitor(context, self._socket, _EVENTS)
         try:
-            self._connect(keys, server_public, max_message, grace)
+            self._connect(keys, server_public, max_message, patience.grace)
         except BaseException:
             self._monitor.close()
             self._socket.close(0)

@@ -32,6 +32,7 @@ from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
     GRACE,
     Connection,
+    Patience,
     configure,
     give,
     say_goodbye,
@@ -99,7 +100,8 @@ class Listener:
         self.lock = threading.RLock()
         names = ("foreign", "malformed", "replayed", "version", "handshake")
         self.counts = dict.fromkeys(names, 0)
-        self._allowed, self._max_message, self._gone_after = allowed, max_message, gone_after
+        self._allowed, self._max_message = allowed, max_message
+        self._patience = Patience(grace, gone_after)
         self._connections: dict[bytes, _Accepted] = {}
         self._new: deque[_Accepted] = deque()
         self._over: dict[bytes, None] = {}
@@ -260,7 +262,7 @@ class Listener:
             self.counts["foreign"] += 1
             self._refuse(id, "access", "the host knows our key no longer")
         else:
-            connection = _Accepted(self, id, name, said, self._max_message, self._gone_after)
+            connection = _Accepted(self, id, name, said, self._max_message, self._patience)
             connection.key, connection.turn = key, 0
             self._connections[id] = connection
             self._new.append(connection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
@@ -9,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import zmq
 
@@ -24,7 +25,10 @@ GRACE, GONE_AFTER = 60.0, 1.0
 _TELL_AFTER = 0.05  # seconds; then the peer is told what came, should nothing go there by itself
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 _LINGER_MS = 1000  # so long a goodbye may take after the socket was closed
+_WATCH_EVERY = 1.0  # seconds between two looks whether what is sent is answered
 _SILENT = 2.0  # seconds; a kernel asks after one second of quiet whether the other is there
+#: struct tcp_info of linux/tcp.h: 8 bytes of flags; rto, ato, snd_mss, rcv_mss, unacked, sacked,
+#: lost, retrans, fackets; and ms since data and acknowledgements were last sent and received.
 _TCP_INFO = struct.Struct("@8B13I")
 
 
@@ -54,6 +58,14 @@ class Line(Protocol):
         """Let ``fd`` ring if something has come: using the socket has swallowed its signal."""
 
 
+class Patience(NamedTuple):
+    """Seconds: for how long a link that is down is borne, and how soon a peer that hung up must be
+    there again."""
+
+    grace: float = GRACE
+    gone_after: float = GONE_AFTER
+
+
 class Connection:
     """One end of a connection. Made by `dial` or `Listener.accept`.
 
@@ -73,11 +85,11 @@ class Connection:
     """
 
     def __init__(
-        self, line: Line, id: bytes, peer: str, hello: bytes, max_message: int, gone_after: float
+        self, line: Line, id: bytes, peer: str, hello: bytes, max_message: int, patience: Patience
     ) -> None:
         self.id, self.peer, self.hello = id, peer, hello
         self.closed: str | None = None
-        self._line, self._max_message, self._gone_after = line, max_message, gone_after
+        self._line, self._max_message, self._patience = line, max_message, patience
         self._stream = Stream()
         self._ready: deque[tuple[list[memoryview], int]] = deque()
         self._sending = False
@@ -101,7 +113,7 @@ class Connection:
         with self._line.lock:
             if self._left_at is not None:
                 return time.monotonic() - self._left_at
-            return 0.0 if self.closed else silence_of(self.tcp)
+            return 0.0 if self.closed else word_of(self.tcp).silence
 
     @property
     def pending(self) -> int:
@@ -177,7 +189,7 @@ class Connection:
             message, number = entry
             if stream.is_first_time(number):
                 give_number(message, number, stream.tell())
-            if not self._line.transmit(self, message):
+            if not self._transmit(message):
                 self.lost()
                 return
             stream.sent(number)
@@ -214,7 +226,15 @@ class Connection:
 
     def tell(self) -> bool:
         """Acknowledge what has come; False if the peer is not there."""
-        return self._line.transmit(self, pack(RECEIVED, (), self._stream.tell()))
+        return self._transmit(pack(RECEIVED, (), self._stream.tell()))
+
+    def _transmit(self, message: bytes | bytearray) -> bool:
+        self.watch()
+        return self._line.transmit(self, message)
+
+    def watch(self) -> None:
+        """Something is on its way: look in a while whether it is answered."""
+        self._line.remind(time.monotonic() + _WATCH_EVERY)
 
     @property
     def taken(self) -> int:
@@ -228,35 +248,50 @@ class Connection:
             ProtocolError: it can't have.
         """
         self._stream.acknowledged(received)
-        self._left_at = None
+        self.found()
         self._stream.again()
         self.flush()
 
     def lost(self) -> None:
         """The TCP connection has ended."""
         if self._left_at is None and self.closed is None:
-            self._left_at = time.monotonic()
-            self._line.remind(self._left_at + self._gone_after)
+            self._left_at, self.tcp = time.monotonic(), -1
+            self._line.remind(self._left_at + self._patience.gone_after)
 
     def found(self) -> None:
-        """The peer is there again, though it has not spoken yet."""
+        """The peer is there again, though it may not have spoken yet."""
         self._left_at = None
+        self.watch()
 
     def tick(self, now: float) -> None:
         """A reminder came due."""
         if self._stream.untold:
             self.tell()
-        if self._left_at is None or self.closed is not None:
+        if self.closed is not None:
             return
-        if now < self._left_at + self._gone_after:
-            self._line.remind(self._left_at + self._gone_after)
+        if self._left_at is None:
+            self._watch(now)
+        elif now < self._left_at + self._patience.gone_after:
+            self._line.remind(self._left_at + self._patience.gone_after)
         elif self.tell():
             self.found()
         else:
             self.end(
                 f"{self.peer} is gone: its process has ended, or the network between closed the "
-                f"connection, and it did not come back within {self._gone_after:g} s"
+                f"connection, and it did not come back within {self._patience.gone_after:g} s"
             )
+
+    def _watch(self, now: float) -> None:
+        """Give up a dead link, while something is on its way; else the kernel asks, and ends it.
+
+        The kernel's own limit (TCP_USER_TIMEOUT) would end a connection to a busy peer, too, if it
+        does not read what it is sent.
+        """
+        word = word_of(self.tcp)
+        if word.silence >= self._patience.grace:
+            self.end(f"{self.peer} did not answer for {self._patience.grace:g} s: the link is down")
+        elif word.waits or self._stream.pending:
+            self._line.remind(now + _WATCH_EVERY)
 
     def end(self, why: str) -> None:
         """No message will come any more."""
@@ -265,27 +300,43 @@ class Connection:
         self._line.leave(self)
 
 
-def silence_of(tcp: int) -> float:
-    """Seconds since the peer's kernel answered, of a TCP socket whose questions stay unanswered."""
+class Word(NamedTuple):
+    """What the kernel knows of a TCP connection.
+
+    Attributes:
+        silence: seconds since the peer's kernel answered; 0.0 if nothing is unanswered.
+        waits: whether something is on its way.
+    """
+
+    silence: float = 0.0
+    waits: bool = False
+
+
+def word_of(tcp: int) -> Word:
+    """The kernel's word on a TCP socket."""
     if tcp < 0:
-        return 0.0
+        return Word()
     try:
         kernel = socket.socket(fileno=tcp)
     except OSError:  # it is closed, and the news of it is on its way
-        return 0.0
+        return Word()
     try:
         facts = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
-        return 0.0
+        return Word()
     finally:
         kernel.detach()
-    _, _, retransmits, probes, *_, received, answered = _TCP_INFO.unpack(facts)
+    fields = _TCP_INFO.unpack(facts)
+    retransmits, probes, unacknowledged = fields[2], fields[3], fields[12]
+    received, answered = fields[-2:]
     silence = min(received, answered) / 1000
-    return silence if (retransmits or probes) and silence >= _SILENT else 0.0
+    unanswered = bool(retransmits or probes) and silence >= _SILENT
+    return Word(silence if unanswered else 0.0, bool(unacknowledged))
 
 
 def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
-    """What both ends' sockets have in common: no dead link is borne for more than ``grace`` s."""
+    """What both ends' sockets have in common; a quiet link is asked after, for ``grace`` s."""
+    interval = max(1, math.ceil(grace / 100))  # seconds; the kernel asks 127 times at most
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
@@ -294,9 +345,8 @@ def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
         (zmq.HANDSHAKE_IVL, 10_000),
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 1),
-        (zmq.TCP_KEEPALIVE_INTVL, 1),
-        (zmq.TCP_KEEPALIVE_CNT, max(1, min(127, round(grace)))),
-        (zmq.TCP_MAXRT, max(1, round(grace * 1000))),
+        (zmq.TCP_KEEPALIVE_INTVL, interval),
+        (zmq.TCP_KEEPALIVE_CNT, max(1, round(grace / interval))),
     ):
         sock.setsockopt(option, value)
 

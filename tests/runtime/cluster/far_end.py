@@ -1,8 +1,8 @@
-"""A program at the far end: ``python far_end.py listen|dial HOST PORT TOKEN [BUSY]``.
+"""A program at the far end: ``python far_end.py listen|dial HOST PORT TOKEN [BUSY [GRACE]]``.
 
-The listener prints its address and sends back whatever comes, with what it was called in front. The
-dialer sends 1,000 numbers and waits. With BUSY both hold Python's lock so many seconds once they
-are connected.
+The listener prints its address and sends back whatever comes. The dialer sends 1,000 numbers and
+says when they are back. Both say why the connection ended. With BUSY both hold Python's lock for so
+many seconds once they are connected.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def be_busy(seconds: float) -> None:
     sys.setswitchinterval(0.005)
 
 
-def listen(host: str, port: int, token: bytes, busy: float) -> None:
+def listen(host: str, port: int, token: bytes, busy: float = 0, grace: float = 30) -> None:
     known = derived(token, "client").public
     keys = derived(token, "agent")
     listener = Listener(
-        zmq.Context(), host, port, keys, {known: "client"}.get, MAX_MESSAGE, grace=30
+        zmq.Context(), host, port, keys, {known: "client"}.get, MAX_MESSAGE, grace=grace
     )
     print(listener.address, flush=True)
     connections: list[Connection] = []
@@ -51,10 +51,10 @@ def listen(host: str, port: int, token: bytes, busy: float) -> None:
     listener.close()
 
 
-def call(host: str, port: int, token: bytes, busy: float) -> None:
+def call(host: str, port: int, token: bytes, busy: float = 0, grace: float = 30) -> None:
     connection = dial(
         zmq.Context(), f"tcp://{host}:{port}", derived(token, "client"),
-        derived(token, "agent").public, b"far end", MAX_MESSAGE, 60, grace=30,
+        derived(token, "agent").public, b"far end", MAX_MESSAGE, 60, grace=grace,
     )  # fmt: skip
     for number in range(1000):
         connection.send([b"%d" % number])
@@ -65,11 +65,12 @@ def call(host: str, port: int, token: bytes, busy: float) -> None:
     while connection.closed is None:
         poller.poll()
         while (frames := connection.take()) is not None:
-            if frames and frames[0] == b"end":
-                connection.close("as I was told")
-                return
+            if frames and frames[0] == b"999":
+                print("all came back", flush=True)
+    print(connection.closed, flush=True)
+    connection.close()
 
 
 if __name__ == "__main__":
     role, host, port, token, *rest = sys.argv[1:]
-    {"listen": listen, "dial": call}[role](host, int(port), token.encode(), float((rest or [0])[0]))
+    {"listen": listen, "dial": call}[role](host, int(port), token.encode(), *map(float, rest))

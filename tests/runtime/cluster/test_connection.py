@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import zmq
 
 from lazygt.errors import AccessDenied, ConnectionLost, LazyGTError, SecurityError, VersionMismatch
 from lazygt.runtime.cluster import frames as wire_format
-from lazygt.runtime.cluster import listening
+from lazygt.runtime.cluster import listening, reliable
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys
@@ -345,10 +346,10 @@ def line_of(process: subprocess.Popen[str]) -> str:
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def called(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Connection:
+def called(context: zmq.Context[zmq.Socket[bytes]], address: str, grace: float = 30) -> Connection:
     token = TOKEN.encode()
     keys, server = derived(token, "client"), derived(token, "agent").public
-    return dial(context, address, keys, server, b"", MAX_MESSAGE, SECONDS, grace=30)
+    return dial(context, address, keys, server, b"", MAX_MESSAGE, SECONDS, grace=grace)
 
 
 def test_a_killed_host_is_noticed_in_two_seconds(started: Start) -> None:
@@ -383,13 +384,17 @@ def test_a_killed_client_is_noticed_in_two_seconds(started: Start) -> None:
 
 @pytest.mark.slow
 def test_a_busy_host_is_there(started: Start) -> None:
-    """It lets no other thread of its own run, and yet is neither away nor gone."""
-    host = started("listen", "127.0.0.1", 0, TOKEN, 6)
+    """It lets no other thread of its own run, for longer than a dead link would be borne, and reads
+    less than it is sent; and yet it is neither away nor gone."""
+    host = started("listen", "127.0.0.1", 0, TOKEN, 8, 2)
     with zmq.Context() as context:
-        near = called(context, line_of(host))
-        for number in range(100):
-            near.send([b"%d" % number])
-        assert [taken(near) for _ in range(100)] == [[b"%d" % number] for number in range(100)]
+        near = called(context, line_of(host), grace=2)
+        content = bytes(10_000)
+        for number in range(3000):
+            near.send([b"%d" % number, content])
+        for number in range(3000):
+            assert taken(near) == [b"%d" % number, content]
+            assert near.away == 0.0
         assert near.closed is None
         near.close()
 
@@ -475,3 +480,34 @@ def test_a_link_that_is_down_for_five_seconds_loses_nothing() -> None:
         assert client.wait(SECONDS) == 0
         assert away >= 2.0
         assert line_of(listening_host) == "the other end closed the connection: all is here"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_link_that_stays_down_is_given_up_at_both_ends() -> None:
+    """Nothing is on its way but what says that all came: the kernels ask, and nobody answers."""
+    with Hosts(2) as hosts:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        options = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+        far = [sys.executable, FAR_END, "listen", hosts.addresses[1], "0", TOKEN, "0", "3"]
+        listening_host = hosts.start(1, far, **options)
+        port = line_of(listening_host).rpartition(":")[2]
+        near = [sys.executable, FAR_END, "dial", hosts.addresses[1], port, TOKEN, "0", "3"]
+        client = hosts.start(0, near, **options)
+        assert [line_of(client), line_of(client)] == ["sent", "all came back"]
+        hosts.cut(1)
+        given_up = r"{} (is gone|did not answer for 3 s: the link is down)"
+        host = re.escape(f"tcp://{hosts.addresses[1]}:{port}")
+        assert re.match(given_up.format(host), line_of(client))
+        assert re.match(given_up.format("client"), line_of(listening_host))
+
+
+def test_a_link_that_stays_down_is_given_up_while_something_is_on_its_way(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = place.both()
+    silent = {near.tcp: reliable.Word(61.0, waits=True)}
+    monkeypatch.setattr(reliable, "word_of", lambda tcp: silent.get(tcp, reliable.Word()))
+    near.send([b"unheard"])
+    why = until(near.fd, lambda: near.pump() or near.closed)
+    assert why == f"{place.listener.address} did not answer for 60 s: the link is down"
