@@ -7,6 +7,7 @@ with lazygt.session() as s:
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -116,11 +117,15 @@ if TYPE_CHECKING:
     from lazygt.simulation.program import simulate
     from lazygt.sweeps.program import sweep
 
-with _uncollected():
-    from lazygt import transfer
-    from lazygt.transfer import transfer_weights
+#: ``lazygt top`` looks at a session from outside, and is to be there at once: without torch.
+_LOOKS_ON = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
 
-    if os.environ.get("LAZYGT_WORKER") != "1":
+with _uncollected():
+    if not _LOOKS_ON:
+        from lazygt import transfer
+        from lazygt.transfer import transfer_weights
+
+    if not _LOOKS_ON and os.environ.get("LAZYGT_WORKER") != "1":
         from lazygt.checkpoint.program import resume
         from lazygt.parallel.batch_norm import local_batch_norm
         from lazygt.parallel.distribute import distribute, redistribute

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.meta import TensorMeta
+from lazygt.graph.regions import has_any, region
 from lazygt.record.recorder import Recorder
-from lazygt.record.tensor import is_lazy, storage_of
+from lazygt.record.tensor import Storage, is_lazy, storage_of
+from lazygt.runtime.values import RemoteValue
 
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "other"
 
@@ -49,30 +54,63 @@ class Kinds:
             everywhere: look for parameters that no optimizer has, too; else those count that were
                 there when they were last looked for.
         """
-        kinds: dict[int, str] = {}
         if everywhere:
             self._others = [weakref.ref(parameter) for parameter in _all_parameters()]
+        kinds: dict[int, str] = {}
+        for storage, kind in self._known():
+            assert storage.remote is not None
+            for key in storage.remote.ids:
+                kinds.setdefault(key, kind)
+        return kinds
+
+    def sizes(self, ranks: Mesh) -> dict[str, int]:
+        """Bytes of each kind on the first rank, of what handles show; parameters that no optimizer
+        has count where they were looked for before.
+
+        Args:
+            ranks: that plans are made for.
+        """
+        sizes = dict.fromkeys((PARAMETERS, GRADIENTS, OPTIMIZER), 0)
+        seen: set[int] = set()
+        for storage, kind in self._known():
+            remote = storage.remote
+            assert remote is not None
+            if remote.id not in seen:
+                sizes[kind] += _bytes_on_first(storage.meta, remote, ranks)
+                seen.add(remote.id)
+        return sizes
+
+    def _known(self) -> Iterator[tuple[Storage, str]]:
+        """What handles show that the workers have, with its kind."""
         others = [parameter for other in self._others if (parameter := other()) is not None]
         optimizers = [
             optimizer for known in self.optimizers.values() if (optimizer := known()) is not None
         ]
         parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
         for parameter in [*parameters, *others]:
-            self._note(kinds, parameter, PARAMETERS)
-            self._note(kinds, parameter.grad, GRADIENTS)
+            yield from self._remote(parameter, PARAMETERS)
+            yield from self._remote(parameter.grad, GRADIENTS)
         for optimizer in optimizers:
             for value in _state(optimizer):
-                self._note(kinds, value, OPTIMIZER)
-        return kinds
+                yield from self._remote(value, OPTIMIZER)
 
-    def _note(self, kinds: dict[int, str], t: object, kind: str) -> None:
-        """Note the kind of what a handle shows, if it is one and the workers have it."""
-        if not is_lazy(t):
-            return
-        storage = storage_of(t)
-        if storage.owner is self._recorder and (remote := storage.remote) is not None:
-            for key in remote.ids:
-                kinds.setdefault(key, kind)
+    def _remote(self, t: object, kind: str) -> Iterator[tuple[Storage, str]]:
+        """What a handle shows, if it is one and the workers have it."""
+        if is_lazy(t):
+            storage = storage_of(t)
+            if storage.owner is self._recorder and storage.remote is not None:
+                yield storage, kind
+
+
+def _bytes_on_first(meta: TensorMeta, remote: RemoteValue, ranks: Mesh) -> int:
+    """What the first rank has of a value."""
+    if remote.sharding is None:
+        return meta.nbytes
+    if not has_any(ranks, remote.sharding.placements, 0):
+        return 0
+    block = region(ranks, remote.sharding.placements, meta.shape, 0)
+    elements: int = math.prod(part.stop - part.start for part in block)
+    return elements * meta.dtype.itemsize * len(remote.ids)
 
 
 def by_kind(kinds: Mapping[int, str]) -> dict[str, list[int]]:

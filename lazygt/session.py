@@ -46,6 +46,7 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import RemoteValue
+from lazygt.status import StatusWriter
 from lazygt.submit import Submitter
 from lazygt.transfer import copy_request
 
@@ -112,6 +113,10 @@ class Session:
             register_optimizer_step_pre_hook(self._submitter.before_step),
             register_optimizer_step_post_hook(self._submitter.after_step),
         ]
+        self._status: StatusWriter | None = None
+        if self._link.status is not None:
+            self._status = StatusWriter(self, self._link.status, self._link.name)
+            self._status.start()
         #: takes the hooks away, at the latest when nobody has the session any more
         self._unhook = weakref.finalize(self, _remove, hooks)
         _overseer.opened(self)
@@ -157,6 +162,8 @@ class Session:
         device.close_session(self)
         self._unhook()
         if os.getpid() == self._owner:
+            if self._status is not None:
+                self._status.close()
             self._tiers.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()

@@ -60,7 +60,9 @@ class Submitter:
 
     Attributes:
         mesh: the workers.
+        ranks: that plans are made for.
         names_lines: whether flushes are told with the user's line that forces them.
+        steps: how many steps optimizers have made.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class Submitter:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.mesh, self.names_lines = virtual_mesh.workers, True
+        self.mesh, self.names_lines, self.steps = virtual_mesh.workers, True, 0
+        self.ranks = virtual_mesh.ranks
         self._virtual_mesh, self._recorder, self._client = virtual_mesh, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
         #: one worker stands for all
@@ -160,6 +163,7 @@ class Submitter:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped: for sharded programs this is a sync point."""
+        self.steps += 1
         known = self.kinds.optimizers.get(id(optimizer))
         if known is None or known() is not optimizer:  # only its first step, not every one
             self.kinds.add(optimizer)

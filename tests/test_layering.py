@@ -29,11 +29,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"parallel"}),
     frozenset({"observe", "calibrate", "simulation"}),
     frozenset({"sweeps"}),
+    frozenset({"top"}),
     frozenset({"cli", "lightning"}),
+    frozenset({"command"}),
     frozenset({"lazygt"}),
 )
 # Files at the root that stand in one layer with another.
-AT_THE_ROOT = {"session": {"history", "kinds", "memory", "planner", "rewind", "submit", "weights"}}
+AT_THE_ROOT = {
+    "session": {
+        "history", "kinds", "memory", "planner", "rewind", "status", "submit", "weights",
+    }
+}  # fmt: skip
 # Pairs that a downward rule alone would allow.
 FORBIDDEN = {
     ("runtime", "passes"): "the runtime runs plans and never makes them",

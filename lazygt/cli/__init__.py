@@ -25,8 +25,11 @@ from lazygt.cli.sweep import sweep
 from lazygt.cli.viz import viz
 from lazygt.cli.worker import worker
 from lazygt.record.context import current_session
+from lazygt.top.command import top
 
-PLAIN = (build_native, calibrate, comm, diff, doctor, log, plan_serving, serve, worker)
+PLAIN = (
+    build_native, calibrate, comm, diff, doctor, log, plan_serving, serve, top, worker,
+)  # fmt: skip
 WITH_SCRIPT = (dump, explain, profile, simulate, sweep, viz, why)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)

@@ -117,6 +117,12 @@ class Reports:
         return self._seq + 1
 
     @property
+    def unanswered(self) -> tuple[int, tuple[int, ...]]:
+        """How many runs some rank has not answered, and which ranks the oldest. For any thread."""
+        runs = list(self._in_flight.values())
+        return len(runs), tuple(sorted(runs[0].waiting)) if runs else ()
+
+    @property
     def oldest_open(self) -> int:
         """The oldest run that some rank has not answered, or in which something has failed."""
         first = self._failures.first_failed()

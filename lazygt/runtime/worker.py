@@ -18,6 +18,7 @@ from lazygt.runtime.exchange import Exchange
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
+from lazygt.runtime.insight import WorkerInsight
 from lazygt.runtime.known_runs import KnownRuns, Unfinished
 from lazygt.runtime.memory import weighed
 from lazygt.runtime.messages import (
@@ -163,6 +164,11 @@ class Worker:
         done = self._run(run, frames[1:])
         news = [] if run.digest is None else self.plans.news(run.digest)
         return [*self._departure(), *map(self._encode, news), done]
+
+    def insight(self) -> WorkerInsight:
+        """What tells another thread of what this one does."""
+        marked = None if self._snapshots is None else self._snapshots.marked
+        return WorkerInsight(partial(weighed, self.store, (), self.device), marked)
 
     def close(self) -> None:
         """Drop all values."""

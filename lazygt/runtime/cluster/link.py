@@ -67,6 +67,9 @@ class ClusterLink:
             self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
         own_arena = Arena.create(spec.arena_bytes) if spec.arena_bytes and not here else None
         self.upload = self._local.upload if self._local is not None else own_arena
+        #: of this host's workers; what others do is not seen from here
+        self.status = None if self._local is None else self._local.status
+        self.name = "" if self._local is None else self._local.name
         self._hosts = [host for host, _ in hosts]
         self._numbers = count()
         #: which remote host a rank is on; the others are on this one

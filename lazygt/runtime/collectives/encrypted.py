@@ -106,13 +106,17 @@ class EncryptedPeer(Peer):
     def receive(self, room: memoryview) -> None:
         """See `Peer`."""
         done = 0
-        while done < len(room):
-            if not self._arrived and not self.arrives(self._timeout):
-                raise self._silent()
-            count = min(len(self._arrived), len(room) - done)
-            room[done : done + count] = self._arrived[:count]
-            self._arrived = self._arrived[count:]
-            done += count
+        self.awaited = True
+        try:
+            while done < len(room):
+                if not self._arrived and not self.arrives(self._timeout):
+                    raise self._silent()
+                count = min(len(self._arrived), len(room) - done)
+                room[done : done + count] = self._arrived[:count]
+                self._arrived = self._arrived[count:]
+                done += count
+        finally:
+            self.awaited = False
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the other's next bytes; whether some are there.

@@ -37,7 +37,7 @@ from lazygt.runtime.collectives.backends import (
 from lazygt.runtime.collectives.meeting import Meeting, Place
 from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous
+from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous, late
 from lazygt.runtime.collectives.store_client import StoreClient
 
 if TYPE_CHECKING:
@@ -146,6 +146,13 @@ class Group:
         # to destroy it would wait for what other ranks never come to
         self._leave(_abort_process_group)
         return joined
+
+    def late(self) -> tuple[int, ...]:
+        """The ranks that a collective of this one waits for; NCCL's do not say. For any thread."""
+        lines = list(self._lines.values())
+        turns = [turn.peers for line in lines for turn in (line.sockets, line.shared)]
+        alone = [(peer,) for line in lines for peer in line.singles]
+        return tuple(sorted({rank for peers in (*turns, *alone) for rank in late(peers)}))
 
     @property
     def abandoned(self) -> bool:

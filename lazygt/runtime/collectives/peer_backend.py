@@ -29,8 +29,8 @@ class PeerBackend(InTurn):
 
     def __init__(self, peers: Sequence[Peer | None]) -> None:
         super().__init__("lazygt-peers")
-        self._peers = tuple(peers)
-        self._me = self._peers.index(None)
+        self.peers = tuple(peers)
+        self._me = self.peers.index(None)
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         """See `Backend`."""
@@ -55,7 +55,7 @@ class PeerBackend(InTurn):
     # -- the collectives ---------------------------------------------------------------------
 
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
-        count = len(self._peers)
+        count = len(self.peers)
         step = PIECE_BYTES // buffer.itemsize * count
         pieces = [cut(piece, count) for piece in buffer.split(step)]
 
@@ -71,7 +71,7 @@ class PeerBackend(InTurn):
 
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None:
         step = PIECE_BYTES // buffer.itemsize
-        rows = [row.split(step) for row in sent.view(len(self._peers), -1).unbind()]
+        rows = [row.split(step) for row in sent.view(len(self.peers), -1).unbind()]
         results = buffer.split(step)
 
         def reduce(number: int) -> None:
@@ -81,8 +81,8 @@ class PeerBackend(InTurn):
         _in_rounds(len(results), lambda number: self._send([row[number] for row in rows]), reduce)
 
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        rows = buffer.view(len(self._peers), -1)
-        self._all_to_all(list(rows.unbind()), [sent] * len(self._peers))
+        rows = buffer.view(len(self.peers), -1)
+        self._all_to_all(list(rows.unbind()), [sent] * len(self.peers))
 
     def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
         parts[self._me].copy_(pieces[self._me])
@@ -102,19 +102,19 @@ class PeerBackend(InTurn):
 
     def _send(self, parts: Parts) -> None:
         """Send each rank its part."""
-        for peer, part in zip(self._peers, parts, strict=True):
+        for peer, part in zip(self.peers, parts, strict=True):
             if peer is not None:
                 peer.send(_data(part))
 
     def _receive(self, parts: Parts) -> None:
         """Receive a part from each rank."""
-        for peer, part in zip(self._peers, parts, strict=True):
+        for peer, part in zip(self.peers, parts, strict=True):
             if peer is not None:
                 peer.receive(_data(part))
 
     def _summands(self, here: torch.Tensor, like: torch.Tensor) -> Parts:
         """What all ranks have for this one, in their order."""
-        parts = [here if peer is None else torch.empty_like(like) for peer in self._peers]
+        parts = [here if peer is None else torch.empty_like(like) for peer in self.peers]
         self._receive(parts)
         return parts
 

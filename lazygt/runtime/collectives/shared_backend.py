@@ -45,11 +45,11 @@ class SharedMemoryBackend(InTurn):
 
     def __init__(self, peers: Sequence[PeerSocket | None]) -> None:
         super().__init__("lazygt-shared")
-        self._peers = tuple(peers)
-        self._me = self._peers.index(None)
-        self._piece = SLOT_BYTES // len(self._peers) // ALIGNMENT * ALIGNMENT
+        self.peers = tuple(peers)
+        self._me = self.peers.index(None)
+        self._piece = SLOT_BYTES // len(self.peers) // ALIGNMENT * ALIGNMENT
         self._arenas = [Arena.create(2 * SLOT_BYTES)]
-        self._arenas += _exchanged(self._peers, self._arenas[0].fd)
+        self._arenas += _exchanged(self.peers, self._arenas[0].fd)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._offset = 0
         self._round = 0
@@ -104,12 +104,12 @@ class SharedMemoryBackend(InTurn):
             Also how many are needed anywhere.
         """
         where = self._offset + self._round % 2 * SLOT_BYTES
-        for peer in self._peers:
+        for peer in self.peers:
             if peer is not None:
                 peer.send(memoryview(_TOLD.pack(self._round, more, where)))
         written = {}
         room = bytearray(_TOLD.size)
-        for rank, peer in enumerate(self._peers):
+        for rank, peer in enumerate(self.peers):
             if peer is not None:
                 peer.receive(memoryview(room))
                 number, theirs, where = _TOLD.unpack(room)
@@ -123,7 +123,7 @@ class SharedMemoryBackend(InTurn):
     # -- the collectives ---------------------------------------------------------------------
 
     def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
-        count = len(self._peers)
+        count = len(self.peers)
         for piece in buffer.split(self._piece // buffer.itemsize * count):
             parts = cut(piece, count)
             mine = parts[self._me]
@@ -137,7 +137,7 @@ class SharedMemoryBackend(InTurn):
 
     def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None:
         step = self._piece // buffer.itemsize
-        rows = [row.split(step) for row in sent.view(len(self._peers), -1).unbind()]
+        rows = [row.split(step) for row in sent.view(len(self.peers), -1).unbind()]
         for made, *parts in zip(buffer.split(step), *rows, strict=True):
             reduce_in_order(self._swap(parts, made), op, made)
 
@@ -158,7 +158,7 @@ class SharedMemoryBackend(InTurn):
         return slot[rank * self._piece : rank * self._piece + nbytes]
 
     def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
-        rows = buffer.view(len(self._peers), -1)
+        rows = buffer.view(len(self.peers), -1)
         rows[self._me].copy_(sent)
         for start in range(0, sent.numel(), SLOT_BYTES):
             piece = sent[start : start + SLOT_BYTES]

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import NamedTuple
@@ -36,10 +37,19 @@ class Peer(ABC):
 
     Args:
         timeout: seconds that a message may take to come.
+
+    Attributes:
+        awaited: whether somebody waits in ``receive``.
     """
 
     def __init__(self, rank: int, timeout: float) -> None:
-        self.rank, self._timeout = rank, timeout
+        self.rank, self._timeout, self.awaited = rank, timeout, False
+
+    @property
+    def has_sent(self) -> bool | None:
+        """Whether there is something to receive, or the other has left; None: it is not known.
+        For any thread."""
+        return None
 
     @abstractmethod
     def send(self, data: memoryview, *, given: bool = False) -> None:
@@ -105,6 +115,15 @@ class PeerSocket(Peer):
         self._failure: OSError | None = None
         self._closing = False
 
+    @property
+    def has_sent(self) -> bool:
+        """See `Peer`."""
+        if self._end.fileno() < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._end, select.POLLIN)
+        return bool(poller.poll(0))
+
     def send(self, data: memoryview, *, given: bool = False) -> None:
         """See `Peer`: what the socket has no room for is sent by a thread."""
         if self._failure is not None:
@@ -122,16 +141,20 @@ class PeerSocket(Peer):
 
     def receive(self, room: memoryview) -> None:
         """See `Peer`."""
-        while len(room):
-            try:
-                count = self._end.recv_into(room, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise self._silent() from None
-            except OSError as error:
-                raise self._left() from error
-            if not count:
-                raise self._left()
-            room = room[count:]
+        self.awaited = True
+        try:
+            while len(room):
+                try:
+                    count = self._end.recv_into(room, 0, socket.MSG_WAITALL)
+                except BlockingIOError:
+                    raise self._silent() from None
+                except OSError as error:
+                    raise self._left() from error
+                if not count:
+                    raise self._left()
+                room = room[count:]
+        finally:
+            self.awaited = False
 
     def send_descriptor(self, fd: int) -> None:
         """Send a file descriptor, before anything else; as ``send``."""
@@ -183,6 +206,17 @@ class PeerSocket(Peer):
             self._sent += 1
         if self._closing:
             self._hang_up()
+
+
+def late(peers: Sequence[Peer | None]) -> list[int]:
+    """Of ranks that are read one after another those that are waited for: they have sent nothing
+    yet. None, if nobody waits."""
+    others = [peer for peer in peers if peer is not None]
+    for place, peer in enumerate(others):
+        if peer.awaited:
+            later = [other.rank for other in others[place + 1 :] if other.has_sent is False]
+            return later if peer.has_sent else [peer.rank, *later]
+    return []
 
 
 class Ends(NamedTuple):

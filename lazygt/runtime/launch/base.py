@@ -71,6 +71,7 @@ class Boot:
         group: how to join the group of workers, or None; group_number: which one it is.
         spare: the memory of every rank's snapshots, for a process that has no rank yet, and is told
             one when a worker has died; else None.
+        status: of the session's status pages, or None.
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
         copier: ``module:attribute`` of what makes a `weight_copies.Copier`, or "".
@@ -99,6 +100,7 @@ class Boot:
     snapshots: int | None = None
     group_number: int = 0
     spare: tuple[int, ...] | None = None
+    status: int | None = None
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -126,7 +128,7 @@ class Boot:
     def descriptors(self) -> tuple[int, ...]:
         """The file descriptors that the process must inherit."""
         rendezvous = None if self.rendezvous is None else self.rendezvous.fd
-        memory = self.upload, self.fetch, self.snapshots
+        memory = self.upload, self.fetch, self.snapshots, self.status
         others = tuple(fd for fd in (*memory, rendezvous) if fd is not None)
         boxes = () if self.mailboxes is None else self.mailboxes.all
         return (self.data.fd, self.control.fd, *others, *boxes, *(self.spare or ()))

@@ -14,6 +14,7 @@ from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.wire import Buffer, Part, hand_over
 
 if TYPE_CHECKING:
+    from lazygt.runtime.launch.status_file import StatusFile
     from lazygt.runtime.shared_memory import Arena
     from lazygt.runtime.worker import Worker
 
@@ -25,6 +26,9 @@ class Link(Protocol):
     upload: Arena | None
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
+    #: what `lazygt top` reads, and the name by which it calls the session; None: nothing
+    status: StatusFile | None
+    name: str
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -98,6 +102,8 @@ class InlineLink:
     world_size = 1
     upload: Arena | None = None
     mirrors = False
+    status: StatusFile | None = None
+    name = "inline"
     encode = staticmethod(hand_over)
 
     def __init__(self, worker: Worker) -> None:

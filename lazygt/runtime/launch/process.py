@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +31,14 @@ import zmq
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch import session_directory
+from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
 from lazygt.runtime.launch.base import Boot, load_named
 from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes
 
 _LOG_LIMIT = 1 << 20
 _LOG_KEPT = 64 << 10
-_LOG_CHECK_MS = 500
+_TICK_MS = int(1000 * EVERY)
 
 
 class MessageHandler(Protocol):
@@ -58,19 +60,23 @@ def main() -> None:
     boot = read_boot(liveness_pipe)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     token = bytes.fromhex(boot.token)
+    activity = Activity()
+    reporter = None
+    if boot.status is not None:
+        reporter = Reporter(boot.status, None if boot.spare else boot.rank, activity)
     boxes = cores = None
     if boot.mailboxes is not None:
         boxes = Mailboxes(boot.mailboxes, of_worker=True)
         cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
     server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
-    Control(context, boot, token, liveness_pipe).start()
+    Control(context, boot, token, liveness_pipe, reporter).start()
     if boot.spare is not None:
         boot = wait_for_rank(server, boot, boot.spare)
-    handler = build_handler(boot)
+    handler = build_handler(boot, reporter)
     if boxes is not None and boot.loads_torch:
         boxes.use_extension()
     gc.freeze()  # torch's modules live as long as the process: no collection need walk them
-    serve(server, handler)
+    serve(server, handler, activity)
     leave_group(boot)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,7 +105,7 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
     return replace(boot, rank=rank, group_number=number, snapshots=memory[told["index"]])
 
 
-def serve(server: Server, handler: MessageHandler) -> None:
+def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
     """Receive, handle and reply, until the owner says SHUTDOWN."""
     while True:
         received = server.receive()
@@ -111,15 +117,18 @@ def serve(server: Server, handler: MessageHandler) -> None:
         try:
             if kind != DATA:
                 raise ProtocolError(f"a message of unknown kind {kind!r}")
+            activity.begin(frames)
             replies = handler.handle(list(frames))
         except ProtocolError as error:
             server.drop_owner(str(error))
             continue
+        finally:
+            activity.end(frames)
         for reply in replies:
             server.reply(DATA, reply)
 
 
-def build_handler(boot: Boot) -> MessageHandler:
+def build_handler(boot: Boot, reporter: Reporter | None = None) -> MessageHandler:
     """Import torch, begin to join the group, map the arenas, and call the factory."""
     upload = fetch = None
     if boot.loads_torch:
@@ -149,6 +158,8 @@ def build_handler(boot: Boot) -> MessageHandler:
         fetch=fetch,
         **more,
     )
+    if reporter is not None:
+        reporter.begin(boot.rank, handler)
     if os.environ.get("LAZYGT_FAULT"):
         # why: it is for tests
         from lazygt.runtime.recovery.fault import Faulty, faults_of
@@ -166,7 +177,7 @@ def leave_group(boot: Boot) -> None:
 
 
 class Control(threading.Thread):
-    """Answers pings, watches the client, and keeps the log short."""
+    """Answers pings, watches the client, tells of the main thread, and keeps the log short."""
 
     def __init__(
         self,
@@ -174,9 +185,10 @@ class Control(threading.Thread):
         boot: Boot,
         token: bytes,
         liveness_pipe: int,
+        reporter: Reporter | None = None,
     ) -> None:
         super().__init__(name="lazygt-control", daemon=True)
-        self._boot = boot
+        self._boot, self._reporter = boot, reporter
         self._liveness_pipe = liveness_pipe
         self._server = Server(context, boot.control, token, boot.keys, boot.max_message)
 
@@ -190,13 +202,24 @@ class Control(threading.Thread):
         poller.register(self._liveness_pipe, select.POLLIN)
         poller.register(client, select.POLLIN)
         while True:
-            ready = dict(poller.poll(_LOG_CHECK_MS))
+            ready = dict(poller.poll(_TICK_MS))
             if self._liveness_pipe in ready or client in ready:
                 self._end()
             if self._server.socket in ready:
                 self._answer()
             if not ready:
                 _shorten_log(2)
+            self._report()
+
+    def _report(self) -> None:
+        """Write the status page. The worker goes on without, where that is not possible."""
+        if self._reporter is None:
+            return
+        try:
+            self._reporter.look()
+        except Exception:  # noqa: BLE001 - this thread says that the worker is alive
+            self._reporter = None
+            traceback.print_exc()
 
     def _answer(self) -> None:
         received = self._server.receive()

@@ -68,7 +68,8 @@ class ProcessLink:
             raise
         self.world_size = len(spec.here)
         self.pids = tuple(worker.process.pid for worker in pool.workers)
-        self.upload = pool.upload
+        self.upload, self.status = pool.upload, pool.status
+        self.name = pool.directory.name
         # Reentrant, for a signal handler that closes the session in the middle of a `receive`.
         self._receiving = threading.RLock()
         self._watch = supervise.Watch(

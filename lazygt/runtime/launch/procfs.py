@@ -32,7 +32,12 @@ def processor_time(pid: int) -> float:
 
 def is_stopped(pid: int) -> bool:
     """Whether it does not run at all, by SIGSTOP or a debugger."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    return state(pid) in ("T", "t")
+
+
+def state(pid: int) -> str:
+    """The letter that proc(5) has for what it does; empty: it has gone."""
+    return "".join(_stat(pid)[:1]).strip("ZX")
 
 
 def parent(pid: int) -> int:

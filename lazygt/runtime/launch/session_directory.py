@@ -63,6 +63,25 @@ class SessionDirectory:
             self._fd = -1
 
 
+def sessions() -> list[tuple[str, int]]:
+    """The sessions of this user that live on this machine, by the names of their directories, with
+    the processes that opened them."""
+    bases = {Path(name) for name in (*_bases(), "/tmp") if name}
+    there = (session for base in sorted(bases) for session in _living(base))
+    return list(there)
+
+
+def _living(base: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(base.glob("lazygt-*")):
+        # gone meanwhile, not a directory, or not ours to enter
+        with suppress(OSError), _opened(path) as fd:
+            record = _read_record(fd)
+            if record is None or os.fstat(fd).st_uid != os.getuid():
+                continue
+            if record == _process(record["pid"]) and _NAME.fullmatch(path.name):
+                yield path.name, record["pid"]
+
+
 def remove(path: Path) -> None:
     """Remove a session's directory whose client has ended, if that is what lies there."""
     with suppress(OSError), _opened(path) as fd:
@@ -70,9 +89,13 @@ def remove(path: Path) -> None:
             _remove(path, fd)
 
 
+def _bases() -> tuple[str | None, str]:
+    return os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()
+
+
 def _short_base() -> Path:
     """Where the directory goes: a UNIX socket's path must stay below 108 bytes."""
-    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+    for name in _bases():
         if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
             return Path(name)
     return Path("/tmp")

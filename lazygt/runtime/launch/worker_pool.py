@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import zmq
 
@@ -25,6 +26,7 @@ from lazygt.runtime.launch.mailbox import Cores, Mailboxes, MailboxFiles
 from lazygt.runtime.launch.procfs import OOMKills
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan
+from lazygt.runtime.launch.status_file import StatusFile
 from lazygt.runtime.shared_memory import Arena, create_memory, read_note
 from lazygt.uncollected import uncollected
 
@@ -94,6 +96,7 @@ class WorkerPool:
         cores: tells whether to spin.
         rank_of: descriptor of a process, which can be read when it has ended -> rank.
         alarm: an eventfd, or -1 once all is given back.
+        status: what `lazygt top` reads; None before the start.
     """
 
     def __init__(self) -> None:
@@ -106,6 +109,9 @@ class WorkerPool:
         self.cores = Cores((), 0)
         self.rank_of: dict[int, int] = {}
         self.alarm = -1
+        self.status: StatusFile | None = None
+        self.directory = Path()
+        self._status = -1
         self._stack = ExitStack()
         self._launch: Callable[..., WorkerProcess]
         #: processes without a rank, and how many there are to be
@@ -139,6 +145,10 @@ class WorkerPool:
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stack.callback(self._close_alarm)
         self._watch(self.alarm, self._stack)
+        self._status = StatusFile.create(spec.world_size)
+        self._stack.callback(os.close, self._status)
+        self.status, self.directory = StatusFile(self._status), directory.path
+        self._stack.callback(self.status.close)
         self._have_memory(spec, memory or HostMemory())
         plan = StartPlan(spec, directory.path, spec.token or new_token())
         self._launch = partial(self._launched, plan, context, launcher)
@@ -270,6 +280,7 @@ class WorkerPool:
                 snapshots=self._snapshots[index] if self._snapshots and index is not None else None,
                 spare=tuple(self._snapshots) if rank is None else None,
                 group_number=group_number,
+                status=self._status,
             )
             process = launcher.start(boot, {} if rank is None else plan.environment(rank))
             resources.callback(process.close)

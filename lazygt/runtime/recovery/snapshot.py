@@ -15,6 +15,7 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.launch.procfs import memory_left
 from lazygt.runtime.messages import Copied, Restore, Snap, Snapped
+from lazygt.runtime.shared_memory import read_note
 from lazygt.runtime.store import Failed, Store
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class Snapshots:
     def mark(self, run: int, step: int) -> None:
         """Say which step of a run begins, to whoever looks for what killed this process."""
         self._memory.note(run, step)
+
+    def marked(self) -> tuple[int, int]:
+        """The run and the step that were said last."""
+        return read_note(self._memory.fd)
 
     def _forget_all_but(self, number: int) -> None:
         """Give back the room of all snapshots but one."""

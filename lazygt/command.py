@@ -1,0 +1,20 @@
+"""The console script. ``lazygt top`` has a way of its own: it is to be there at once, without
+torch, which all other commands load."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command that was asked for."""
+    if sys.argv[1:2] == ["top"]:
+        # why: either way loads what the other has no use for
+        from lazygt.top.command import alone
+
+        alone()
+    else:
+        # why: as above
+        from lazygt.cli import main as others
+
+        others()

@@ -1,0 +1,222 @@
+"""Status pages: what each process of a session is doing, in memory that ``lazygt top`` reads.
+
+A session has one file (a memfd, which has no name in a file system): page 0 is the client's, page
+1 + r rank r's. Who is watching says so for a moment at a time in page 0, so nobody counts on a
+viewer that was killed. Layout of a page::
+
+    | magic: 8 bytes | written: 8 | watched until: 8 | zeros to 64 | slot 0: 2016 | slot 1: 2016 |
+
+A slot: ``| when: 8 | length: 4 | crc32: 4 | message |``; times are nanoseconds of the host's
+monotonic clock, numbers little-endian. Slot ``written % 2`` is the newest: its writer fills the
+other one and then counts ``written`` up. So a reader has a whole message if ``written`` is the same
+before and after it was copied and the checksum fits, also of a process that was stopped or killed
+while it wrote. A message is one of the classes below in msgpack, without names, in the order of its
+fields.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from typing import TypeVar
+
+import msgspec
+
+from lazygt.errors import ProtocolError
+from lazygt.runtime.memory_files import create_file
+
+#: What the file is called in ``/proc/PID/fd``.
+FILE_NAME = "lazygt-status"
+PAGE = 4096
+#: Changes with the layout or the classes below.
+MAGIC = b"lgtstat\x01"
+_WRITTEN, _WATCHED = 1, 2  # as 64-bit words
+_WORDS = 8
+_FIRST_SLOT = 8 * _WORDS
+_SLOT = (PAGE - _FIRST_SLOT) // 2
+_HEAD = struct.Struct("<QII")
+#: Bytes of the longest message.
+CAPACITY = _SLOT - _HEAD.size
+#: So many ranks a page names that are waited for.
+MOST_RANKS = 128
+_ATTEMPTS = 100  # a writer writes a few times a second
+
+
+class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker does.
+
+    Attributes:
+        state: ``starting``, ``idle`` or ``busy`` (with a message of the client's).
+        run: number of the run under way, or of the last one; 0: there was none.
+        plan: name of its plan, in hex; empty: it has none.
+        step: the node of the plan that is being run, in a run that is timed; -1: it is not known.
+        doing: the user's function that is being run, and its line; empty: none is.
+        begun: when the message under way came, in nanoseconds of the monotonic clock; 0: none is.
+        waits_for: ranks that this one waits for in a collective: they have not come.
+        done: how many messages it has acted on.
+        living, allocated, peak, resident: bytes, as ``RankMemory`` has them.
+        weighed: when these were measured; 0: nobody has watched yet.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    run: int = 0
+    plan: str = ""
+    step: int = -1
+    doing: str = ""
+    begun: int = 0
+    waits_for: tuple[int, ...] = ()
+    done: int = 0
+    living: int = 0
+    allocated: int = 0
+    peak: int = 0
+    resident: int = 0
+    weighed: int = 0
+
+
+class ClientPage(msgspec.Struct, array_like=True, frozen=True):
+    """What a session's client does.
+
+    Attributes:
+        name: of the session's directory.
+        opened: when, in seconds since the epoch.
+        line: the user's line of the last flush; reason: what forced it.
+        runs: how many were sent; queue: how many of them are not answered by all ranks.
+        waits_for: ranks that have not answered the oldest of these.
+        steps: how many steps optimizers have made.
+        runs_a_second, steps_a_second: over the last few seconds.
+        hits, misses, resized: flushes whose plan was there; new plans; those of them that are known
+            programs in other sizes.
+        miss, miss_line: the last miss's reason, and the user's line of the first new op.
+        compiling, compiled, failed_compiles: groups for which compiled code was asked.
+        snapshots, recoveries: how many; recovery: the last one, in words.
+        kinds: bytes on one rank by kind, as the client knows them; ``other`` is not among them.
+        ended: whether the session has been closed.
+    """
+
+    name: str
+    pid: int
+    workers: int
+    device: str
+    mesh: str
+    opened: float
+    line: str = ""
+    reason: str = ""
+    runs: int = 0
+    queue: int = 0
+    waits_for: tuple[int, ...] = ()
+    steps: int = 0
+    runs_a_second: float = 0.0
+    steps_a_second: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    resized: int = 0
+    miss: str = ""
+    miss_line: str = ""
+    compiling: int = 0
+    compiled: int = 0
+    failed_compiles: int = 0
+    snapshots: int = 0
+    recoveries: int = 0
+    recovery: str = ""
+    kinds: tuple[tuple[str, int], ...] = ()
+    ended: bool = False
+
+
+Message = TypeVar("Message", WorkerPage, ClientPage)
+
+
+class StatusFile:
+    """A session's pages.
+
+    Args:
+        fd: of the file; it may be closed after this.
+
+    Raises:
+        ProtocolError: it is no status file of this version of lazygt.
+    """
+
+    def __init__(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size < PAGE or size % PAGE or os.pread(fd, len(MAGIC), 0) != MAGIC:
+            raise ProtocolError("this is no status file, or one of another version of lazygt")
+        self.pages = size // PAGE
+        self._memory = mmap.mmap(fd, size)
+        self._words = memoryview(self._memory).cast("Q")
+
+    @staticmethod
+    def create(world_size: int) -> int:
+        """A new file for a client and its workers; returns its descriptor."""
+        fd = create_file(FILE_NAME, (1 + world_size) * PAGE)
+        for page in range(1 + world_size):
+            os.pwrite(fd, MAGIC, page * PAGE)
+        return fd
+
+    def watch(self, seconds: float) -> None:
+        """Have processes say more, for so long."""
+        self._words[_WATCHED] = time.monotonic_ns() + int(seconds * 1e9)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody is watching."""
+        return time.monotonic_ns() < self._words[_WATCHED]
+
+    def write(self, page: int, message: WorkerPage | ClientPage) -> None:
+        """Write a page. Each has one writer at a time.
+
+        Raises:
+            ValueError: the message is longer than ``CAPACITY``.
+        """
+        data = msgspec.msgpack.encode(message)
+        if len(data) > CAPACITY:
+            raise ValueError(f"a status message of {len(data)} bytes; {CAPACITY} are the most")
+        word = page * PAGE // 8 + _WRITTEN
+        written = self._words[word] + 1
+        slot = _slot(page, written)
+        head = _HEAD.pack(time.monotonic_ns(), len(data), zlib.crc32(data))
+        self._memory[slot : slot + len(head) + len(data)] = head + data
+        self._words[word] = written
+
+    def read(self, page: int) -> tuple[int, bytes] | None:
+        """When a page was written, and its message; None: it never was.
+
+        Raises:
+            ProtocolError: it makes no sense, however often it is read.
+        """
+        word = page * PAGE // 8 + _WRITTEN
+        for _ in range(_ATTEMPTS):
+            written = self._words[word]
+            if not written:
+                return None
+            slot = _slot(page, written)
+            copy = self._memory[slot : slot + _SLOT]
+            when, length, checksum = _HEAD.unpack_from(copy)
+            data = copy[_HEAD.size : _HEAD.size + length]
+            if self._words[word] == written and zlib.crc32(data) == checksum:
+                return when, data
+        raise ProtocolError(f"page {page} of the status file contradicts its checksum")
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self._words.release()
+        self._memory.close()
+
+
+def _slot(page: int, written: int) -> int:
+    return page * PAGE + _FIRST_SLOT + written % 2 * _SLOT
+
+
+def decoded(data: bytes, kind: type[Message]) -> Message:
+    """A page's message.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a status page makes no sense: {error}") from error

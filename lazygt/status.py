@@ -1,0 +1,156 @@
+"""Status: the client's page, for whoever watches this session from outside (``lazygt top``).
+
+A thread writes it, a few times a second. It takes what others keep anyway, so a flush knows nothing
+of it. What memory is for it finds out only while somebody watches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from lazygt.graph.mesh import Mesh
+from lazygt.graph.source import expand
+from lazygt.history import History
+from lazygt.record.recorder import Recorder
+from lazygt.runtime.client import Client
+from lazygt.runtime.compiling.tiers import Tiers
+from lazygt.runtime.launch.activity import EVERY
+from lazygt.runtime.launch.status_file import MOST_RANKS, ClientPage, StatusFile
+from lazygt.submit import Submitter
+
+_RATES_OVER = 3.0  # seconds
+_WEIGH_EVERY = 2.0  # seconds, at the least
+_WEIGH_SHARE = 500  # so many times longer than it takes is until it is done again
+_MOST_TEXT = 240  # characters
+
+
+class Parts(Protocol):
+    """Of a session, what its page tells of."""
+
+    recorder: Recorder
+    mesh: Mesh
+    device_type: str
+    _client: Client
+    _history: History
+    _submitter: Submitter
+    _tiers: Tiers
+
+
+class StatusWriter(threading.Thread):
+    """Writes the page of a session's client.
+
+    Args:
+        session: not kept alive by this.
+        file: of its workers.
+        name: of its directory.
+    """
+
+    def __init__(self, session: Parts, file: StatusFile, name: str) -> None:
+        super().__init__(name="lazygt-status", daemon=True)
+        self._session = weakref.ref(session)
+        self._file = file
+        self._ended = threading.Event()
+        #: (when, runs, steps), the oldest first
+        self._counts: deque[tuple[float, int, int]] = deque(maxlen=int(_RATES_OVER / EVERY))
+        self._weigher = Weigher()
+        mesh = session.mesh
+        self._first = ClientPage(
+            name, os.getpid(), mesh.world_size, session.device_type, str(mesh), time.time()
+        )
+        file.write(0, self._first)
+
+    def close(self) -> None:
+        """End it, say so, and wait until it does not write any more."""
+        self._ended.set()
+        if threading.current_thread() is not self:
+            self.join()
+        self._file.write(0, replace(self._first, ended=True))
+
+    def run(self) -> None:
+        while not self._ended.wait(EVERY):
+            session = self._session()
+            if session is None:
+                return
+            self._look(session)
+            del session
+
+    def _look(self, session: Parts) -> None:
+        client, submitter = session._client, session._submitter
+        self._counts.append((time.monotonic(), client.next_run - 1, submitter.steps))
+        if self._file.watched:
+            self._weigher.begin(session)
+        self._file.write(0, self._page(session))
+
+    def _page(self, session: Parts) -> ClientPage:
+        client, history = session._client, session._history
+        flush = history.recent[-1] if history.recent else None
+        miss = history.misses[-1] if history.misses else None
+        compiles = Counter(compile.status for compile in list(session._tiers.compiles.values()))
+        queue, waits_for = client.unanswered
+        (since, runs_then, steps_then), (now, runs, steps) = self._counts[0], self._counts[-1]
+        seconds = max(now - since, EVERY)
+        recoveries = client.recoveries
+        return replace(
+            self._first,
+            line="" if flush is None else expand(flush.call_site)[-_MOST_TEXT:],
+            reason="" if flush is None else flush.reason[:_MOST_TEXT],
+            runs=runs,
+            queue=queue,
+            waits_for=waits_for[:MOST_RANKS],
+            steps=steps,
+            runs_a_second=(runs - runs_then) / seconds,
+            steps_a_second=(steps - steps_then) / seconds,
+            hits=history.plan_hits,
+            misses=history.plans_built,
+            resized=history.plans_resized,
+            miss="" if miss is None else miss.reason[:_MOST_TEXT],
+            miss_line="" if miss is None else miss.line[-_MOST_TEXT:],
+            compiling=compiles["compiling"],
+            compiled=compiles["compiled"] + compiles["cached"],
+            failed_compiles=compiles["failed"],
+            snapshots=client.snapshots,
+            recoveries=len(recoveries),
+            recovery=str(recoveries[-1])[:_MOST_TEXT] if recoveries else "",
+            kinds=tuple(self._weigher.kinds.items()),
+        )
+
+
+class Weigher:
+    """Finds out now and then what a rank's memory is for, as far as the client knows.
+
+    Handles are looked at under the session's lock, which may be held as long as workers take for
+    an answer. So a thread of its own waits for that, and the page is written meanwhile.
+
+    Attributes:
+        kinds: bytes on rank 0, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: Mapping[str, int] = {}
+        self._thread: threading.Thread | None = None
+        self._at = 0.0
+
+    def begin(self, session: Parts) -> None:
+        """Find it out, unless that was done a moment ago, or is being done."""
+        busy = self._thread is not None and self._thread.is_alive()
+        if not busy and time.monotonic() >= self._at:
+            whose = weakref.ref(session)
+            self._thread = threading.Thread(
+                target=self._weigh, args=(whose, session.recorder.lock), daemon=True
+            )
+            self._thread.start()
+
+    def _weigh(self, whose: weakref.ref[Parts], lock: threading.RLock) -> None:
+        with lock:
+            session, begin = whose(), time.monotonic()
+            if session is not None and not session.recorder.closed:
+                self.kinds = session._submitter.kinds.sizes(session._submitter.ranks)
+        self._at = begin + max(_WEIGH_EVERY, _WEIGH_SHARE * (time.monotonic() - begin))

@@ -1,0 +1,1 @@
+"""``lazygt top``: what the workers of a session are doing."""

@@ -1,0 +1,167 @@
+"""A session's status in a terminal: in 80 columns and 24 rows whatever number of ranks it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from lazygt.printed import plain_table
+from lazygt.top.status import STUCK, RankStatus, SessionStatus
+
+#: The letter of a state in the grid, and its colour.
+LETTERS = {
+    "frozen": ("F", "bold white on red"),
+    "gone": ("X", "bold white on red"),
+    "silent": ("S", "bold red"),
+    "waiting": ("W", "yellow"),
+    "busy": ("B", "green"),
+    "idle": ("i", "dim"),
+    "starting": ("s", "cyan"),
+}
+_LONGEST_ROW = 64  # ranks of a grid's row
+_NAMED = 6  # runs of ranks that a line names
+
+
+class Screen:
+    """Prints a status: a table of all ranks where there is room for it, else a grid of letters and
+    a table of those that matter most."""
+
+    def __init__(self, status: SessionStatus) -> None:
+        self.status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        status = self.status
+        lines = [*_head(status), *_alerts(status), Text()]
+        room = (options.height or console.height) - len(lines) - 2  # its header, and a last line
+        ranks = status.ranks
+        if len(ranks) > room:
+            grid = list(_grid(ranks))
+            lines += [*grid, Text()]
+            room -= len(grid) + 1
+            ranks = tuple(sorted(ranks, key=_urgency))[: max(room, 1)]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+            yield line
+        yield _table(ranks)
+
+
+def _head(status: SessionStatus) -> Iterator[Text]:
+    told = status.session
+    up = status.at - told.opened
+    yield Text.assemble(
+        (told.name, "bold"), f"  process {told.pid}  up {_clock(up)}  ",
+        f"{told.workers} {told.device} workers, {told.mesh}",
+    )  # fmt: skip
+    if told.line:
+        yield Text.assemble("at ", (_short(told.line), "bold"), f" ({told.reason})")
+    yield Text(
+        f"{told.steps_a_second:,.1f} steps/s  {told.runs_a_second:,.1f} runs/s  "
+        f"queue {told.queue}  {told.runs:,} runs  {told.hits:,} hits  {told.misses:,} misses"
+    )
+    if told.miss:
+        yield Text(f"last miss at {_short(told.miss_line)}: {told.miss}")
+    compiles = f"{told.compiled} compiled, {told.compiling} compiling"
+    failed = f", {told.failed_compiles} failed" if told.failed_compiles else ""
+    last = f": {told.recovery}" if told.recovery else ""
+    yield Text(
+        f"{compiles}{failed}  {told.snapshots} snapshots  {told.recoveries} recoveries{last}"
+    )
+    kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in status.memory.items())
+    yield Text(f"rank 0: {kinds}")
+
+
+def _alerts(status: SessionStatus) -> Iterator[Text]:
+    """What is wrong, if anything is."""
+    if status.client != "running":
+        yield Text(f"the client is {status.client}", "bold red")
+    for rank in status.ranks:
+        if rank.state in STUCK:
+            victims = [f"blocks {ranks_text(rank.blocks)}"] if rank.blocks else []
+            if rank.rank in status.session.waits_for:
+                victims.append("keeps the client waiting")
+            why = "; it " + " and ".join(victims) if victims else ""
+            yield Text(f"rank {rank.rank} (process {rank.pid}) is {rank.state}{why}", "bold red")
+        elif rank.blocks:
+            yield Text(f"rank {rank.rank} keeps {ranks_text(rank.blocks)} waiting", "yellow")
+
+
+def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
+    """All ranks as letters, with what they mean."""
+    row = 32 if len(ranks) <= 8 * 32 else _LONGEST_ROW
+    for start in range(0, len(ranks), row):
+        line = Text(f"{start:5} ", "dim")
+        for place, rank in enumerate(ranks[start : start + row]):
+            if place and place % 8 == 0:
+                line.append(" ")
+            line.append(*LETTERS[rank.state])
+        yield line
+    legend = Text("      ")
+    for state, count in Counter(rank.state for rank in ranks).items():
+        letter, style = LETTERS[state]
+        legend.append(letter, style).append(f" {state} {count}  ")
+    yield legend
+
+
+def _urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
+    """The ranks that matter most come first: stuck ones, those that block others, slow ones."""
+    waits = rank.state == "waiting"
+    return rank.state not in STUCK, -len(rank.blocks), waits, -rank.seconds, rank.rank
+
+
+def _table(ranks: Sequence[RankStatus]) -> Table:
+    table = plain_table(">rank", "state", ">for", ">run", "plan", "of", ">living", ">peak")
+    for column in table.columns:
+        column.no_wrap = True
+    table.columns[5].ratio = 1
+    table.columns[5].overflow = "ellipsis"
+    table.expand = True
+    for rank in ranks:
+        seconds = rank.age if rank.state in STUCK else rank.seconds
+        table.add_row(
+            str(rank.rank),
+            Text(rank.state, LETTERS[rank.state][1]),
+            f"{seconds:.1f} s" if seconds >= 0.1 else "",
+            str(rank.run or ""),
+            rank.plan[:6] + (f":{rank.step}" if rank.step >= 0 else ""),
+            _concerns(rank),
+            decimal(rank.living) if rank.living else "",
+            decimal(rank.peak) if rank.peak else "",
+        )
+    return table
+
+
+def _concerns(rank: RankStatus) -> str:
+    if rank.blocks:
+        return f"blocks {ranks_text(rank.blocks)}"
+    if rank.waits_for:
+        return f"waits for {ranks_text(rank.waits_for)}"
+    return _short(rank.doing)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``; of very many the first ones."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
+    plural = "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s"
+    return f"rank{plural} {', '.join(words[:_NAMED])}{more}"
+
+
+def _short(line: str) -> str:
+    """The end of a long path, which says more than its beginning."""
+    return line if len(line) <= 50 else "..." + line[-47:]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,119 @@
+"""Where the status of a session comes from."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from lazygt.errors import NoSession
+from lazygt.runtime.launch.session_directory import sessions
+from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
+from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages
+from lazygt.top.status import SessionStatus, put_together
+
+#: A viewer counts as gone after so many seconds: longer than any sensible pause between two looks.
+_LEASE_SECONDS = 3.0
+_LOOK_AGAIN_SECONDS = 0.02
+
+
+class Source(Protocol):
+    """A session that is watched, wherever it is."""
+
+    def snapshot(self) -> SessionStatus:
+        """What it does now.
+
+        Raises:
+            NoSession: it has ended.
+        """
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+
+
+class LocalSource:
+    """A session on this machine, of this user.
+
+    Args:
+        pid: of the process that opened it.
+        file: its pages.
+        interval: seconds between two looks at most.
+    """
+
+    def __init__(self, pid: int, file: StatusFile, interval: float = 1.0) -> None:
+        self._pid, self._file = pid, file
+        self._lease = max(_LEASE_SECONDS, 3 * interval)
+        self._file.watch(self._lease)
+
+    def snapshot(self) -> SessionStatus:
+        """See `Source`."""
+        return put_together([self._read()])
+
+    def _read(self) -> Pages:
+        pages = read_pages(self._file)
+        client = pages.client
+        if client is None or not client.process or decoded(client.message, ClientPage).ended:
+            raise NoSession(f"the session of process {self._pid} has ended")
+        self._file.watch(self._lease)
+        return pages
+
+    def settled(self, seconds: float) -> SessionStatus:
+        """What it does, once all processes that run have told since this was asked for.
+
+        Args:
+            seconds: to wait at most.
+        """
+        until = time.monotonic() + seconds
+        since = time.monotonic_ns()
+        while True:
+            pages = self._read()
+            told = [page for page in (pages.client, *pages.ranks) if page is not None]
+            late = [page for page in told if page.when < since and page.process not in ("", "T")]
+            if time.monotonic() >= until or (len(told) == self._file.pages and not late):
+                return put_together([pages])
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._file.close()
+
+
+def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
+    """The session that a process has opened, or of a name; with neither, the only one there is.
+
+    Args:
+        wanted: number of the process, name of the session, or empty.
+
+    Raises:
+        NoSession: there is none, there are several, or it is another user's.
+    """
+    if wanted.isdigit():
+        return _of_process(int(wanted), wanted, interval)
+    known = [(name, pid) for name, pid in sessions() if wanted in ("", name)]
+    if len(known) == 1:
+        ((name, pid),) = known
+        return _of_process(pid, name, interval)
+    if not known:
+        which = f"named {wanted!r} " if wanted else ""
+        raise NoSession(f"there is no lazygt session {which}of this user on this machine")
+    raise NoSession(f"there are {len(known)} sessions; name one:\n{listed(known)}")
+
+
+def listed(known: list[tuple[str, int]]) -> str:
+    """Sessions, one a line, as they are named on the command line."""
+    return "\n".join(f"  lazygt top {name}  (process {pid})" for name, pid in known)
+
+
+def _of_process(pid: int, wanted: str, interval: float) -> LocalSource:
+    files = open_files(pid)
+    if wanted in files:
+        file = files.pop(wanted)
+    elif len(files) == 1:
+        _, file = files.popitem()
+    else:
+        raise NoSession(
+            f"process {pid} has {len(files)} sessions; name one:\n"
+            f"{listed([(name, pid) for name in sorted(files)])}"
+        )
+    for other in files.values():
+        other.close()
+    return LocalSource(pid, file, interval)

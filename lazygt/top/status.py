@@ -1,0 +1,170 @@
+"""What is shown of a session, put together from its pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from lazygt.errors import NoSession
+from lazygt.runtime.launch.status_file import ClientPage, WorkerPage, decoded
+from lazygt.runtime.launch.status_reader import Page, Pages
+
+#: The states of a rank, and what each means.
+STATES = {
+    "frozen": "its process is stopped, by SIGSTOP or a debugger",
+    "gone": "its process has ended",
+    "silent": "its process runs, and has not said anything for some seconds",
+    "waiting": "it is in a collective, and other ranks have not come",
+    "busy": "it is acting on a message of the client's",
+    "idle": "it waits for the client",
+    "starting": "it is not ready yet",
+}
+#: States of ranks that others wait for in vain.
+STUCK = frozenset({"frozen", "gone", "silent"})
+_SILENT_SECONDS = 2.0
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """What a rank does.
+
+    Attributes:
+        state: one of ``STATES``.
+        run, plan: number of the run under way, or of the last one, and its plan's name.
+        step: the node of the plan, where it is known (in runs that are timed); else -1.
+        doing: the user's function that runs, with its line.
+        seconds: for so long it has been acting on the message under way.
+        waits_for: ranks that have not come to its collective.
+        blocks: ranks that wait for this one, if by way of others; none while it waits itself.
+        done: how many messages it has acted on.
+        living, allocated, peak, resident: bytes.
+        age: seconds since it last said so.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    run: int = 0
+    plan: str = ""
+    step: int = -1
+    doing: str = ""
+    seconds: float = 0.0
+    waits_for: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    done: int = 0
+    living: int = 0
+    allocated: int = 0
+    peak: int = 0
+    resident: int = 0
+    age: float = 0.0
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """What a session does: what ``lazygt top --once --json`` prints.
+
+    Attributes:
+        at: when this was put together, in seconds since the epoch.
+        client: ``running``, ``frozen``, ``gone`` or ``silent``; age: seconds since it last said so.
+        session: what the client says of itself.
+        memory: bytes on rank 0 by kind, with ``other``.
+        ranks: by rank.
+        stuck: ranks that are frozen, gone or silent.
+    """
+
+    at: float
+    client: str
+    age: float
+    session: ClientPage
+    memory: dict[str, int]
+    ranks: tuple[RankStatus, ...]
+    stuck: tuple[int, ...]
+
+
+def as_json(status: SessionStatus) -> bytes:
+    """The same with names, as docs/top.md describes it."""
+    plain = msgspec.to_builtins(status)
+    plain["session"] = msgspec.structs.asdict(status.session)
+    del plain["session"]["kinds"]  # they are in "memory"
+    return msgspec.json.encode(plain)
+
+
+def put_together(hosts: Sequence[Pages]) -> SessionStatus:
+    """A session's status, from the pages of its hosts.
+
+    Raises:
+        NoSession: no host has the client's page.
+        ProtocolError: a page makes no sense.
+    """
+    page = next((pages.client for pages in hosts if pages.client is not None), None)
+    if page is None:
+        raise NoSession("the client's status page has not been written yet")
+    client = decoded(page.message, ClientPage)
+    given = [_rank(rank) for pages in hosts for rank in pages.ranks if rank is not None]
+    known = {rank.rank: rank for rank in given}
+    everyone = [
+        known.get(rank) or RankStatus(rank, 0, "starting") for rank in range(client.workers)
+    ]
+    blocked = blocks({rank.rank: rank.waits_for for rank in everyone})
+    ranks = tuple(
+        msgspec.structs.replace(rank, blocks=blocked.get(rank.rank, ())) for rank in everyone
+    )
+    return SessionStatus(
+        time.time(),
+        _process_state(page, "running"),
+        page.age,
+        client,
+        _memory(client, ranks),
+        ranks,
+        tuple(rank.rank for rank in ranks if rank.state in STUCK),
+    )
+
+
+def _rank(page: Page) -> RankStatus:
+    told = decoded(page.message, WorkerPage)
+    state = _process_state(page, "waiting" if told.waits_for else told.state)
+    return RankStatus(
+        told.rank, told.pid, state, told.run, told.plan, told.step, told.doing,
+        max((page.when - told.begun) / 1e9, 0.0) + page.age if told.begun else 0.0,
+        () if state in STUCK else told.waits_for, (), told.done,
+        told.living, told.allocated, told.peak, told.resident,
+        page.age,
+    )  # fmt: skip
+
+
+def _process_state(page: Page, else_state: str) -> str:
+    if not page.process:
+        return "gone"
+    if page.process in "Tt":
+        return "frozen"
+    return "silent" if page.age > _SILENT_SECONDS else else_state
+
+
+def blocks(waits: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
+    """Whom each rank keeps waiting that does not wait itself, if only by way of others.
+
+    Args:
+        waits: rank -> the ranks that it waits for.
+    """
+    waiters: dict[int, set[int]] = {}
+    for rank, others in waits.items():
+        for other in others:
+            waiters.setdefault(other, set()).add(rank)
+    roots = [rank for rank in waiters if not tuple(waits.get(rank, ()))]
+    return {rank: tuple(sorted(_reached(rank, waiters))) for rank in roots}
+
+
+def _reached(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
+    reached: set[int] = set()
+    todo = [rank]
+    while todo:
+        new = waiters.get(todo.pop(), set()) - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+def _memory(client: ClientPage, ranks: Sequence[RankStatus]) -> dict[str, int]:
+    kinds = dict(client.kinds)
+    living = ranks[0].living if ranks else 0
+    return {**kinds, "other": max(living - sum(kinds.values()), 0)}

@@ -1,0 +1,122 @@
+"""The terminal's screen: any number of ranks in 80 columns and 24 rows."""
+
+import io
+import re
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from lazygt.runtime.launch.status_file import ClientPage
+from lazygt.top.screen import LETTERS, Screen, ranks_text
+from lazygt.top.status import STATES, RankStatus, SessionStatus, blocks
+
+CLIENT = ClientPage(
+    "lazygt-0123456789abcdef", 4242, 64, "cpu", "data=16,model=4", 1_000.0,
+    "/home/somebody/a/very/long/path/to/some/project/with/many/folders/train.py:1234", "backward",
+    120_345, 12, (5,), 60_000, 812.5, 406.2, 120_300, 45, 3,
+    "aten.mm.default with other arguments or shapes than before",
+    "/home/somebody/a/very/long/path/to/some/project/with/many/folders/model.py:77",
+    3, 12, 1, 9, 2, "Worker 3 (process 99) has died: signal SIGKILL; back after 0.8 s, 12 runs",
+)  # fmt: skip
+
+
+def status(count: int, **states: tuple[int, ...]) -> SessionStatus:
+    """A session of so many busy ranks, but for those named by state."""
+    of = {rank: state for state, ranks in states.items() for rank in ranks}
+    waits = dict.fromkeys(states.get("waiting", ()), (5,))
+    blocked = blocks(waits)
+    ranks = tuple(
+        RankStatus(
+            rank, 1000 + rank, of.get(rank, "busy"), 120_345, "00ff" * 8, 12, "", 1.5 + rank,
+            waits.get(rank, ()), blocked.get(rank, ()), 99, 2**31, 2**32, 2**33, 2**34, 0.4,
+        )
+        for rank in range(count)
+    )  # fmt: skip
+    memory = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "other": 10**8}
+    stuck = tuple(rank.rank for rank in ranks if rank.state == "frozen")
+    return SessionStatus(
+        1_100.0, "running", 0.1, replace(CLIENT, workers=count), memory, ranks, stuck
+    )
+
+
+def shown(of: SessionStatus, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None
+    )
+    with console.capture() as captured:
+        console.print(Screen(of), height=height)
+    return re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 13, 64, 256])
+def test_any_number_of_ranks_fits(count: int) -> None:
+    lines = shown(status(count))
+    assert len(lines) <= 24, "\n".join(lines)
+    assert max(map(len, lines)) <= 80, "\n".join(lines)
+
+
+def test_all_ranks_are_in_the_grid() -> None:
+    """The slowest ones have a row each, the one that others wait for first."""
+    waiting = tuple(rank for rank in range(64) if rank not in (5, 8, 9))
+    lines = shown(status(64, frozen=(5,), waiting=waiting, idle=(8,)))
+    assert len(lines) <= 24
+    grid = [line for line in lines if re.match(r" +\d+ [BWFi]", line)]
+    assert [line.split(maxsplit=1)[0] for line in grid] == ["0", "32"]
+    letters = "".join("".join(line.split()[1:]) for line in grid)
+    assert letters == "WWWWWFWWiB" + "W" * 54
+    text = "\n".join(lines)
+    assert "rank 5 (process 1005) is frozen; it blocks ranks 0-4, 6-7, 10-63 and keeps" in text
+    assert "W waiting 61" in text
+    rows = [line.split() for line in lines[lines.index(grid[1]) + 4 :]]
+    assert rows[0][:2] == ["5", "frozen"]
+    assert rows[1][:2] == ["9", "busy"]
+
+
+def test_few_ranks_have_a_row_each() -> None:
+    lines = shown(status(4, frozen=(1,), idle=(2,)))
+    rows = [line.split()[:2] for line in lines[-4:]]
+    assert rows == [["0", "busy"], ["1", "frozen"], ["2", "idle"], ["3", "busy"]]
+    assert "0:01:40" in lines[0]
+    text = "\n".join(lines)
+    for part in (
+        "model.py:77",
+        "train.py:1234",
+        "queue 12",
+        "120,300 hits",
+        "45 misses",
+        "3 compiling",
+        "1 failed",
+        "9 snapshots",
+        "2 recoveries",
+        "optimizer 2.0 GB",
+    ):
+        assert part in text, part  # fmt: skip
+
+
+def test_narrow_and_low_terminals_are_not_overrun() -> None:
+    lines = shown(status(64, frozen=(5,)), width=40, height=16)
+    assert max(map(len, lines)) <= 40
+    assert len(lines) <= 16
+
+
+def test_every_state_has_a_letter() -> None:
+    assert set(LETTERS) == set(STATES)
+    assert len({letter for letter, _ in LETTERS.values()}) == len(LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((3,), "rank 3"), ((0, 1, 2, 5), "ranks 0-2, 5"), ((1, 0), "ranks 0-1"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10 and 14 more"),
+    ],
+)  # fmt: skip
+def test_ranks_are_named_briefly(ranks, text) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_who_blocks_whom_goes_by_way_of_others() -> None:
+    assert blocks({0: (1,), 1: (3,), 2: (), 3: ()}) == {3: (0, 1)}
+    assert blocks({0: (1,), 1: (0,)}) == {}
+    assert blocks({}) == {}
