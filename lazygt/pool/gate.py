@@ -19,19 +19,21 @@ from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.wire import Buffer
 
-#: Run-seconds, running, held: since it was last told.
-Told = Callable[[float, int, int], None]
+#: Seconds that workers may take to load what they need. Until their first answer, so long at most,
+#: what they were given takes no room and no run-seconds.
+_START_SECONDS = 60.0
 
 
 class Gate:
     """Passes on what a client sends, and counts what its workers answer; see ``Connected``.
 
-    ``send`` is called from the threads of the session's parts, all else from the gateway's.
+    All of it is for the gateway's thread, but for ``send``, which is also for the thread on which a
+    session ends.
 
     Args:
         connection: to the client.
         may_pass: whether the next run may go on, when so many are with the workers.
-        changed: called when something was answered, perhaps on another thread.
+        changed: called when something was answered.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class Gate:
         self._running: dict[int, int] = {}
         #: the last run that has gone on; what else it says to other workers goes on, too
         self._last = 0
+        #: nothing counts before: the first answer, or the end of the time for a start
+        self._begins = time.monotonic() + _START_SECONDS
         self._busy_since = 0.0
         self._seconds = 0.0
         #: of the workers, by part
@@ -96,7 +100,7 @@ class Gate:
         with self._lock:
             self._count(now)
             seconds, self._seconds = self._seconds, 0.0
-            running = len(self._running)
+            running = len(self._running) if now >= self._begins else 0
         held = sum(run_told(frames) is not None for frames in self._waiting)
         return seconds, running, held
 
@@ -113,6 +117,7 @@ class Gate:
 
     def _answered(self, number: int) -> None:
         with self._lock:
+            self._begins = min(self._begins, time.monotonic())
             self._count(time.monotonic())
             left = self._running.get(number, 0) - 1
             if left > 0:
@@ -131,7 +136,7 @@ class Gate:
     def _count(self, now: float) -> None:
         """Count the time until now, if something ran."""
         if self._running:
-            self._seconds += now - self._busy_since
+            self._seconds += max(now - max(self._busy_since, self._begins), 0.0)
         self._busy_since = now
 
 

@@ -13,6 +13,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -160,16 +161,20 @@ class Gateway:
 
     def _wait(self) -> None:
         poller = select.poll()
-        for fd in {self.listener.fd, self._alarm, *(v.connection.fd for v in self._visitors)}:
+        agents = {
+            hosted.agent.descriptors[1]: name
+            for name, hosted in self.hosted.items()
+            if not hosted.ending
+        }
+        for fd in (self.listener.fd, self._alarm, *agents):
             poller.register(fd, select.POLLIN)
         now = time.monotonic()
         waits = [self.policy.seconds_to_next(now), self._weigh_at - now if self.hosted else None]
         seconds = min((wait for wait in waits if wait is not None), default=1.0)
-        poller.poll(1_000 * max(min(seconds, 1.0), 0.001))
-        try:
+        ready = poller.poll(1_000 * max(min(seconds, 1.0), 0.001))
+        self._stirred |= {agents[fd] for fd, _ in ready if fd in agents}
+        with suppress(BlockingIOError):  # it was something else
             os.eventfd_read(self._alarm)
-        except BlockingIOError:
-            return  # it was something else
 
     def _post(self, act: Callable[[], object]) -> None:
         """Have the gateway's thread do something. From any thread."""
@@ -370,7 +375,7 @@ class Gateway:
             visitor.connection,
             terms,
             may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
-            changed=lambda: self._post(lambda: self._stirred.add(session)),
+            changed=lambda: self._stirred.add(session),
         )
         visitor.say(Admitted(session))
 

@@ -128,6 +128,17 @@ def test_the_memory_of_a_killed_client_is_free_soon_and_nobody_else_sees_anythin
     all_free(pool)
 
 
+def test_answers_do_not_wait_for_the_gateways_next_look(pool):
+    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+        value = torch.ones(3)
+        assert value.sum().item() == 3.0
+        begin = time.monotonic()
+        for _ in range(40):
+            assert (value + 1).sum().item() == 6.0
+        assert time.monotonic() - begin < 40 * 0.25  # it looks four times a second
+    all_free(pool)
+
+
 def test_a_session_recovers_from_the_death_of_its_worker(pool):
     with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
         value = torch.arange(10.0)
