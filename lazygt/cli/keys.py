@@ -34,6 +34,9 @@ def new(
     endpoint: Annotated[
         str, typer.Option(help="where the pool listens, such as tcp://HOST:PORT")
     ] = "",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="it may also see, drain and evict (lazygt pool)")
+    ] = False,
 ) -> None:
     """Make a key for a client, and allow it.
 
@@ -44,7 +47,7 @@ def new(
     if path.exists():
         fail(context, f"there is a {path}: choose another file with -o")
     try:
-        key = ring.new(name, endpoint)
+        key = ring.new(name, endpoint, admin)
     except ValueError as error:
         fail(context, str(error))
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +15,15 @@ from lazygt.errors import LazyGTError
 from lazygt.pool.client import Pool
 from lazygt.pool.serve import server_key
 from lazygt.printed import plain_table
-from lazygt.runtime.cluster.keys import Keyring
+from lazygt.runtime.cluster.keys import Keyring, keys_place
 
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
 
 On = Annotated[str, typer.Argument(help="where it listens: tcp://HOST:PORT")]
 Key = Annotated[Path | None, typer.Option(help="a key file of `lazygt keys new --admin`")]
-Keys = Annotated[Path | None, typer.Option(help="or the pool's own folder of keys")]
+Keys = Annotated[
+    Path | None, typer.Option(help="or the pool's own folder of keys  [default: this user's]")
+]
 
 
 @app.command()
@@ -33,8 +35,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="everything, for scripts")] = False,
 ) -> None:
     """Say who has workers of a pool, who waits, and what each has used."""
-    with _pool(context, on, key, keys) as pool:
-        told = pool.status()
+    told = _asked(context, on, key, keys, Pool.status)
     if as_json:
         typer.echo(json.dumps(told))
         return
@@ -47,8 +48,7 @@ def status(
 @app.command()
 def drain(context: typer.Context, on: On, key: Key = None, keys: Keys = None) -> None:
     """Have a pool admit nobody any more. It ends when its last session has."""
-    with _pool(context, on, key, keys) as pool:
-        pool.drain()
+    _asked(context, on, key, keys, Pool.drain)
     typer.echo("it admits nobody any more, and ends with its last session")
 
 
@@ -61,19 +61,23 @@ def evict(
     keys: Keys = None,
 ) -> None:
     """End a session: its workers at once, and its client is told."""
-    with _pool(context, on, key, keys) as pool:
-        try:
-            pool.evict(session)
-        except LazyGTError as error:
-            fail(context, str(error))
+    _asked(context, on, key, keys, lambda pool: pool.evict(session))
     typer.echo(f"{session} is ended")
 
 
-def _pool(context: typer.Context, on: str, key: Path | None, keys: Path | None) -> Pool:
-    if (key is None) == (keys is None):
-        fail(context, "say who you are with --key FILE, or with --keys FOLDER where the pool runs")
+def _asked(
+    context: typer.Context,
+    on: str,
+    key: Path | None,
+    keys: Path | None,
+    ask: Callable[[Pool], Any],
+) -> Any:
+    """What a pool answers."""
+    if key is not None and keys is not None:
+        fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:
-        return Pool(on, key or server_key(Keyring(keys or Path())))
+        with Pool(on, key or server_key(Keyring(keys or keys_place()))) as pool:
+            return ask(pool)
     except LazyGTError as error:
         fail(context, str(error))
 

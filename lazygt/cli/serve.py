@@ -13,14 +13,16 @@ from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
 from lazygt.pool.policy import Quota, Rules
 from lazygt.pool.serve import address, cores_here, open_gateway, quotas
-from lazygt.runtime.cluster.keys import Keyring
+from lazygt.runtime.cluster.keys import Keyring, keys_place
 from lazygt.runtime.compiling.artifacts import Cache
 
 
 def serve(
     context: typer.Context,
     workers: Annotated[int, typer.Option(min=1, help="worker processes that there may be")],
-    keys: Annotated[Path, typer.Option(help="the folder of the pool's keys; made if missing")],
+    keys: Annotated[
+        Path | None, typer.Option(help="the folder of the pool's keys  [default: this user's]")
+    ] = None,
     bind: Annotated[
         str, typer.Option(help="where to listen; port 0: a free one")
     ] = "tcp://127.0.0.1:7000",
@@ -51,13 +53,14 @@ def serve(
         limit = at_once or (workers if device == "cuda" else min(workers, cores_here()))
         rules = Rules(workers, limit, queue, grace, expiry, default, of_clients)
         caches = Path(Cache(None).place) / "clients"
-        gateway = open_gateway(address(bind), Keyring(keys), rules, device, caches)
+        ring = Keyring(keys or keys_place())
+        gateway = open_gateway(address(bind), ring, rules, device, caches)
     except (OSError, ValueError, LazyGTError) as error:
         fail(context, str(error))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: gateway.stop())
     typer.echo(
         f"{workers} worker(s), {limit} of them at once, on {device}, at "
-        f"{gateway.listener.address}; keys in {keys}"
+        f"{gateway.listener.address}; keys in {ring.directory}"
     )
     gateway.serve()

@@ -65,10 +65,22 @@ def test_evict_ends_a_session_and_says_if_there_is_none(pool):
     assert "there is no session 'carol-0' in this pool: none" in done.output
 
 
-def test_who_does_not_say_who_it_is_is_asked(pool):
-    done = command(pool, "status", keys=False)
+def test_who_says_twice_who_it_is_is_asked(pool):
+    done = command(pool, "status", "--key", str(pool.key("alice")))
     assert done.exit_code != 0
-    assert "--key FILE" in done.output
+    assert "not both" in done.output
+
+
+def test_a_key_that_may_administer_and_one_that_may_not(pool, tmp_path):
+    folder = str(pool.folder / "keys")
+    for name, options in (("root", ["--admin"]), ("user", [])):
+        words = ["keys", "new", name, "--keys", folder, "-o", str(tmp_path / name), *options]
+        assert CliRunner().invoke(app, words).exit_code == 0
+    done = command(pool, "status", "--json", "--key", str(tmp_path / "root"), keys=False)
+    assert json.loads(done.stdout)["workers"] == 3
+    done = command(pool, "status", "--key", str(tmp_path / "user"), keys=False)
+    assert done.exit_code != 0
+    assert "may not administer" in done.output
 
 
 def test_a_pools_address():

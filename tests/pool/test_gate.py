@@ -75,7 +75,7 @@ def done(number, worker=0):
 def test_which_run_a_message_is_about():
     assert run_told(run(300, 0, 1)) == (300, 2)
     assert run_told(encode(Tell(0, (0,)), encode(Snap(3)))) is None
-    assert run_told(encode(Mirror(0), [b"1234"])) is None
+    assert run_told(encode(Mirror(0, 0), [b"1234"])) is None
     assert sequence_number(encode(Done(70_000))[0]) == 70_000
     for wrong in (b"", b"\x91\x02", b"\x92\x02\xa1a", b"\x92\x02\xff"):
         with pytest.raises(ProtocolError):
