@@ -319,7 +319,7 @@ class Config:
                 f"lazygt.session(on={self.on!r}) needs key=FILE: whoever runs the pool makes one "
                 f"with `lazygt keys new`"
             )
-        if self.launcher != "process" or self.transport != "ipc" or self.spares:
+        if self.launcher not in {"auto", "process"} or self.transport != "ipc" or self.spares:
             raise ValueError(
                 f"lazygt.session(on={self.on!r}): leave launcher=, transport= and spares= out: "
                 f"the pool starts its workers as it does"
