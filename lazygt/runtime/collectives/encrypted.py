@@ -26,6 +26,7 @@ CHUNK_BYTES = 256 << 10
 """Of a message of ZMQ's: so much is encrypted while what came before is on its way."""
 
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's way without a copy costs more than it saves for less
+_MOST_THREADS = 4  # each encrypts some 400 MB a second, of connections of its own
 _MOST_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
 _HANDSHAKE_MS = 30_000
 _NEVER_MS = 1 << 29  # six days
@@ -39,7 +40,8 @@ _Context = zmq.Context[zmq.Socket[bytes]]
 def context() -> _Context:
     """The context of this process's connections to other ranks; it is never ended, since what
     those who leave have sent may still be on its way."""
-    shared: _Context = zmq.Context()
+    cores = len(os.sched_getaffinity(0))
+    shared: _Context = zmq.Context(min(max(cores // 2, 1), _MOST_THREADS))
     shared.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
     return shared
 

@@ -40,6 +40,7 @@ class StoreClient(Store):
         self._seconds = timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._threads = threading.local()
+        self._clones: list[StoreClient] = []
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
         """Set a name's value.
@@ -99,11 +100,16 @@ class StoreClient(Store):
         return timedelta(seconds=self._seconds)
 
     def clone(self) -> StoreClient:
-        """The store for one more user, who closes it."""
-        return StoreClient(self.endpoint, self._token, self._seconds, self._silence)
+        """The store for one more user; closed with this one, which keeps it: torch's C++ would lose
+        what is Python's of it.
+        """
+        self._clones.append(StoreClient(self.endpoint, self._token, self._seconds, self._silence))
+        return self._clones[-1]
 
     def close(self) -> None:
         """Give the connections back; no thread may be asking. Idempotent."""
+        for clone in self._clones:
+            clone.close()
         self._context.destroy(0)
 
     def _wait(self, op: bytes, keys: Sequence[str | bytes], seconds: float) -> Frames:

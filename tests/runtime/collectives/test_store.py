@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -129,13 +130,20 @@ def test_torch_can_meet_in_it(client: StoreClient) -> None:
         assert [rank.result(SECONDS) for rank in ranks] == [[0, 1], [0, 1]]
 
 
+def test_torch_keeps_no_more_of_a_clone_than_it_needs(client: StoreClient) -> None:
+    """What C++ clones is a Python object still, and closed with the store."""
+    store = dist.PrefixStore("a", client).clone()
+    gc.collect()
+    store.set("x", "1")
+    assert client.get("a/x") == b"1"
+
+
 def gathered(store: StoreClient, rank: int) -> list[int]:
     """What two ranks of Gloo tell each other, over connections that they make in the store."""
     seconds = timedelta(seconds=SECONDS)
     group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, 2, seconds)
     parts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     group.allgather([parts], [torch.tensor([rank])]).wait()
-    store.close()
     return [int(part) for part in parts]
 
 
