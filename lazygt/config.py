@@ -133,8 +133,8 @@ class Config:
     launcher: str = _setting(
         "auto",
         "auto: environment under torchrun, srun and the like, else process; process: on this host; "
-        "environment: on all hosts where an engine started this program; inline: in the client's "
-        "process; dry: nothing is computed",
+        "environment: on all hosts where an engine started this program; ray: where Ray has room; "
+        "inline: in the client's process; dry: nothing is computed",
         str,
     )
     device: str = _setting("auto", "auto, cpu or cuda: where workers compute", str)

@@ -224,7 +224,7 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
         _MAX_MESSAGE,
         seconds,
     )
-    address = _address_towards(endpoint)
+    address = address_towards(endpoint)
     agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address))
     why = agent.serve()
     if _ENDED not in why:
@@ -239,7 +239,7 @@ def host_id() -> str:
     return " ".join((boot, *namespaces, str(os.getuid())))
 
 
-def _address_towards(endpoint: str) -> str:
+def address_towards(endpoint: str) -> str:
     """The address of this host's interface that leads there (nothing is sent)."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")

@@ -7,20 +7,23 @@ reads the same everywhere. Copies of snapshots come back, so that what a host kn
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from lazygt.errors import LazyGTError, WorkerDied, WorkerFrozen
+from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster.agent import PIECE_BYTES
+from lazygt.runtime.cluster.hosts import HostLauncher
 from lazygt.runtime.cluster.inside import AgentThread
-from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.cluster.remote import RemoteHost, pieces
 from lazygt.runtime.collectives.store import StoreServer
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.mailbox import Frame
@@ -28,6 +31,8 @@ from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.wire import encode
+
+_log = logging.getLogger("lazygt")
 
 #: Seconds between two looks whether a host is lost.
 _LOOK_SECONDS = 0.25
@@ -44,6 +49,7 @@ class ClusterLink:
         here: how many of them are on the client's host.
         hosts: the other hosts, each with how many of them are there.
         store: in which the ranks meet; closed with the link.
+        launcher: what gave the hosts, and may give another for one that is lost; closed with this.
 
     Raises:
         ValueError, OSError: as `ProcessLink`.
@@ -58,6 +64,7 @@ class ClusterLink:
         here: int,
         hosts: Sequence[tuple[RemoteHost, int]],
         store: StoreServer | None = None,
+        launcher: HostLauncher | None = None,
     ) -> None:
         if here + sum(workers for _, workers in hosts) != spec.world_size:
             raise ValueError(f"the hosts have other than {spec.world_size} workers")
@@ -70,7 +77,7 @@ class ClusterLink:
         #: of this host's workers; what others do is not seen from here
         self.status = None if self._local is None else self._local.status
         self.name = "" if self._local is None else self._local.name
-        self._hosts = [host for host, _ in hosts]
+        self._hosts, self._launcher = [host for host, _ in hosts], launcher
         self._numbers = count()
         #: which remote host a rank is on; the others are on this one
         self._host_of: dict[int, RemoteHost] = {}
@@ -81,7 +88,7 @@ class ClusterLink:
         self._epoll = select.epoll()
         first = here
         for host, workers in hosts:
-            self._epoll.register(host.connection.fd, select.EPOLLIN)
+            self._watch(host)
             if not workers:
                 continue
             ranks = tuple(range(first, first + workers))
@@ -89,6 +96,11 @@ class ClusterLink:
             host.open(next(self._numbers), remote)
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
+
+    def _watch(self, host: RemoteHost) -> None:
+        """Be woken by what comes from a host."""
+        with suppress(FileExistsError):  # all connections of one listener have its descriptor
+            self._epoll.register(host.connection.fd, select.EPOLLIN)
 
     # -- what is wrong ---------------------------------------------------------------------
 
@@ -135,27 +147,39 @@ class ClusterLink:
 
     def _move(self, rank: int, lost: RemoteHost) -> None:
         """Have a rank of a lost host on another one, with what its snapshots have."""
-        living = [host for host in self._hosts if not host.lost] or [self._own_host()]
-        host = min(living, key=lambda host: len(host.ranks))
+        host = self._another(rank, lost)
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), fetches_by_memory=False, spares=0)
         host.open(next(self._numbers), spec, [shadow])
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host
 
+    def _another(self, rank: int, lost: RemoteHost) -> RemoteHost:
+        """A host for a rank whose own is lost: a new one, or the one with fewest ranks."""
+        if self._launcher is not None:
+            try:
+                return self._joined(self._launcher.another(rank))
+            except LaunchError as error:
+                _log.warning("host %s is lost, and there is no other: %s", lost.name, error)
+        living = [host for host in self._hosts if not host.lost] or [self._own_host()]
+        return min(living, key=lambda host: len(host.ranks))
+
     def _own_host(self) -> RemoteHost:
         """The client's host, with an agent of its own for ranks that come there."""
-        spec, arena = self._spec, self.upload
+        spec = self._spec
         self._agent = AgentThread(
             lambda asked: replace(asked, host=spec.host, address=spec.address)
         )
-        host = RemoteHost(socket.gethostname(), self._agent.end)
-        self._epoll.register(host.connection.fd, select.EPOLLIN)
-        self._hosts.append(host)
-        if arena is not None:
-            for offset, nbytes in arena.extents(PIECE_BYTES):
-                piece = arena.view(offset, nbytes).numpy().tobytes()
-                host.mirror(spec.arena_bytes, offset, piece)
+        return self._joined(RemoteHost(socket.gethostname(), self._agent.end))
+
+    def _joined(self, host: RemoteHost) -> RemoteHost:
+        """A host of this session, which may be new: then it gets what the others have."""
+        if host not in self._hosts:
+            self._hosts.append(host)
+            self._watch(host)
+            if self.upload is not None:
+                for offset, piece in pieces(self.upload):
+                    host.mirror(self._spec.arena_bytes, offset, piece)
         return host
 
     def refill(self) -> None:
@@ -305,6 +329,8 @@ class ClusterLink:
         if self._agent is not None:
             self._agent.end.close("the session is closed")
             self._agent.join()
+        if self._launcher is not None:
+            self._launcher.close()
         self._epoll.close()
         if self._store is not None:
             self._store.close()

@@ -98,7 +98,7 @@ class RemoteHost:
         first = spec.arena_bytes or SNAPSHOT_BYTES
         for worker, arena in enumerate(shadows):
             if arena is not None:
-                for offset, piece in _pieces(arena):
+                for offset, piece in pieces(arena):
                     self._say(Shadow(number, worker, first, offset), [piece])
         self.parts[number] = RemotePart(number, spec.here, (0,) * len(spec.here))
         if spec.snapshots:
@@ -205,8 +205,8 @@ class RemoteHost:
         self.errors.append(death)
 
 
-def _pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
-    """All that was written into a copy of a worker's snapshots, by offset."""
+def pieces(arena: Arena) -> Sequence[tuple[int, bytes]]:
+    """All that was written into an arena, by offset."""
     return [
         (offset, arena.view(offset, nbytes).numpy().tobytes())
         for offset, nbytes in arena.extents(PIECE_BYTES)

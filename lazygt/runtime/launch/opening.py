@@ -141,6 +141,14 @@ def _attached(config: Config, mesh: Mesh, copier: str) -> Link:
     return attach.open_attached(link_spec(config, mesh, copier))
 
 
+def _on_ray(config: Config, mesh: Mesh, copier: str) -> Link:
+    """Workers where Ray has room for them."""
+    # why: few programs ask Ray, which is optional
+    from lazygt.runtime.cluster.ray import open_ray
+
+    return open_ray(link_spec(config, mesh, copier))
+
+
 def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     """What worker processes are to be, by a config."""
     # why: an inline session needs neither sockets nor processes
@@ -176,6 +184,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
 LAUNCHERS: dict[str, Callable[[Config, Mesh, str], Link]] = {
     "process": partial(_processes, "lazygt.runtime.launch.local:LocalLauncher"),
     "environment": _attached,
+    "ray": _on_ray,
     "inline": _inline,
     "dry": _dry,
 }

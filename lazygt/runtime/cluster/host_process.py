@@ -1,0 +1,62 @@
+"""The process of an agent that was started for one session: ``python -m`` this module.
+
+It says its public key on standard output, is told on standard input where its client listens, a
+line of JSON, and says "" or what went wrong. Only public keys are exchanged that way; the end of
+standard input is its own end, and with it that of all workers here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from lazygt.errors import LazyGTError
+from lazygt.runtime.cluster.agent import Agent
+from lazygt.runtime.cluster.attach import address_towards, host_id
+from lazygt.runtime.cluster.connection import dial
+from lazygt.runtime.launch.channel import Keys
+
+
+def main() -> None:
+    keys = Keys.generate()
+    _say(keys.public)
+    told: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    hello = json.dumps({"rank": told["rank"], "name": socket.gethostname()}).encode()
+    try:
+        connection = dial(
+            zmq.Context.instance(),
+            told["endpoint"],
+            keys,
+            told["public"],
+            hello,
+            told["max_message"],
+            told["seconds"],
+        )
+    except LazyGTError as error:
+        _say(f"{type(error).__name__}: {error}".replace("\n", " "))
+        raise SystemExit(1) from error
+    _say("")
+    address = address_towards(told["endpoint"])
+    Agent(connection, lambda spec: replace(spec, host=host_id(), address=address)).serve()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)  # the workers end with their pipes
+
+
+if __name__ == "__main__":
+    main()

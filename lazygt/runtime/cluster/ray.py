@@ -1,0 +1,328 @@
+"""Hosts from Ray: a gang of bundles, one for each worker, and an agent on each node that has some.
+
+Ray places and watches; it carries no tensor, no plan and no pickle of ours but the name of a class.
+Its restarts are off, since recovery is ours: a bundle that Ray has placed anew gets a new agent.
+Only public keys go through Ray, so nobody can listen to the session who listens to Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import zmq
+
+from lazygt.errors import LaunchError
+from lazygt.runtime.cluster.attach import host_id
+from lazygt.runtime.cluster.connection import Listener
+from lazygt.runtime.cluster.link import ClusterLink
+from lazygt.runtime.cluster.ray_slot import Slot
+from lazygt.runtime.cluster.remote import RemoteHost
+from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES, Keys, new_token
+from lazygt.runtime.launch.start_plan import LinkSpec
+
+_log = logging.getLogger("lazygt")
+
+#: Beyond the longest message of a worker: what it travels in.
+_MAX_MESSAGE: Final = MAX_MESSAGE_BYTES + (1 << 16)
+#: Seconds that Ray may take to place lost bundles anew, before others take their workers.
+ANOTHER_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+_AGAIN_SECONDS = 0.5
+
+
+class _ActorGone(LaunchError):
+    """An actor has ended: Ray had put it on a node that is no more, without knowing that yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bundle, and what Ray has given it.
+
+    Attributes:
+        bundle: its number in the placement group.
+        actor: handle of its `Slot`.
+        node: id of the node; name: of the machine.
+    """
+
+    bundle: int
+    actor: Any
+    node: str
+    name: str
+    gpus: tuple[str, ...]
+
+
+class RayHosts:
+    """A `HostLauncher` that asks Ray.
+
+    Connects to the cluster that RAY_ADDRESS names, unless the program has called ``ray.init``.
+
+    Args:
+        workers: how many bundles there are to be.
+        device: ``cpu``, or ``cuda`` for a GPU in each bundle.
+
+    Raises:
+        LaunchError: Ray is not installed.
+    """
+
+    def __init__(self, workers: int, device: str = "cpu") -> None:
+        self._ray = _ray()
+        self._workers = workers
+        self._needs = {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
+        self._is_ours = not self._ray.is_initialized()
+        self._group: Any = None
+        self._places: dict[int, Place] = {}
+        #: rank -> its bundle, which is its own for good
+        self._bundles: list[int] = []
+        self._hosts: dict[int, RemoteHost] = {}
+        self._keys = Keys.generate()
+        self._agents: dict[str, str] = {}
+        self._listener: Listener | None = None
+
+    def start(self, seconds: float) -> Sequence[tuple[RemoteHost, int]]:
+        """See `HostLauncher`. Ranks on one node follow one another."""
+        until = time.monotonic() + seconds
+        try:
+            if self._is_ours:
+                self._ray.init(log_to_driver=False, configure_logging=False)
+            self._place_gang(seconds)
+            self._listen()
+            hosts = self._agents_for(range(self._workers), until)
+        except BaseException:
+            self.close()
+            raise
+        self._bundles = [bundle for _, bundles in hosts for bundle in bundles]
+        return [(host, len(bundles)) for host, bundles in hosts]
+
+    def another(self, rank: int) -> RemoteHost:
+        """See `HostLauncher`: an agent where Ray has placed the bundle anew."""
+        lost = self._hosts[self._bundles[rank]]
+        if lost.lost:
+            bundles = [bundle for bundle, host in self._hosts.items() if host is lost]
+            self._agents_anew(bundles, time.monotonic() + ANOTHER_SECONDS)
+        return self._hosts[self._bundles[rank]]
+
+    def close(self) -> None:
+        """See `HostLauncher`."""
+        for host in set(self._hosts.values()):
+            host.connection.close("the session has ended")
+        self._hosts.clear()
+        if self._listener is not None:
+            self._listener.close("the session has ended")
+            self._listener = None
+        for place in self._places.values():
+            self._kill(place.actor)
+        self._places.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(group)
+        if self._is_ours and self._ray.is_initialized():
+            self._ray.shutdown()
+
+    # -- places ----------------------------------------------------------------------------
+
+    def _place_gang(self, seconds: float) -> None:
+        """Have all bundles placed, on as few nodes as can be."""
+        bundles = [dict(self._needs)] * self._workers
+        self._group = self._ray.util.placement_group(bundles, strategy="PACK")
+        if not self._group.wait(seconds):
+            raise LaunchError("", self._what_is_missing(seconds))
+
+    def _what_is_missing(self, seconds: float) -> str:
+        """What was asked for, and what each node has, and has left."""
+        asked = _amounts({name: count * self._workers for name, count in self._needs.items()})
+        left = self._ray.available_resources()
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        lines = [
+            f"  {node['NodeManagerHostname']}: {_amounts(self._of(node['Resources'])) or 'nothing'}"
+            for node in nodes
+        ]
+        free = _amounts(self._of(left)) or "nothing"
+        return (
+            f"Ray has not placed {self._workers} workers within {seconds:g} s: asked for {asked}, "
+            f"free in the whole cluster: {free}. Its nodes have in all:\n"
+            + "\n".join(lines)
+            + "\n  Ask for fewer workers, wait for other jobs, add nodes, or give it longer: "
+            "lazygt.session(start_timeout=...)"
+        )
+
+    def _of(self, resources: Mapping[str, float]) -> dict[str, float]:
+        return {name: resources.get(name, 0.0) for name in self._needs}
+
+    def _slots(self, bundles: Sequence[int], until: float) -> list[Place]:
+        """A new actor in each of some bundles, wherever Ray has placed those by now."""
+        ray = self._ray
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        options = {"num_cpus": 1, "num_gpus": self._needs.get("GPU", 0)}
+        remote = ray.remote(max_restarts=0, max_task_retries=0, **options)(Slot)
+        for bundle in bundles:
+            if (before := self._places.pop(bundle, None)) is not None:
+                self._kill(before.actor)
+        actors = [
+            remote.options(
+                scheduling_strategy=strategy(self._group, placement_group_bundle_index=bundle)
+            ).remote()
+            for bundle in bundles
+        ]
+        try:
+            told = self._get([actor.where.remote("") for actor in actors], until)
+        except BaseException:
+            for actor in actors:
+                self._kill(actor)
+            raise
+        places = [
+            Place(bundle, actor, node, name, tuple(gpus))
+            for bundle, actor, (node, name, gpus) in zip(bundles, actors, told, strict=True)
+        ]
+        self._places |= {place.bundle: place for place in places}
+        return places
+
+    def _kill(self, actor: Any) -> None:
+        with suppress(self._ray.exceptions.RayError, ValueError):  # it has gone, or Ray has
+            self._ray.kill(actor)
+
+    def _get(self, references: Sequence[Any], until: float) -> list[Any]:
+        """What actors answer."""
+        ray = self._ray
+        try:
+            answers: list[Any] = ray.get(references, timeout=max(until - time.monotonic(), 0.1))
+        except ray.exceptions.GetTimeoutError as error:
+            raise LaunchError("", "Ray's nodes have not answered in time") from error
+        except ray.exceptions.RayActorError as error:
+            raise _ActorGone("", f"Ray has lost a node, or lazygt on it: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise LaunchError(
+                "", f"Ray could not run lazygt on a node (is it installed there?): {error}"
+            ) from error
+        return answers
+
+    # -- agents ----------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Of this host, as Ray's nodes know it."""
+        return str(self._ray.util.get_node_ip_address())
+
+    def _listen(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._listener = Listener(
+            context, self.address, 0, self._keys, self._agents.get, _MAX_MESSAGE
+        )
+
+    def _agents_for(
+        self, bundles: Sequence[int], until: float
+    ) -> list[tuple[RemoteHost, list[int]]]:
+        """An agent on each node that has some of these bundles, and which."""
+        nodes: dict[str, list[Place]] = {}
+        for place in self._slots(bundles, until):
+            nodes.setdefault(place.node, []).append(place)
+        groups = list(nodes.values())
+        starts = [
+            group[0].actor.start.remote([gpu for place in group for gpu in place.gpus])
+            for group in groups
+        ]
+        for key, group in zip(self._get(starts, until), groups, strict=True):
+            self._agents[key] = group[0].name
+        return self._joined(groups, until)
+
+    def _agents_anew(self, bundles: Sequence[int], until: float) -> None:
+        """Agents for bundles of a lost node, once Ray has noticed that, and placed them anew."""
+        while True:
+            try:
+                self._agents_for(bundles, until)
+                return
+            except _ActorGone:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_AGAIN_SECONDS)
+
+    def _joined(
+        self, groups: Sequence[Sequence[Place]], until: float
+    ) -> list[tuple[RemoteHost, list[int]]]:
+        """The groups' agents, once each has connected."""
+        assert self._listener is not None
+        waiting = [
+            group[0].actor.join.remote(self._told(number, until))
+            for number, group in enumerate(groups)
+        ]
+        hosts: dict[int, RemoteHost] = {}
+        while len(hosts) < len(groups):
+            done: list[Any] = []
+            if waiting:
+                done, waiting = self._ray.wait(
+                    waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS
+                )
+            for wrong in filter(None, self._get(done, until) if done else []):
+                raise LaunchError("", f"an agent could not join the session: {wrong}")
+            while (connection := self._listener.accept()) is not None:
+                number = json.loads(connection.hello)["rank"]
+                hosts[number] = RemoteHost(groups[number][0].name, connection)
+            if time.monotonic() > until:
+                raise LaunchError("", f"{len(hosts)} of {len(groups)} agents have come in time")
+        for number, group in enumerate(groups):
+            self._hosts |= {place.bundle: hosts[number] for place in group}
+        return [
+            (hosts[number], [place.bundle for place in group])
+            for number, group in enumerate(groups)
+        ]
+
+    def _told(self, number: int, until: float) -> str:
+        assert self._listener is not None
+        return json.dumps(
+            {
+                "endpoint": self._listener.address,
+                "public": self._keys.public,
+                "rank": number,
+                "max_message": _MAX_MESSAGE,
+                "seconds": max(until - time.monotonic(), 0.1),
+            }
+        )
+
+
+def open_ray(spec: LinkSpec) -> ClusterLink:
+    """A session's workers on nodes of Ray, as many on each as Ray has placed there.
+
+    Raises:
+        LaunchError: Ray is not installed, or has not placed all of them in time.
+    """
+    launcher = RayHosts(spec.world_size, spec.device)
+    with ExitStack() as undo:
+        hosts = launcher.start(spec.start_timeout)
+        undo.callback(launcher.close)
+        token = new_token()
+        store = StoreServer(launcher.address, token)
+        undo.callback(store.close)
+        here = replace(
+            spec, token=token, store=store.endpoint, host=host_id(), address=launcher.address
+        )
+        link = ClusterLink(here, 0, hosts, store, launcher)
+        undo.pop_all()
+    return link
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in resources.items())
+
+
+def _ray() -> Any:
+    """Ray, which is optional.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        module: Any = importlib.import_module("ray")
+        importlib.import_module("ray.util.scheduling_strategies")
+    except ImportError as error:
+        raise LaunchError(
+            "", "lazygt.session(launcher='ray') needs Ray: pip install 'lazygt[ray]'"
+        ) from error
+    return module

@@ -1,0 +1,66 @@
+"""What runs in an actor of Ray: nothing but a process of ours, which it starts and ends.
+
+Ray is told this class by its name, so lazygt must be installed on its nodes; what is sent to it
+are texts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from lazygt.runtime.launch.local import same_package
+
+HOST_PROCESS = "lazygt.runtime.cluster.host_process"
+
+
+class Slot:
+    """A bundle of a placement group: room for one worker. One of each node has the agent."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def where(self, node: str) -> tuple[str, str, list[str]]:
+        """The node's id and name, and the GPUs of this bundle.
+
+        Args:
+            node: the id, if the caller knows it, else "".
+        """
+        ray: Any = importlib.import_module("ray")
+        context: Any = ray.get_runtime_context()
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return node or str(context.get_node_id()), socket.gethostname(), gpus
+
+    def start(self, gpus: list[str]) -> str:
+        """Start the agent, which may use these GPUs; its public key."""
+        environment = {**os.environ, **same_package()}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", HOST_PROCESS],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self._line()
+
+    def join(self, told: str) -> str:
+        """Have the agent join a session; "" or what went wrong."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{told}\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise RuntimeError(f"the agent has ended with exit code {self._process.wait()}")
+        return line[:-1]
