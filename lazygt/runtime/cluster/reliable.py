@@ -72,7 +72,8 @@ class Connection:
     Nothing here waits. To wait, poll ``fd`` for reading after a `take` that returned None: it
     rings when a message has come, and when ``closed`` may have been set. It rings once for what has
     come (ZMQ's descriptors are edge-triggered), so take until there is None. All connections of a
-    listener share its descriptor: when it rings, ask each of them, and `Listener.accept`.
+    listener share its descriptor: when it rings, ask each of them, and `Listener.accept`. That of a
+    client goes on ringing after ``closed`` was set, until `close` is called.
 
     `send` may be called from any thread, also in a finalizer. `take` and `pump` are for one thread.
 

@@ -6,10 +6,12 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,12 @@ SECONDS = 60.0
 class Place:
     """A listener, its keys, and the contexts of both ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.contexts = zmq.Context(), zmq.Context()
         self.server, self.alice, self.bob = (Keys.generate() for _ in range(3))
         self.allowed = {self.alice.public: "alice", self.bob.public: "bob"}
         self.listener = Listener(
-            self.contexts[0], "127.0.0.1", 0, self.server, self.allowed.get, MAX_MESSAGE
+            self.contexts[0], host, 0, self.server, self.allowed.get, MAX_MESSAGE
         )
         self.dialed: list[Connection] = []
 
@@ -206,6 +208,29 @@ def test_many_clients_share_a_listener(place: Place) -> None:
     assert [taken(far) for _, far in pairs] == [[b"%d" % number] for number in range(6)]
 
 
+def test_a_message_moves_to_an_inbox_in_one_step(place: Place) -> None:
+    near, far = place.both()
+    inbox: deque[tuple[list[memoryview], int]] = deque()
+    assert not far.take_into(inbox)
+    near.send([b"a", b"b"])
+    assert until(far.fd, lambda: far.take_into(inbox) or None)
+    assert not far.take_into(inbox)
+    assert [([bytes(frame) for frame in view], number) for view, number in inbox] == [
+        ([b"a", b"b"], 1)
+    ]
+
+
+def test_ipv6_works_too() -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("there is no IPv6 here")
+    place = Place("::1")
+    assert place.listener.address.startswith("tcp://[::1]:")
+    near, far = place.both()
+    near.send([b"six"])
+    assert taken(far) == [b"six"]
+    place.close()
+
+
 # -- the end -----------------------------------------------------------------------------------
 
 
@@ -315,6 +340,36 @@ def test_a_revoked_client_is_sent_away_at_once(place: Place) -> None:
     bob.send([b"I am"])
     assert taken(at_bobs) == [b"I am"]
     assert isinstance(refused(place, place.alice, place.server.public), AccessDenied)
+
+
+def test_listeners_of_a_context_have_clients_of_their_own(place: Place) -> None:
+    """And a socket that asks nobody is as it is without them."""
+    carol, server = Keys.generate(), Keys.generate()
+    other = Listener(
+        place.contexts[0], "127.0.0.1", 0, server, {carol.public: "carol"}.get, MAX_MESSAGE
+    )
+    assert isinstance(refused(place, carol, place.server.public), AccessDenied)
+    with pytest.raises(AccessDenied):
+        dial(
+            place.contexts[1], other.address, place.alice, server.public, b"", MAX_MESSAGE, SECONDS
+        )  # fmt: skip
+    other.close()
+    near, far = place.both()
+    near.send([b"still here"])
+    assert taken(far) == [b"still here"]
+    with place.contexts[0].socket(zmq.PAIR) as bound, place.contexts[1].socket(zmq.PAIR) as pair:
+        for sock in (bound, pair):
+            sock.setsockopt(zmq.LINGER, 0)
+        bound.setsockopt(zmq.CURVE_SERVER, 1)
+        bound.setsockopt_string(zmq.CURVE_SECRETKEY, server.secret)
+        port = bound.bind_to_random_port("tcp://127.0.0.1")
+        pair.setsockopt_string(zmq.CURVE_PUBLICKEY, carol.public)
+        pair.setsockopt_string(zmq.CURVE_SECRETKEY, carol.secret)
+        pair.setsockopt_string(zmq.CURVE_SERVERKEY, server.public)
+        pair.connect(f"tcp://127.0.0.1:{port}")
+        pair.send(b"no domain")
+        assert bound.poll(SECONDS * 1000)
+        assert bound.recv() == b"no domain"
 
 
 # -- processes that end, links that break ------------------------------------------------------
