@@ -28,6 +28,8 @@ def top(
     interval: Annotated[
         float, typer.Option(min=0.05, max=60, help="seconds between two looks")
     ] = 0.25,
+    web: Annotated[bool, typer.Option(help="serve a page for a browser on this machine")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0: any")] = 0,
 ) -> None:
     """Watch a session of yours on this machine: which ranks are busy, waiting (for whom) or idle.
 
@@ -35,7 +37,12 @@ def top(
     """
     try:
         source = open_source(session, interval)
-        if once or json or not sys.stdout.isatty():
+        if web:
+            # why: a terminal needs no server
+            from lazygt.top.web import serve
+
+            serve(source, port, interval, typer.echo)
+        elif once or json or not sys.stdout.isatty():
             status = source.settled(_SETTLE_SECONDS)
             if json:
                 typer.echo(as_json(status))
