@@ -100,6 +100,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
             "--rounds 1 --steps 2 --idle 0 --memory-steps 20",
             "killed, until the next answer",
         ),
+        ("pool", "--clients 3 --seconds 2 --warm 1 --rounds 1", "their Jain index"),
         ("aims", "", "record a view, x eager"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
