@@ -19,7 +19,7 @@ STATES = {
     "waiting": "it is in a collective, and other ranks have not come",
     "busy": "it is acting on a message of the client's",
     "idle": "it waits for the client",
-    "starting": "it is not ready yet",
+    "starting": "it is not ready yet, or is on another host",
 }
 #: States of ranks that others wait for in vain.
 STUCK = frozenset({"frozen", "gone", "silent"})
