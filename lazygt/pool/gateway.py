@@ -307,10 +307,13 @@ class Gateway:
 
     def _publish(self, visitor: Visitor, told: Publish) -> None:
         value = PublishedValue(told.name, visitor.client, told.rows, told.shared)
+        visitor.publishing = None
         limit = self.rules.of(visitor.client).memory
         if limit is not None:
             held = sum(lease.memory for lease in self.policy.of(visitor.client))
+            coming = [v.publishing for v in self._visitors if v.client == visitor.client]
             used = held + self.published.nbytes(visitor.client, without=told.name)
+            used += sum(other.nbytes for other in coming if other is not None)
             if used + value.nbytes > limit:
                 raise OverQuota("memory", value.nbytes, used, limit)
         visitor.publishing = value

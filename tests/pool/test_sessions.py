@@ -24,8 +24,9 @@ from lazygt.errors import (
     SecurityError,
     SessionEnded,
 )
+from lazygt.graph.meta import TensorMeta
 from lazygt.pool.client import Pool, answer, connect
-from lazygt.pool.messages import Admitted, Ask, Failed, Waits
+from lazygt.pool.messages import Admitted, Ask, Failed, Ok, Publish, Waits
 from lazygt.runtime.cluster.keys import Keyring
 from lazygt.runtime.cluster.protocol import TO_CLIENT, Open, Refused, Tell, read, spec_text
 from lazygt.runtime.launch.start_plan import LinkSpec
@@ -251,6 +252,15 @@ def test_publishing_counts_for_the_quota(pool):
             small.publish("w", torch.empty(601 << 20, dtype=torch.uint8))
         assert refused.value.wanted == 601 << 20
         assert small.names() == []
+        # what another connection of the same key is sending counts, too
+        half = ("", TensorMeta.of(torch.empty(400 << 20, dtype=torch.uint8)))
+        other = connect(pool.on, pool.key("small"), SECONDS)
+        other.send(encode(Publish("half", (half,))))
+        answer(other, (Ok,), time.monotonic() + SECONDS)
+        with pytest.raises(OverQuota) as refused:
+            small.publish("w", torch.empty(300 << 20, dtype=torch.uint8))
+        assert refused.value.used == 400 << 20
+        other.close()
 
 
 def test_what_is_detached_goes_on_until_it_is_evicted(pool):
