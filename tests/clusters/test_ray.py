@@ -195,6 +195,12 @@ def test_room_comes_while_a_gang_waits(nodes: Nodes) -> None:
     assert all_gone()
 
 
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(LaunchError, match="RAY_ADDRESS leads to no cluster of Ray"):
+        RayHosts(2).start(5)
+
+
 def test_the_example_prints_the_losses_of_one_machine(nodes: Nodes) -> None:
     nodes.add(2)
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}

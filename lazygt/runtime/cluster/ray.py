@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -91,7 +93,7 @@ class RayHosts:
         until = time.monotonic() + seconds
         try:
             if self._is_ours:
-                self._ray.init(log_to_driver=False, configure_logging=False)
+                self._join_cluster(seconds)
             self._place_gang(seconds)
             self._listen()
             hosts = self._agents_for(range(self._workers), until)
@@ -128,6 +130,16 @@ class RayHosts:
             self._ray.shutdown()
 
     # -- places ----------------------------------------------------------------------------
+
+    def _join_cluster(self, seconds: float) -> None:
+        """Join the cluster of RAY_ADDRESS; Ray itself tries for minutes where there is none."""
+        host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+        try:
+            if host and port.isdigit() and "//" not in host:
+                socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+            self._ray.init(log_to_driver=False, configure_logging=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise LaunchError("RAY_ADDRESS", f"leads to no cluster of Ray: {error}") from error
 
     def _place_gang(self, seconds: float) -> None:
         """Have all bundles placed, on as few nodes as can be."""
