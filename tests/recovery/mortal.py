@@ -39,6 +39,7 @@ class MortalLink:
 
     world_size = 1
     mirrors = False
+    status, name = None, "mortal"
     encode = staticmethod(encode)
 
     def __init__(self, faults: Sequence[Fault], shm_threshold: int) -> None:
