@@ -143,13 +143,14 @@ class ClusterLink:
             elif not host.lost:
                 host.replace(rank, group_number)
             else:
-                self._move(rank, host)
+                self._move(rank, host, group_number)
 
-    def _move(self, rank: int, lost: RemoteHost) -> None:
+    def _move(self, rank: int, lost: RemoteHost, group_number: int) -> None:
         """Have a rank of a lost host on another one, with what its snapshots have."""
         host = self._another(rank, lost)
         shadow = lost.shadows.pop(rank, None)
-        spec = replace(self._spec, ranks=(rank,), fetches_by_memory=False, spares=0)
+        spec = replace(self._spec, ranks=(rank,), group_number=group_number)
+        spec = replace(spec, fetches_by_memory=False, spares=0)
         host.open(next(self._numbers), spec, [shadow])
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host

@@ -107,7 +107,7 @@ class Listener:
         self._over: dict[bytes, None] = {}
         self._refused: dict[bytes, None] = {}
         self._in_doubt = False
-        self._checked = 0.0
+        self._checked = self._asked = 0.0
         self._open = True
         address = listen_tcp(host, keys, port)
         self.address = address.endpoint
@@ -290,10 +290,12 @@ class Listener:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        in_doubt, self._in_doubt = self._in_doubt, False
+        # Also without any news, now and then: ZMQ's sender may have known later than it was asked.
+        asks = self._in_doubt or now >= self._asked + _CHECK_IDLE
+        self._in_doubt, self._asked = False, now if asks else self._asked
         self._check_keys(_CHECK_IDLE / 2)
         for connection in list(self._connections.values()):
-            if in_doubt and not connection.tell():
+            if asks and not connection.tell():
                 connection.lost()
             connection.tick(now)
         if self._connections:

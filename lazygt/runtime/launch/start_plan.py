@@ -32,6 +32,7 @@ class LinkSpec:
     Attributes:
         world_size: number of worker processes.
         ranks: those of them that are started here; None: all.
+        group_number: how many process groups the session had before.
         device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
         threads: torch threads a worker; None for a fair share of the cores.
         transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
@@ -71,6 +72,7 @@ class LinkSpec:
     snapshots: bool = False
     spares: int = 0
     ranks: tuple[int, ...] | None = None
+    group_number: int = 0
     token: bytes | None = field(default=None, repr=False)
     store: str = ""
     host: str = ""

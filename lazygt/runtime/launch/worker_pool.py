@@ -154,7 +154,7 @@ class WorkerPool:
         self._launch = partial(self._launched, plan, context, launcher)
         self._places = count(spec.world_size)
         for index, rank in enumerate(self._here):
-            self.workers.append(self._launch(rank, index))
+            self.workers.append(self._launch(rank, index, spec.group_number))
             self._watch_worker(index)
         self._know_workers()
         self._spares_wanted = spec.spares
