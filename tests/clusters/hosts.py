@@ -182,8 +182,10 @@ class Hosts:
         self._answered("done")
 
     def processes(self, host: int) -> list[int]:
-        """The ids of all processes that run on a host."""
-        return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
+        """The ids of all processes that run on a host, without what its packets go through."""
+        wire = None if self._wire is None else self._wire.pid
+        pids = map(int, _ip("netns", "pids", self.names[host]).split())
+        return [pid for pid in pids if pid != wire]
 
     def kill(self, host: int) -> None:
         """End all that runs on a host at once, as if its power had gone; its packets, too."""

@@ -41,8 +41,9 @@ def main(steps: int, megabytes: int) -> None:
             "pids": session.worker_pids,
             "recoveries": [str(record) for record in session.recoveries],
         }
-    with lazygt.session():
-        told["again"] = torch.ones(3).sum().item()
+    if not told["recoveries"]:  # else a host is missing
+        with lazygt.session():
+            told["again"] = torch.ones(3).sum().item()
     print(json.dumps(told), flush=True)
 
 

@@ -86,7 +86,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def same(told: dict[str, Any], expected: dict[str, Any]) -> bool:
-    keys = ("workers", "bits", "loss", "sum", "again")
+    keys = ("workers", "bits", "loss", "sum")
     return [told[key] for key in keys] == [expected[key] for key in keys]
 
 
@@ -100,6 +100,7 @@ def test_torchrun_on_two_hosts_is_one_session_and_the_client_uploads_once_a_host
     sent = hosts.sent(0) - before
     assert same(told, alone(5, 64, 4))
     assert told["launcher"] == "environment"
+    assert told["again"] == 3
     assert told["recoveries"] == []
     assert 64 << 20 <= sent < 1.1 * (64 << 20)
     for process in run.processes:
@@ -116,6 +117,17 @@ def test_a_link_that_is_down_for_a_while_loses_nothing(hosts: Hosts) -> None:
     told = run.told()
     assert same(told, alone(300, 1, 2))
     assert told["recoveries"] == []
+
+
+def test_a_lost_host_is_recovery_on_the_other(hosts: Hosts) -> None:
+    run = Running(hosts, 1, 300, 1)
+    run.until("step 100")
+    for pid in hosts.processes(1):
+        os.kill(pid, 9)
+    told = run.told()
+    assert same(told, alone(300, 1, 2))
+    (record,) = told["recoveries"]
+    assert "is lost" in record
 
 
 def test_another_token_is_refused(hosts: Hosts) -> None:

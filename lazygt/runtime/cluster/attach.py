@@ -9,6 +9,7 @@ processes; the rest hold their places. All of them end with the client.
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import json
 import os
 import select
@@ -72,7 +73,7 @@ class Cluster:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._listener = Listener(
             context,
-            socket.gethostbyname(job.address),
+            _address(job),
             port_to_bind(job),
             derived(token, "client"),
             lambda public: "agent" if public == known else None,
@@ -88,7 +89,7 @@ class Cluster:
             LaunchError: not all hosts have come in time, or others than were expected.
         """
         self._wait(spec.start_timeout)
-        address = socket.gethostbyname(self._job.address)
+        address = _address(self._job)
         token = new_token()
         store = StoreServer(address, token)
         spec = replace(spec, token=token, store=store.endpoint, host=host_id(), address=address)
@@ -122,6 +123,25 @@ class Cluster:
 
     def _living(self) -> list[Arrived]:
         return [agent for agent in self._arrived.values() if agent.connection.closed is None]
+
+
+def _address(job: Job) -> str:
+    """Of this host, where other hosts reach it.
+
+    Raises:
+        LaunchError: the name of this host means nothing, or something that only it can reach.
+    """
+    try:
+        address = socket.gethostbyname(job.address)
+    except OSError as error:
+        raise LaunchError("MASTER_ADDR", f"is {job.address!r}, which has no address") from error
+    if ipaddress.ip_address(address).is_loopback:
+        raise LaunchError(
+            "MASTER_ADDR",
+            f"is {job.address!r}, which is {address} on this host: no other host reaches that. Set "
+            f"it to the address of this host's network interface",
+        )
+    return address
 
 
 def _arrived(connection: Connection) -> Arrived:
