@@ -34,13 +34,12 @@ from lazygt.runtime.collectives.backends import (
     SocketBackend,
     TorchBackend,
 )
-from lazygt.runtime.collectives.meeting import Meeting, Place
 from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous, late
-from lazygt.runtime.collectives.store_client import StoreClient
 
 if TYPE_CHECKING:
+    from lazygt.runtime.collectives.meeting import Meeting
     from lazygt.runtime.launch.base import GroupSpec
 
 
@@ -206,8 +205,9 @@ class Group:
         file that only their user can open.
         """
         timeout = timedelta(seconds=self._spec.timeout)
-        if isinstance(self._rendezvous, Meeting):
-            store: Any = PrefixStore(f"nccl/{self.number}", self._rendezvous.store)
+        store: Any = self._rendezvous.store
+        if store is not None:
+            store = PrefixStore(f"nccl/{self.number}", store)
         else:
             meet = rendezvous(self._place(self.number), self._rank, self._world_size)
             store, _, _ = next(iter(meet))
@@ -231,9 +231,10 @@ class Group:
         """
         if self._rank:
             return
-        if isinstance(self._rendezvous, Meeting):
+        store = self._rendezvous.store
+        if store is not None:
             if self.number:
-                self._rendezvous.store.delete_all(f"nccl/{self.number - 1}/")
+                store.delete_all(f"nccl/{self.number - 1}/")
         else:
             for number in range(self.number):
                 Path(self._place(number).removeprefix("file://")).unlink(missing_ok=True)
@@ -312,7 +313,7 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
         number: how many groups the session had before.
     """
     global _current
-    if spec.backend == HOST:
+    if spec.backend == HOST and not spec.store:
         keep_apart(rank, world_size)
     _current = Group(spec, rank, world_size, _rendezvous(spec, rank, listener), number)
 
@@ -321,6 +322,10 @@ def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeti
     """Where others find this rank: on its host, or on several."""
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
+    # why: only on several hosts are there encrypted connections, for which sockets are loaded
+    from lazygt.runtime.collectives.meeting import Meeting, Place
+    from lazygt.runtime.collectives.store_client import StoreClient
+
     token = bytes.fromhex(spec.token)
     store = StoreClient(spec.store, token, spec.timeout)
     place = Place(spec.host, spec.rendezvous(rank), spec.address, spec.backend)

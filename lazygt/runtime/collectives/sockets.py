@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ROOM = 1 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
 _NUMBER = struct.Struct("<Q")
@@ -243,7 +243,12 @@ class Rendezvous:
         listener: a descriptor of this rank's own socket, closed with this.
         place_of: where the socket of a rank lies.
         timeout: seconds to wait for another rank.
+
+    Attributes:
+        store: the session's, for ranks on several hosts; None: there is none.
     """
+
+    store: Any = None
 
     def __init__(
         self, rank: int, listener: int, place_of: Callable[[int], str], timeout: float
