@@ -8,8 +8,8 @@ NATIVE := $(VENV)/.native
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs lint bench \
-	clean
+.PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs \
+	test-clusters lint bench clean
 
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-native  the tests of recording with the recorder in C++"
 	@echo "make test-deep  property tests with many more examples, and Ctrl-C a thousand times"
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
+	@echo "make test-clusters  programs on several hosts, in network namespaces (as root)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
 
@@ -44,7 +45,7 @@ RECORDING = tests/record tests/property tests/models tests/native -m "not slow" 
 RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
 
 test: $(STAMP) $(NATIVE)
-	$(PYTEST) -m "not timed" $(PARALLEL)
+	$(PYTEST) -m "not timed and not clusters" $(PARALLEL)
 	$(PYTEST) -m timed
 	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(RECORDING); fi
 
@@ -52,10 +53,10 @@ test-native: $(STAMP) $(NATIVE)
 	LAZYGT_RECORDER=native $(PYTEST) $(RECORDING)
 
 test-fast: $(STAMP) $(NATIVE)
-	$(PYTEST) -m "not slow" $(PARALLEL)
+	$(PYTEST) -m "not slow and not clusters" $(PARALLEL)
 
 test-slow: $(STAMP) $(NATIVE)
-	$(PYTEST) -m "slow and not timed" $(PARALLEL)
+	$(PYTEST) -m "slow and not timed and not clusters" $(PARALLEL)
 	$(PYTEST) -m timed
 
 test-deep: $(STAMP) $(NATIVE)
@@ -63,6 +64,11 @@ test-deep: $(STAMP) $(NATIVE)
 	LAZYGT_ALL_SAMPLES=1 $(BIN)/python -m pytest tests/conformance/test_op_db.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/recovery --timeout 3600
+
+# Programs on several hosts: network namespaces, which only root can make; torchrun, srun, mpirun and
+# Ray where they are installed.
+test-clusters: $(STAMP) $(NATIVE)
+	$(PYTEST) -m clusters tests/clusters tests/pool tests/runtime
 
 # Libraries that other people wrote; their programs have to give eager torch's bits.
 test-programs: $(STAMP) $(NATIVE)

@@ -14,7 +14,6 @@ own network can be reached from there, and the hosts not from it. Needs root.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,6 @@ WIRE = Path(__file__).with_name("wire.py")
 #: Seconds that a packet is held: with what the wire itself takes, a round trip takes 0.2 ms.
 DELAY = 1e-5
 _MTU = 65_000  # as if segments were put together by the network card
-_NAME = re.compile(r"lgt(\d+)x\d+h\d+")
 _ETC = Path("/etc/netns")
 _numbers = count()
 _SECONDS = 30
@@ -72,7 +70,6 @@ class Hosts:
     """
 
     def __init__(self, number: int, delay: float = DELAY) -> None:
-        sweep()
         key = f"lgt{os.getpid()}x{next(_numbers)}h"
         self.names = [f"{key}{host}" for host in range(number)]
         self.addresses = [f"10.77.0.{host + 1}" for host in range(number)]
@@ -232,24 +229,6 @@ def _remove(name: str) -> None:
         (_ETC / name).rmdir()
     with suppress(OSError):  # others' hosts lie there
         _ETC.rmdir()
-
-
-def sweep() -> None:
-    """Remove the hosts of test runs that were killed; their names say which process made them."""
-    for folder in (Path("/run/netns"), _ETC):
-        for path in folder.glob("lgt*"):
-            match = _NAME.fullmatch(path.name)
-            if match and not Path(f"/proc/{match[1]}").exists():
-                _end(path.name)
-                _remove(path.name)
-
-
-def _end(name: str) -> None:
-    """Kill what still runs in a namespace that nobody looks after."""
-    if Path(f"/run/netns/{name}").exists():
-        for pid in _ip("netns", "pids", name).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from tests.clusters.hosts import Hosts, hosts_or_skip
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(400)]
 
 PROGRAM = Path(__file__).with_name("program.py")
 TOKEN = "of-a-test-and-long-enough-to-be-secret"

@@ -17,7 +17,7 @@ from tests.clusters import slurm
 from tests.clusters.hosts import Hosts, hosts_or_skip
 from tests.clusters.meets import ENDPOINT_PORT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 MEETS = str(Path(__file__).with_name("meets.py"))

@@ -17,7 +17,7 @@ from tests.clusters import slurm
 from tests.clusters.hosts import Hosts, hosts_or_skip
 from tests.clusters.test_engines import REMOTE_SHELL, text_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(200)]
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "clusters"

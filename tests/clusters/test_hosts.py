@@ -15,6 +15,7 @@ import pytest
 from tests.clusters.hosts import Hosts, hosts_or_skip, missing
 
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.timeout(120),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]
@@ -105,19 +106,3 @@ def test_nothing_is_left(hosts: Hosts) -> None:
     for name in hosts.names:
         assert not Path(f"/run/netns/{name}").exists()
         assert not Path(f"/etc/netns/{name}").exists()
-
-
-def test_hosts_of_a_killed_test_run_are_removed() -> None:
-    program = """
-import os, signal, subprocess
-from tests.clusters.hosts import Hosts
-hosts = Hosts(2).__enter__()
-hosts.start(1, ["sleep", "1000"], stdout=subprocess.DEVNULL)
-print(*hosts.names, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    killed = subprocess.run(python(program), stdout=subprocess.PIPE, text=True, check=False)
-    names = killed.stdout.split()
-    assert len(names) == 2
-    with Hosts(1):
-        assert not any(Path(f"/run/netns/{name}").exists() for name in names)

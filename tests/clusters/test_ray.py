@@ -25,7 +25,7 @@ from lazygt.runtime.cluster.ray_slot import HOST_PROCESS
 ray = pytest.importorskip("ray", reason="needs Ray: pip install lazygt[ray]")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.clusters,
     pytest.mark.timeout(200),
     # Ray's own
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning"),

@@ -17,6 +17,7 @@ from tests.clusters.hosts import hosts_or_skip, missing
 from tests.pool.serving import SECONDS
 
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.timeout(240),
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),
 ]

@@ -513,6 +513,7 @@ def both_take(near: Connection, far: Connection, count: int) -> list[list[bytes]
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.clusters
 def test_a_link_that_is_down_for_five_seconds_loses_nothing() -> None:
     token, path = TOKEN, str(Path(__file__).parents[3])
     with Hosts(2) as hosts:
@@ -539,6 +540,7 @@ def test_a_link_that_is_down_for_five_seconds_loses_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.clusters
 def test_a_link_that_stays_down_is_given_up_at_both_ends() -> None:
     """Nothing is on its way but what says that all came: the kernels ask, and nobody answers."""
     with Hosts(2) as hosts:
@@ -557,6 +559,7 @@ def test_a_link_that_stays_down_is_given_up_at_both_ends() -> None:
         assert re.match(given_up.format("client"), line_of(listening_host))
 
 
+@pytest.mark.clusters
 def test_a_link_that_stays_down_is_given_up_while_something_is_on_its_way(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

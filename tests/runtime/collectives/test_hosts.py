@@ -116,7 +116,12 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts | None]:
 
 @pytest.mark.parametrize(
     ("hosts", "layout"),
-    [("loopback", "01"), ("loopback", "0011"), ("loopback", "0001"), ("namespaces", "0011")],
+    [
+        ("loopback", "01"),
+        ("loopback", "0011"),
+        ("loopback", "0001"),
+        pytest.param("namespaces", "0011", marks=pytest.mark.clusters),
+    ],
     indirect=["hosts"],
 )
 def test_a_rank_that_dies_is_missed_by_all_and_may_come_back_elsewhere(
@@ -151,6 +156,7 @@ def far() -> Iterator[Hosts]:
 
 
 @pytest.mark.slow
+@pytest.mark.clusters
 def test_a_network_that_fails_for_five_seconds_loses_nothing(far: Hosts, tmp_path: Path) -> None:
     with closing(Ranks("x=2", tmp_path, far)) as ranks:
         for rank in range(2):
@@ -165,6 +171,7 @@ def test_a_network_that_fails_for_five_seconds_loses_nothing(far: Hosts, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.clusters
 def test_a_host_without_power_is_missed(far: Hosts, tmp_path: Path) -> None:
     """Nothing says that its ranks have gone but that nothing comes from there."""
     with closing(Ranks("x=2", tmp_path, far)) as ranks:
@@ -176,6 +183,7 @@ def test_a_host_without_power_is_missed(far: Hosts, tmp_path: Path) -> None:
         assert ranks.heard([0]) == ["lost rank 1 has left: the connection to it is closed"]
 
 
+@pytest.mark.clusters
 def test_between_hosts_goes_what_a_ring_sends(far: Hosts, tmp_path: Path) -> None:
     """Of an all-reduce by two ranks as much as its payload, with what encryption and TCP add."""
     with closing(Ranks("x=2", tmp_path, far)) as ranks:
