@@ -68,7 +68,7 @@ test-deep: $(STAMP) $(NATIVE)
 # Programs on several hosts: network namespaces, which only root can make; torchrun, srun, mpirun and
 # Ray where they are installed.
 test-clusters: $(STAMP) $(NATIVE)
-	$(PYTEST) -m clusters tests/clusters tests/pool tests/runtime
+	$(PYTEST) -m clusters tests/clusters tests/pool tests/runtime tests/benchmarks
 
 # Libraries that other people wrote; their programs have to give eager torch's bits.
 test-programs: $(STAMP) $(NATIVE)

@@ -25,7 +25,7 @@ from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
 from lazygt.kinds import OTHER, by_kind
-from lazygt.machine import Machine, default_machine, machine_of
+from lazygt.machine import Machine, default_machine, machine_of, on_hosts
 from lazygt.planner import CachedPlan, Planner, Stages
 from lazygt.record import device
 from lazygt.record.bridge import new_recorder
@@ -77,6 +77,11 @@ class Session:
         self.machine = _machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
         self._link = _open(config, self.mesh)
+        #: the same costs, with those of the network where workers are on several hosts. Plans are
+        #: not made by these: wherever the workers are, plans, and so the bits, are the same
+        self.costs = self.machine
+        if len(self._link.hosts) > 1:
+            self.costs = on_hosts(self.machine, self._virtual_mesh, self._link.hosts)
         self.device_type = kind = device_type(config)
         self._console = Console.of(config.log)
         recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
@@ -291,8 +296,9 @@ class Session:
 
     @property
     def weight_source(self) -> SessionSource | None:
-        """The workers as those who send their own weights; None where one stands for many."""
-        if self.config.invariant or self.config.launcher == "dry":
+        """The workers as those who send their own weights; None where one stands for many, or where
+        they are on other hosts: the client then sends what it fetches."""
+        if self.config.invariant or self.config.launcher == "dry" or self._link.mirrors:
             return None
         if self._weight_source is None:
             # why: few sessions transfer

@@ -88,7 +88,7 @@ def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None
         case Session():
             runs = runs_of(what)
             if priced is not None:
-                priced = replace(priced, shares=what.machine.shares)  # the same hosts
+                priced = replace(priced, shares=what.costs.shares)  # the same hosts
                 runs = [of_plan._replace(machine=priced) for of_plan in runs]
             return report_of(runs)
     raise TypeError(
@@ -107,7 +107,7 @@ def runs_of(session: Session, first: int = 0) -> list[Runs]:
             f"{number} {_name(each.plan)}",
             each.plan.graph,
             each.runs,
-            session.machine,
+            session.costs,
             _before_fuse(session, each.plan),
             each.plan.mesh,
             each.plan.collectives,

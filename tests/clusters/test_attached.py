@@ -142,3 +142,20 @@ def test_without_a_token_nothing_listens(hosts: Hosts) -> None:
     output, _ = run.processes[0].communicate(timeout=100)
     assert "LAZYGT_TOKEN is not set" in output
     assert "lazygt keys token" in output
+
+
+def test_a_host_may_be_added_by_hand(hosts: Hosts) -> None:
+    """`lazygt worker` takes the place of the program there."""
+    environment = {**os.environ, **QUIET, "LAZYGT_TOKEN": TOKEN}
+    engine = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0]}
+    output = subprocess.PIPE
+    client = hosts.start(
+        0, [sys.executable, str(PROGRAM), "5", "1"], env=environment | engine, stdout=output,
+        text=True,
+    )  # fmt: skip
+    where = f"tcp://{hosts.addresses[0]}:29400"
+    command = [sys.executable, "-m", "lazygt.cli", "worker", "--connect", where]
+    agent = hosts.start(1, command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    said, _ = client.communicate(timeout=200)
+    assert same(json.loads(said.splitlines()[-1]), alone(5, 1, 2))
+    assert agent.wait(60) == 0

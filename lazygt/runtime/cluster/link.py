@@ -37,6 +37,8 @@ _log = logging.getLogger("lazygt")
 #: Seconds between two looks whether a host is lost.
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 15.0
+#: Numbers of parts: agents outlive sessions, of which each has others.
+_PARTS = count()
 
 
 class ClusterLink:
@@ -69,6 +71,7 @@ class ClusterLink:
         if here + sum(workers for _, workers in hosts) != spec.world_size:
             raise ValueError(f"the hosts have other than {spec.world_size} workers")
         self.world_size, self._spec, self._store = spec.world_size, spec, store
+        self.hosts = tuple(filter(None, (here, *(workers for _, workers in hosts))))
         self._local: ProcessLink | None = None
         if here:
             self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
@@ -78,7 +81,6 @@ class ClusterLink:
         self.status = None if self._local is None else self._local.status
         self.name = "" if self._local is None else self._local.name
         self._hosts, self._launcher = [host for host, _ in hosts], launcher
-        self._numbers = count()
         #: which remote host a rank is on; the others are on this one
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
@@ -93,7 +95,7 @@ class ClusterLink:
                 continue
             ranks = tuple(range(first, first + workers))
             remote = replace(spec, ranks=ranks, fetches_by_memory=False)
-            host.open(next(self._numbers), remote)
+            host.open(next(_PARTS), remote)
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
 
@@ -151,7 +153,7 @@ class ClusterLink:
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), group_number=group_number)
         spec = replace(spec, fetches_by_memory=False, spares=0)
-        host.open(next(self._numbers), spec, [shadow])
+        host.open(next(_PARTS), spec, [shadow])
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host
 

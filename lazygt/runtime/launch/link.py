@@ -24,6 +24,8 @@ class Link(Protocol):
 
     world_size: int
     upload: Arena | None
+    #: how many workers are on each host, by rank
+    hosts: tuple[int, ...]
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
     #: what `lazygt top` reads, and the name by which it calls the session; None: nothing
@@ -101,6 +103,7 @@ class InlineLink:
 
     world_size = 1
     upload: Arena | None = None
+    hosts: tuple[int, ...] = (1,)
     mirrors = False
     status: StatusFile | None = None
     name = "inline"

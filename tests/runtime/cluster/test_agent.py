@@ -14,6 +14,7 @@ import lazygt
 from lazygt.config import Config
 from lazygt.errors import ExecutionError, LazyGTError
 from lazygt.graph.mesh import Mesh
+from lazygt.machine import collective_seconds
 from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.link import ClusterLink
 from lazygt.runtime.cluster.remote import RemoteHost
@@ -182,3 +183,16 @@ def test_nothing_is_left_running(on: Callable[..., lazygt.Session], hosts: Hosts
         assert pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_explain_prices_what_goes_between_hosts(on: Callable[..., lazygt.Session]) -> None:
+    """Plans are those of one host, so the bits are, too; what they cost is not."""
+    with on(1, 1) as session, lazygt.session(workers=2) as local:
+        assert session.machine == local.machine
+        assert session.costs.shares == {"workers": 0.5}
+        assert local.costs == local.machine
+        near, far = (
+            collective_seconds(costs.along("workers"), "all_reduce", 1 << 20, 2)
+            for costs in (local.costs, session.costs)
+        )
+        assert far > 2 * near
