@@ -152,7 +152,11 @@ def test_a_graph_parses_back_and_a_plan_prints_with_lines(s: lazygt.Session) -> 
         ({"mesh": {1: 2}}, ValueError, r"mesh=\{1: 2\}\): expected names such as 'data'"),
         ({"mesh": {"a b": 2}}, ValueError, "expected names such as 'data' as axes"),
         ({"workers": 1.5}, ValueError, r"workers=1.5"),
-        ({"launcher": "magic"}, ValueError, r"expected 'process', 'inline' or 'dry'"),
+        (
+            {"launcher": "magic"},
+            ValueError,
+            r"expected 'process', 'environment', 'ray', 'inline' or 'dry'",
+        ),
         ({"launcher": "inline", "workers": 2}, ValueError, r"one worker"),
         ({"device": "tpu"}, ValueError, r"expected auto, cpu or cuda"),
         ({"threads": 0}, ValueError, r"threads=0"),

@@ -39,7 +39,7 @@ def test_a_wrong_name_is_told_all_that_there_are(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(opening.LAUNCHERS, "noting", opening.LAUNCHERS["process"])
     text = (
         r"^lazygt\.session\(launcher='magic'\): "
-        r"expected 'process', 'environment', 'inline', 'dry' or 'noting'$"
+        r"expected 'process', 'environment', 'ray', 'inline', 'dry' or 'noting'$"
     )
     with pytest.raises(ValueError, match=text):
         lazygt.session(launcher="magic")
