@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lazygt
+from lazygt.config import Config
 from lazygt.errors import (
     AccessDenied,
     ConnectionLost,
@@ -396,3 +397,10 @@ def test_failed_messages_of_another_version_are_still_errors():
     assert str(Failed("Nonsense", (1, "a")).error()) == "Nonsense: 1, a"
     assert str(Failed("PoolFull", (1,)).error()) == "PoolFull: 1"
     assert isinstance(Failed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
+
+
+def test_nothing_is_compiled_for_a_pool() -> None:
+    """What the client compiles lies where a pool's workers don't look."""
+    assert Config.load(on="tcp://127.0.0.1:1", key="k").compile == "off"
+    with pytest.raises(ValueError, match="does not reach a pool's workers"):
+        Config.load(on="tcp://127.0.0.1:1", key="k", compile="now")
