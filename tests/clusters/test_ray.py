@@ -160,7 +160,8 @@ def test_a_removed_node_is_recovery(nodes: Nodes) -> None:
         recovered[:] = session.recoveries
 
     there = trained(remove, launcher="ray", workers=2)
-    assert [recovery.ranks for recovery in recovered] == [(1,)]
+    (lost,) = (recovery.ranks for recovery in recovered)
+    assert len(lost) == 1  # which rank was there is Ray's choice
     assert f"its host {os.uname().nodename} is lost" in recovered[0].why
     here = trained(nothing, workers=2)
     assert all(map(torch.equal, there, here))
