@@ -142,7 +142,7 @@ class Target:
 
     def close(self) -> None:
         self.listener.close()
-        self.context.term()
+        self.context.destroy(0)  # also what a failed test has left open
 
 
 def honest(address: str, keys: Keys, server: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _domains = count()
+_LET_GO_SECONDS, _LOOK_SECONDS = 10.0, 0.005
 #: A context has room for one authenticator: that which all its listeners share.
 _shared: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], ThreadAuthenticator] = (
     WeakKeyDictionary()
@@ -39,10 +41,11 @@ class Guard:
         with _lock:
             authenticator = _shared.get(context)
             if authenticator is None:
-                authenticator = _shared[context] = ThreadAuthenticator(context)
+                authenticator = ThreadAuthenticator(context)
                 # Sockets of this context that ask for no domain stay as they are without us.
                 authenticator.configure_curve_callback("*", _Everybody())
-                authenticator.start()
+                _start(authenticator)
+                _shared[context] = authenticator
             authenticator.configure_curve_callback(self.domain, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -60,6 +63,25 @@ class Guard:
             if len(authenticator.credentials_providers) == 1:
                 del _shared[self._context]
                 authenticator.stop()
+
+
+def _start(authenticator: ThreadAuthenticator) -> None:
+    """Start one, once ZMQ has let go of the name of the one before it, which it tells nobody.
+
+    Raises:
+        zmq.ZMQError: it does not, or there are no sockets left.
+    """
+    until = time.monotonic() + _LET_GO_SECONDS
+    while True:
+        try:
+            authenticator.start()
+        except zmq.ZMQError as error:
+            authenticator.stop()
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
+                raise
+        else:
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 class _Everybody:

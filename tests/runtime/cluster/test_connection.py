@@ -77,7 +77,7 @@ class Place:
             connection.close()
         self.listener.close()
         for context in self.contexts:
-            context.term()
+            context.destroy(0)
 
 
 @pytest.fixture
