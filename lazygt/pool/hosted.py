@@ -21,8 +21,8 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 _COPIERS = frozenset({"", "lazygt.transfer.copier:copier_for"})
 #: Variables that a client may set in its workers' environment.
 _VARIABLES = frozenset({
-    "LAZYGT_MAX_PLANS", "LAZYGT_MAX_PLAN_BYTES", "LAZYGT_SHM_THRESHOLD", "LAZYGT_PLAN_CODE",
-    "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
+    "LAZYGT_MAX_MESSAGE_BYTES", "LAZYGT_MAX_PLANS", "LAZYGT_MAX_PLAN_BYTES", "LAZYGT_SHM_THRESHOLD",
+    "LAZYGT_PLAN_CODE", "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
 })  # fmt: skip
 _LARGEST_ARENA = 1 << 30
 

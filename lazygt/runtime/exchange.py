@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
 
 
+#: What goes with values in an answer, at most: their metas, and what else is said of a run.
+_BESIDE_BYTES = 64 << 10
+
+
 class Exchange:
     """Small values travel as buffers beside a message, large ones in shared memory.
 
     Args:
         upload, fetch, shm_threshold: see ``Worker``.
+        max_message: bytes of the longest answer; more goes in shared memory alone.
     """
 
     def __init__(
@@ -32,8 +38,10 @@ class Exchange:
         upload: Arena | None,
         fetch: Arena | None,
         shm_threshold: int,
+        max_message: int = sys.maxsize,
     ) -> None:
         self._store, self._device = store, device
+        self._most = max_message - _BESIDE_BYTES
         self._upload, self._fetch, self._shm_threshold = upload, fetch, shm_threshold
 
     def receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
@@ -105,6 +113,12 @@ class Exchange:
         if self._fetch is not None and data.numel() >= self._shm_threshold:
             slot = self._fetch.put(data)
             return Fetched(meta, slot.offset)
+        if sum(map(len, buffers)) + data.numel() > self._most:
+            raise ValueError(
+                f"a value of {data.numel():,} bytes does not fit into an answer from another host, "
+                f"which has {max(self._most, 0):,} bytes at most: fetch it in parts, or raise "
+                f"lazygt.session(max_message_bytes=...)"
+            )
         buffers.append(data.numpy().data)
         return Fetched(meta)
 

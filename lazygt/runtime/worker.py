@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -107,7 +108,11 @@ class Worker:
         self.plans = ShippedPlans(self.device, config)
         native = self.plans.make_code is NativeCode
         self.known_runs = KnownRuns(self.store) if native else None
-        self.exchange = Exchange(self.store, self.device, upload, fetch, config.shm_threshold)
+        # Inline, values are handed over as they are.
+        longest = sys.maxsize if inline else config.max_message_bytes
+        self.exchange = Exchange(
+            self.store, self.device, upload, fetch, config.shm_threshold, longest
+        )
         self._dynamic = DynamicResults(self.store)
         self._copies = WeightCopies(self.store, self.device, copier)
         self._random = RandomStream(self.device, inline)

@@ -25,6 +25,7 @@ from lazygt.runtime.cluster.hosts import HostLauncher
 from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.remote import RemoteHost, pieces
 from lazygt.runtime.collectives.store import StoreServer
+from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
@@ -248,6 +249,7 @@ class ClusterLink:
         elif rank in host.deaths:
             raise host.deaths[rank]
         else:
+            channel.check_length(channel.length_of(frames), self._spec.max_message)
             host.send(rank, frames)
 
     def receive(

@@ -56,6 +56,17 @@ def pack(kind: bytes, frames: Sequence[Frame] = ()) -> bytes:
     return b"".join((header, *views))
 
 
+def length_of(frames: Sequence[Frame]) -> int:
+    """Bytes of what `pack` makes of them."""
+    return 5 + sum(4 + memoryview(frame).nbytes for frame in frames)
+
+
+def check_length(nbytes: int, most: int) -> None:
+    """Raise ValueError for a message that is longer than it may be."""
+    if nbytes > most:
+        raise ValueError(f"a message of {nbytes} bytes is over the limit of {most}")
+
+
 def unpack(message: Frame) -> tuple[bytes, list[memoryview]]:
     """The kind and the frames of a message; the frames are views into it.
 
@@ -385,10 +396,7 @@ class Client:
             zmq.ZMQError: the channel is closed.
         """
         message = pack(kind, frames)
-        if len(message) > self._max_message:
-            raise ValueError(
-                f"a message of {len(message)} bytes is over the limit of {self._max_message}"
-            )
+        check_length(len(message), self._max_message)
         boxes = self._boxes if kind == DATA else None
         with self._lock:
             self.doorbell.settled = False

@@ -167,6 +167,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
         environment={
+            "LAZYGT_MAX_MESSAGE_BYTES": str(config.max_message_bytes),
             "LAZYGT_MAX_PLANS": str(config.max_plans),
             "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),

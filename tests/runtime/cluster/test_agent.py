@@ -196,3 +196,16 @@ def test_explain_prices_what_goes_between_hosts(on: Callable[..., lazygt.Session
             for costs in (local.costs, session.costs)
         )
         assert far > 2 * near
+
+
+def test_what_is_too_long_for_a_message_is_an_error_and_nothing_is_lost(
+    on: Callable[..., lazygt.Session],
+) -> None:
+    with on(0, 1, max_message_bytes=1 << 20):
+        x = torch.ones(1 << 20)  # 4 MiB
+        assert x.sum().item() == 1 << 20
+        with pytest.raises(ExecutionError, match=r"4,194,304 bytes .*max_message_bytes"):
+            (x + 1).cpu()
+        assert (x + 1)[:1000].cpu().sum() == 2000
+        large = torch.full((1 << 20,), 3.0, device="cpu").to("lazygt")  # goes in pieces
+        assert large.sum().item() == 3 << 20
