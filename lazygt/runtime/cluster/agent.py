@@ -121,12 +121,11 @@ class HostPart(threading.Thread):
 
     def run(self) -> None:
         try:
-            link = ProcessLink(self._spec, memory=self._memory)
+            self._work(ProcessLink(self._spec, memory=self._memory))
         except (OSError, ValueError, LazyGTError) as error:
             self._say(Refused(self.number, f"{type(error).__name__}: {error}"), ())
-        else:
-            self._work(link)
-        self._say(Closed(self.number), ())
+        finally:
+            self._say(Closed(self.number), ())
 
     def close(self) -> None:
         """Give back what is left once the thread has ended."""
@@ -141,8 +140,6 @@ class HostPart(threading.Thread):
             while not self._ended:
                 self._follow_orders(link)
                 self._pass_on(link)
-        except ProtocolError as error:
-            self._say(Refused(self.number, str(error)), ())
         finally:
             link.close()
 

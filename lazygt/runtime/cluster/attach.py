@@ -79,8 +79,12 @@ class Cluster:
             lambda public: "agent" if public == known else None,
             _MAX_MESSAGE,
         )
+        try:
+            publish(job, self._listener.address, token, seconds)
+        except BaseException:  # the next session tries again, perhaps on the same port
+            self._listener.close()
+            raise
         atexit.register(self._listener.close, _ENDED)
-        publish(job, self._listener.address, token, seconds)
 
     def link(self, spec: LinkSpec) -> ClusterLink:
         """A session's workers, on all hosts.

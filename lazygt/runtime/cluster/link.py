@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -86,6 +87,8 @@ class ClusterLink:
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
         self._closed = False
+        #: for a link that was dropped or forgotten: its agents may outlive it
+        self._net = weakref.finalize(self, _abandon, self._hosts, os.getpid())
         #: of this host, once ranks of a lost one have come here
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
@@ -320,6 +323,7 @@ class ClusterLink:
         if self._closed:
             return
         self._closed = True
+        self._net.detach()
         for host in self._hosts:
             host.close()
         if self._local is not None:
@@ -345,6 +349,13 @@ class ClusterLink:
     def _check_open(self) -> None:
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
+
+
+def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:
+    """Have all workers of a session ended, without waiting."""
+    if os.getpid() == owner:  # else a child that the client forked
+        for host in hosts:
+            host.close()
 
 
 def _readable(descriptor: int) -> bool:

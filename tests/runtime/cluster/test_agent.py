@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +213,30 @@ def test_what_is_too_long_for_a_message_is_an_error_and_nothing_is_lost(
         assert (x + 1)[:1000].cpu().sum() == 2000
         large = torch.full((1 << 20,), 3.0, device="cpu").to("lazygt")  # goes in pieces
         assert large.sum().item() == 3 << 20
+
+
+def test_workers_of_a_link_that_is_forgotten_are_ended(hosts: Hosts) -> None:
+    """The agent, which other sessions may have, goes on."""
+    config = Config.load(workers=1)
+    link = hosts.open([0, 1])(config, Mesh.of({"workers": 1}), "")
+    (agent,) = hosts.agents
+    (part,) = wait_for(lambda: list(agent.agent.parts.values()))
+    wait_for(lambda: part._link is not None)
+    assert part._link is not None
+    (pid,) = part._link.pids
+    del link
+    gc.collect()
+    part.join(60)
+    assert not part.is_alive()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert agent.is_alive()
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What ``look`` says, once that is something."""
+    until = time.monotonic() + seconds
+    while not (seen := look()):
+        assert time.monotonic() < until
+        threading.Event().wait(0.01)
+    return seen
