@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
-from lazygt.runtime.collectives.backends import Work
+import torch
+
+from lazygt.runtime.collectives.backends import Work, as_bytes
 
 _CLOSE_SECONDS = 5.0  # what runs ends at once where the connections are closed
 
 
-class InTurn:
-    """Does what it is given on a thread of its own; after a failure, nothing more.
+Parts = list[torch.Tensor]
+
+
+class InTurn(ABC):
+    """A `Backend` that does collectives on a thread of its own; after a failure, no more of them.
 
     Args:
         name: of the thread.
@@ -37,6 +43,41 @@ class InTurn:
         else:
             self._thread.join(_CLOSE_SECONDS)
 
+    def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
+        """See `Backend`."""
+        return self._begin(lambda: self._all_reduce(buffer, op))
+
+    def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
+        """See `Backend`."""
+        return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
+
+    def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
+        """See `Backend`."""
+        return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
+
+    def all_to_all(
+        self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
+    ) -> Work:
+        """See `Backend`."""
+        parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
+        pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
+        return self._begin(lambda: self._all_to_all(parts, pieces))
+
+    @abstractmethod
+    def _all_reduce(self, buffer: torch.Tensor, op: str) -> None:
+        """As ``all_reduce``, on the thread; the others likewise."""
+
+    @abstractmethod
+    def _all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> None:
+        """Both are bytes."""
+
+    @abstractmethod
+    def _reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, parts: Parts, pieces: Parts) -> None:
+        """From each rank, and to each rank, in bytes."""
+
     def _begin(self, run: Callable[[], None]) -> Work:
         task = _Task(run)
         if self._failure is not None:
@@ -59,7 +100,7 @@ class InTurn:
             del task
         self._close()
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027 - one has nothing
         """Give everything back: nothing runs any more."""
 
 

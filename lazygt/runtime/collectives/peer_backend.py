@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
-from lazygt.runtime.collectives.in_turn import InTurn
-from lazygt.runtime.collectives.shared_backend import Parts, cut
+from lazygt.runtime.collectives.backends import as_bytes, reduce_in_order
+from lazygt.runtime.collectives.in_turn import InTurn, Parts
+from lazygt.runtime.collectives.shared_backend import cut
 from lazygt.runtime.collectives.sockets import Peer
 
 PIECE_BYTES = 1 << 20
@@ -31,26 +31,6 @@ class PeerBackend(InTurn):
         super().__init__("lazygt-peers")
         self.peers = tuple(peers)
         self._me = self.peers.index(None)
-
-    def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._all_reduce(buffer, op))
-
-    def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
-
-    def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
-
-    def all_to_all(
-        self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
-    ) -> Work:
-        """See `Backend`."""
-        parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
-        pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
-        return self._begin(lambda: self._all_to_all(parts, pieces))
 
     # -- the collectives ---------------------------------------------------------------------
 

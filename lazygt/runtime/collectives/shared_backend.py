@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lazygt.runtime.collectives.backends import Work, as_bytes, reduce_in_order
-from lazygt.runtime.collectives.in_turn import InTurn
+from lazygt.runtime.collectives.backends import as_bytes, reduce_in_order
+from lazygt.runtime.collectives.in_turn import InTurn, Parts
 from lazygt.runtime.collectives.sockets import PeerSocket
 from lazygt.runtime.shared_memory import ALIGNMENT, Arena
 
@@ -29,8 +29,6 @@ SLOT_BYTES = 4 << 20
 """Of each of a rank's two slots: so little that what was written is in a cache when it is read."""
 
 _TOLD = struct.Struct("<QQQ")  # number of the round, how many more are needed, where the slot lies
-
-Parts = list[torch.Tensor]
 
 
 class SharedMemoryBackend(InTurn):
@@ -53,26 +51,6 @@ class SharedMemoryBackend(InTurn):
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._offset = 0
         self._round = 0
-
-    def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._all_reduce(buffer, op))
-
-    def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._all_gather(as_bytes(buffer), as_bytes(sent)))
-
-    def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
-        """See `Backend`."""
-        return self._begin(lambda: self._reduce_scatter(buffer, sent, op))
-
-    def all_to_all(
-        self, buffer: torch.Tensor, sent: torch.Tensor, into: Sequence[int], out: Sequence[int]
-    ) -> Work:
-        """See `Backend`."""
-        parts = list(as_bytes(buffer).split([count * buffer.itemsize for count in into]))
-        pieces = list(as_bytes(sent).split([count * sent.itemsize for count in out]))
-        return self._begin(lambda: self._all_to_all(parts, pieces))
 
     def _close(self) -> None:
         self._slots.clear()
