@@ -28,7 +28,12 @@ class Proxy:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                pair = self._listener.accept()[0], socket.create_connection(self._target)
+                near = self._listener.accept()[0]
+                try:
+                    pair = near, socket.create_connection(self._target)
+                except OSError:
+                    near.close()
+                    raise
                 self._pairs.append(pair)
                 self.recorded.append(bytearray())
                 for source, target, record in (
