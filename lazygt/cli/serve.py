@@ -11,7 +11,7 @@ import typer
 
 from lazygt.cli.script import fail
 from lazygt.errors import LazyGTError
-from lazygt.pool.policy import Quota, Rules
+from lazygt.pool.rules import Quota, Rules
 from lazygt.pool.serve import address, cores_here, open_gateway, quotas
 from lazygt.runtime.cluster.keys import Keyring, keys_place
 from lazygt.runtime.compiling.artifacts import Cache

@@ -22,7 +22,7 @@ class Ask(Part, tag=32):
 
     Attributes:
         cores: torch threads of all workers together; 0: one a worker.
-        grace, detach: see ``policy.Asked``.
+        grace, detach: see ``events.Asked``.
     """
 
     workers: Count

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lazygt.errors import (
     GangTooLarge,
@@ -22,174 +22,25 @@ from lazygt.errors import (
     PoolFull,
     SessionEnded,
 )
-from lazygt.pool.turns import Pause, Resume, Turns
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """What the sessions of one client may have together; None: as much as there is.
-
-    Attributes:
-        sessions: with workers, or waiting for them.
-        workers: of these.
-        cores: torch threads of these workers.
-        memory: bytes that the workers and what is published may hold.
-    """
-
-    sessions: int | None = None
-    workers: int | None = None
-    cores: int | None = None
-    memory: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a pool allows.
-
-    Attributes:
-        workers: places.
-        at_once: workers that may run at the same time.
-        queue: sessions that may wait for places.
-        grace: the longest time, in seconds, for which a session's connection may be dead.
-        expiry: seconds that a detached session lives without its client.
-        quotas: by client; those who are not here have ``quota``.
-    """
-
-    workers: int
-    at_once: int
-    queue: int = 64
-    grace: float = 300.0
-    expiry: float = 24 * 3600.0
-    quota: Quota = Quota()
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-
-    def of(self, client: str) -> Quota:
-        """A client's quota."""
-        return self.quotas.get(client, self.quota)
-
-
-# -- events ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A client asks for a session.
-
-    Attributes:
-        cores: torch threads of its workers together.
-        grace: seconds for which its connection may be dead.
-        detach: it is to outlive its client until somebody ends it, or it expires.
-    """
-
-    session: str
-    client: str
-    workers: int
-    cores: int
-    grace: float = 0.0
-    detach: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A session has ended, and its processes are gone; or it has left the queue."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """So many of a session's runs are with its workers, and so many are held back."""
-
-    session: str
-    running: int
-    held: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A session's workers have run for so long since it was last said."""
-
-    session: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """So many bytes are held: by sessions' workers, and by what clients have published."""
-
-    sessions: Mapping[str, int]
-    published: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ClientGone:
-    """A session's client is not there.
-
-    Attributes:
-        for_good: its process has ended, or it has left: it will not come back.
-    """
-
-    session: str
-    for_good: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ClientBack:
-    """A session has a connection again."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Admit nobody any more, and refuse those who wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """End a session."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = (
-    Asked | Released | Load | Ran | Used | ClientGone | ClientBack | Drain | Evict | Tick
-)  # fmt: skip
-
-
-# -- instructions ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Start a session's workers in these places."""
-
-    session: str
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell a client that its session won't be, and forget it."""
-
-    session: str
-    error: PoolError
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End a session's processes, tell its client, and say `Released` when they are gone."""
-
-    session: str
-    error: PoolError
-
-
-Instruction = Grant | Refuse | End | Pause | Resume
+from lazygt.pool.events import (
+    Asked,
+    ClientBack,
+    ClientGone,
+    Drain,
+    End,
+    Event,
+    Evict,
+    Grant,
+    Instruction,
+    Load,
+    Ran,
+    Refuse,
+    Released,
+    Tick,
+    Used,
+)
+from lazygt.pool.rules import Rules
+from lazygt.pool.turns import Turns
 
 
 @dataclass(slots=True)

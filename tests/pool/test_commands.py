@@ -12,7 +12,7 @@ import lazygt
 from lazygt.cli import app
 from lazygt.errors import SessionEnded
 from lazygt.pool.client import Pool
-from lazygt.pool.policy import Quota
+from lazygt.pool.rules import Quota
 from lazygt.pool.serve import address, quotas
 from tests.pool.serving import SECONDS, Asker, served
 

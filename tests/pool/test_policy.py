@@ -16,7 +16,7 @@ from lazygt.errors import (
     PoolFull,
     SessionEnded,
 )
-from lazygt.pool.policy import (
+from lazygt.pool.events import (
     Asked,
     ClientBack,
     ClientGone,
@@ -25,15 +25,14 @@ from lazygt.pool.policy import (
     Evict,
     Grant,
     Load,
-    Policy,
-    Quota,
     Ran,
     Refuse,
     Released,
-    Rules,
     Tick,
     Used,
 )
+from lazygt.pool.policy import Policy
+from lazygt.pool.rules import Quota, Rules
 from lazygt.pool.turns import Pause, Resume
 
 pytestmark = pytest.mark.timeout(60)

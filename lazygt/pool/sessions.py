@@ -1,0 +1,272 @@
+"""The sessions of a pool: asks the policy, and does with workers what it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from lazygt.errors import LazyGTError, PoolError
+from lazygt.pool.events import (
+    Asked,
+    ClientBack,
+    ClientGone,
+    Drain,
+    End,
+    Event,
+    Evict,
+    Grant,
+    Instruction,
+    Load,
+    Ran,
+    Refuse,
+    Released,
+    Tick,
+    Used,
+)
+from lazygt.pool.hosted import Hosted, Terms
+from lazygt.pool.messages import Admitted, Ask, Ok, Waits
+from lazygt.pool.policy import Policy
+from lazygt.pool.rules import Rules
+from lazygt.pool.turns import Resume
+from lazygt.pool.visitor import Visitor
+
+#: Seconds between two looks at the memory of workers.
+_WEIGH_SECONDS = 0.25
+
+
+class Sessions:
+    """All sessions, with workers or waiting for them. For the gateway's thread alone.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        caches: a folder for compiled code, one inside for each client.
+        published: bytes that each client has published.
+        post: has the gateway's thread do something; from any thread.
+
+    Attributes:
+        hosted: those with workers.
+        stirred: those for which something has come.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        device: str,
+        caches: Path,
+        published: Callable[[], dict[str, int]],
+        post: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self.policy = Policy(rules)
+        self.hosted: dict[str, Hosted] = {}
+        self.stirred: set[str] = set()
+        self._device, self._caches = device, caches
+        self._published, self._post = published, post
+        self._visitors: dict[str, Visitor] = {}
+        self._asked = 0
+        self._weigh_at = 0.0
+
+    # -- for the gateway's loop ----------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody is admitted any more, and the last session has ended."""
+        return self.policy.draining and not self.policy.leases
+
+    def descriptors(self) -> dict[int, str]:
+        """What can be read when workers of a session have said something."""
+        return {
+            hosted.agent.descriptors[1]: name
+            for name, hosted in self.hosted.items()
+            if not hosted.ending
+        }
+
+    def seconds_to_next(self) -> float | None:
+        """How long until `step` must be called, though nothing happens; None: not at all."""
+        now = time.monotonic()
+        weigh = self._weigh_at - now if self.hosted else None
+        waits = (self.policy.seconds_to_next(now), weigh)
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def step(self) -> None:
+        """Do all there is to do now."""
+        now = time.monotonic()
+        if now >= self._weigh_at and self.hosted:
+            self._weigh_at = now + _WEIGH_SECONDS
+            self._weigh()
+        self._handle(Tick())
+        self._settle()
+
+    def end_all(self) -> None:
+        """Order the end of all sessions; they have ended when none is `hosted`."""
+        self._handle(Drain())
+        for session in list(self.policy.leases):
+            self._handle(Evict(session))
+
+    # -- for clients ---------------------------------------------------------------------
+
+    def ask(self, visitor: Visitor, ask: Ask) -> None:
+        """A client wants a session.
+
+        Raises:
+            PoolError: it has one.
+        """
+        if visitor.session is not None:
+            raise PoolError("a connection has one session")
+        self._asked += 1
+        visitor.session = session = f"{visitor.client}-{self._asked}"
+        self._visitors[session] = visitor
+        cores = ask.cores or ask.workers
+        self._handle(
+            Asked(session, visitor.client, ask.workers, cores, max(ask.grace, 0.0), ask.detach)
+        )
+        if session in self.policy.queue:
+            visitor.say(Waits(self.policy.queue.index(session)))
+
+    def put(self, visitor: Visitor, frames: list[memoryview]) -> None:
+        """A client says something to the agent of its session; without one it goes nowhere."""
+        hosted = self.hosted.get(visitor.session or "")
+        if hosted is not None and not hosted.ending:
+            hosted.gate.put(frames)
+            self.stirred.add(visitor.session or "")
+
+    def leave(self, visitor: Visitor) -> None:
+        """A client is done with its session: `Ok` when that has ended, or goes on without it."""
+        session = visitor.session
+        self._part(visitor)
+        lease = self.policy.leases.get(session or "")
+        if session is None or lease is None or lease.ending:
+            visitor.say(Ok())
+        elif lease.asked.detach and session in self.hosted:
+            self._handle(ClientGone(session))
+            visitor.say(Ok())
+        elif session in self.hosted:
+            self._end(session, kill=False, ended=partial(visitor.say, Ok()))
+        else:
+            self._handle(Released(session))
+            visitor.say(Ok())
+
+    def lost(self, visitor: Visitor, for_good: bool) -> None:
+        """A client is not there, and will not be any more if it is for good."""
+        if visitor.session is not None:
+            self._handle(ClientGone(visitor.session, for_good))
+        if for_good:
+            self._part(visitor)
+
+    def found(self, visitor: Visitor) -> None:
+        """A client is there again."""
+        if visitor.session is not None:
+            self._handle(ClientBack(visitor.session))
+
+    def drop(self, visitor: Visitor, error: LazyGTError) -> None:
+        """Have nothing to do any more with who breaks the protocol."""
+        visitor.fail(PoolError(str(error)))
+        visitor.connection.close()
+        if visitor.session is not None:
+            self._handle(Evict(visitor.session))
+
+    def evict(self, session: str) -> None:
+        """End a session.
+
+        Raises:
+            PoolError: there is none of that name.
+        """
+        if session not in self.policy.leases:
+            there = ", ".join(self.policy.leases) or "none"
+            raise PoolError(f"there is no session {session!r} in this pool: {there}")
+        self._handle(Evict(session))
+
+    def drain(self) -> None:
+        """Admit nobody any more."""
+        self._handle(Drain())
+
+    # -- what the policy says ------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for step in self.policy.handle(event, time.monotonic()):
+            self._follow(step)
+
+    def _follow(self, step: Instruction) -> None:
+        match step:
+            case Grant(session):
+                self._host(session)
+            case Refuse(session, error):
+                self._tell_end(session, error)
+            case End(session, error):
+                self._tell_end(session, error)
+                self._end(session, kill=True)
+            case Resume(session):
+                self.stirred.add(session)
+
+    def _tell_end(self, session: str, error: PoolError) -> None:
+        visitor = self._visitors.get(session)
+        if visitor is not None:
+            self._part(visitor)
+            visitor.fail(error)
+
+    def _part(self, visitor: Visitor) -> None:
+        """A session has no client any more."""
+        self._visitors.pop(visitor.session or "", None)
+        visitor.session = None
+
+    def _host(self, session: str) -> None:
+        visitor = self._visitors[session]
+        asked = self.policy.leases[session].asked
+        cache = self._caches / asked.client
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        threads = max(asked.cores // asked.workers, 1)
+        terms = Terms(asked.workers, threads, self._device, str(cache))
+        self.hosted[session] = Hosted(
+            visitor.connection,
+            terms,
+            may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
+            changed=lambda: self.stirred.add(session),
+        )
+        visitor.say(Admitted(session))
+
+    def _end(self, session: str, kill: bool, ended: Callable[[], object] = lambda: None) -> None:
+        """End the workers of a session.
+
+        Args:
+            kill: at once, whatever they do.
+            ended: called once they are gone.
+        """
+        hosted = self.hosted[session]
+        if hosted.ending:
+            return
+
+        def gone() -> None:
+            del self.hosted[session]
+            self._handle(Released(session))
+            ended()
+
+        hosted.end(lambda: self._post(gone), kill)
+
+    # -- what sessions say ---------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Pass on what may be passed on, until nothing more follows from that."""
+        while self.stirred:
+            session = self.stirred.pop()
+            hosted = self.hosted.get(session)
+            if hosted is None or hosted.ending:
+                continue
+            try:
+                hosted.agent.pump()
+            except LazyGTError as error:
+                visitor = self._visitors.get(session)
+                if visitor is None:
+                    self._handle(Evict(session))
+                else:
+                    self.drop(visitor, error)
+                continue
+            seconds, running, held = hosted.gate.load()
+            if seconds:
+                self._handle(Ran(session, seconds))
+            self._handle(Load(session, running, held))
+
+    def _weigh(self) -> None:
+        sizes = {name: hosted.memory() for name, hosted in self.hosted.items()}
+        self._handle(Used(sizes, self._published()))
+        self.stirred |= self.hosted.keys()
