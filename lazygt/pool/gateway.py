@@ -20,9 +20,11 @@ from lazygt.errors import LazyGTError, PoolError, ProtocolError
 from lazygt.pool import messages
 from lazygt.pool.messages import (
     TO_POOL,
+    AreYouThere,
     Ask,
     DrainAll,
     EvictOne,
+    Here,
     Leave,
     Ok,
     Report,
@@ -166,6 +168,8 @@ class Gateway:
                 self.sessions.ask(visitor, message)
             case Leave():
                 self.sessions.leave(visitor)
+            case AreYouThere():
+                visitor.say(Here())
             case _:
                 if not self.publishing.act(visitor, message, rest):
                     self._administer(visitor, message)

@@ -7,10 +7,20 @@ import time
 from collections.abc import Sequence
 
 from lazygt.config import Config
-from lazygt.errors import LazyGTError, PoolError
+from lazygt.errors import ConnectionLost, LazyGTError, PoolError
 from lazygt.graph.mesh import Mesh
 from lazygt.pool.client import answer, connect
-from lazygt.pool.messages import TO_CLIENT, Admitted, Ask, Failed, Leave, Ok, Waits, is_ours
+from lazygt.pool.messages import (
+    TO_CLIENT,
+    Admitted,
+    AreYouThere,
+    Ask,
+    Failed,
+    Leave,
+    Ok,
+    Waits,
+    is_ours,
+)
 from lazygt.runtime.cluster.connection import Connection
 from lazygt.runtime.cluster.link import ClusterLink
 from lazygt.runtime.cluster.remote import RemoteHost
@@ -19,22 +29,39 @@ from lazygt.runtime.launch.opening import link_spec
 from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0
+#: A pool that has said nothing for so many seconds is asked whether it is there.
+_QUIET_SECONDS = 2.0
+#: Who has not looked for so long was away itself: an answer may be on its way.
+_ABSENT_SECONDS = 1.5
+#: The shortest time that a pool has for an answer.
+_LEAST_PATIENCE = 10.0
 
 
 class SessionConnection:
     """A connection to a pool once a session was admitted: what is not for the session's host is
     dealt with here. See ``Connected``.
 
+    The kernel of a pool that is stopped answers for it, so the pool itself is asked, while
+    somebody waits for what it is to say.
+
+    Args:
+        endpoint: of the pool.
+        patience: seconds that the pool has for an answer.
+
     Attributes:
-        error: why the pool has ended the session.
+        error: why the session has ended.
+        leaving: nobody waits for its answers any more, so its end is no error.
         left: the session has ended, or goes on without us.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, endpoint: str, patience: float) -> None:
         self.fd = connection.fd
-        self._connection = connection
-        self.error: PoolError | None = None
-        self.left = False
+        self._connection, self._endpoint, self._patience = connection, endpoint, patience
+        self.error: LazyGTError | None = None
+        self.leaving = self.left = False
+        self._looked = self._heard = time.monotonic()
+        #: when the pool was asked whether it is there, if it has not answered
+        self._asked: float | None = None
 
     @property
     def closed(self) -> str | None:
@@ -53,17 +80,46 @@ class SessionConnection:
 
         Raises:
             PoolError: the pool has ended the session.
+            ConnectionLost: it has ended itself, is not reached any more, or does not answer.
         """
+        frames = self._next()
+        if frames is None:
+            self._look(time.monotonic())
+            if self.error is not None and not (self.left or self.leaving):
+                raise self.error
+        return frames
+
+    def _next(self) -> list[memoryview] | None:
         while (frames := self._connection.take()) is not None:
+            self._heard, self._asked = time.monotonic(), None
             if not is_ours(frames[0]):
                 return frames
             message = decode(frames[:1], TO_CLIENT)
             if isinstance(message, Failed):
                 self.error = message.error()
             self.left = self.left or isinstance(message, Ok)
-        if self.error is not None and not self.left:
-            raise self.error
         return None
+
+    def _look(self, now: float) -> None:
+        """See whether the pool is still there."""
+        if self.error is not None or self.left:
+            return
+        if self._connection.closed is not None:
+            self._lost(self._connection.closed)
+        elif now - self._looked > _ABSENT_SECONDS:
+            self._heard, self._asked = now, None
+        elif self._asked is not None and now - self._asked > self._patience:
+            self._lost(
+                f"the pool has not answered for {self._patience:g} s, though its machine does. Is "
+                f"`lazygt serve` stopped there?"
+            )
+        elif self._asked is None and now - self._heard > _QUIET_SECONDS:
+            self._asked = now
+            self._connection.send(encode(AreYouThere()))
+        self._looked = now
+
+    def _lost(self, why: str) -> None:
+        self.error = ConnectionLost(self._endpoint, f"{why}. The session's values are lost")
 
     def close(self, reason: str = "done") -> None:
         """See `leave`."""
@@ -71,15 +127,14 @@ class SessionConnection:
 
     def leave(self) -> None:
         """Say that we are done, and hang up once the pool has heard all that was sent."""
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
+        self.leaving = True
         until = time.monotonic() + _LEAVE_SECONDS
+        poller = select.poll()
+        if self.closed is None:
+            poller.register(self.fd, select.POLLIN)
         self.send(encode(Leave()))
         while self.closed is None and (left := until - time.monotonic()) > 0:
-            try:
-                self.take()
-            except PoolError:
-                break
+            self.take()
             if self.closed is None:
                 poller.poll(1_000 * min(left, 0.5))
         self.left = True
@@ -101,7 +156,8 @@ class PoolLink(ClusterLink):
         connection = connect(config.on, config.key, config.start_timeout, config.grace)
         try:
             self.name = _admitted(connection, config)
-            self._pool = SessionConnection(connection)
+            patience = max(config.grace, _LEAST_PATIENCE)
+            self._pool = SessionConnection(connection, config.on, patience)
             self._detach = config.detach
             host = RemoteHost(config.on, self._pool)
             super().__init__(link_spec(config, mesh, copier), 0, [(host, config.workers)])
@@ -111,11 +167,10 @@ class PoolLink(ClusterLink):
 
     def close(self) -> None:
         """End the workers, or leave them alone where the session is detached. Idempotent."""
+        self._pool.leaving = True
         if self._detach:
             self._pool.leave()
         try:
-            super().close()
-        except LazyGTError:  # the pool has ended it before
             super().close()
         finally:
             self._pool.leave()

@@ -82,6 +82,10 @@ class EvictOne(Part, tag=41):
     session: str
 
 
+class AreYouThere(Part, tag=46):
+    """Answered by ``Here``."""
+
+
 # -- to a client -----------------------------------------------------------------------------
 
 
@@ -141,10 +145,16 @@ class Report(Part, tag=54):
     text: str
 
 
+class Here(Part, tag=60):
+    """The pool is not stopped."""
+
+
 TO_POOL: tuple[type[Part], ...] = (
-    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne,
+    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne, AreYouThere,
 )  # fmt: skip
-TO_CLIENT: tuple[type[Part], ...] = (Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report)
+TO_CLIENT: tuple[type[Part], ...] = (
+    Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report, Here,
+)  # fmt: skip
 
 
 def is_ours(header: Buffer) -> bool:

@@ -40,7 +40,7 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import HostMemory
 from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.shared_memory import Arena, create_memory
-from lazygt.runtime.wire import Part, decode, encode
+from lazygt.runtime.wire import Part, decode, encode, size_of
 
 _log = logging.getLogger("lazygt")
 
@@ -48,6 +48,8 @@ _log = logging.getLogger("lazygt")
 _LOOK_SECONDS = 0.5
 #: Bytes of a snapshot in one message.
 PIECE_BYTES = 16 << 20
+#: Bytes after which whoever pumps may see to others: a snapshot takes seconds.
+_AT_ONCE_BYTES = 32 << 20
 
 Say = Callable[[Part, Sequence[Frame]], None]
 
@@ -230,6 +232,8 @@ class HostPart(threading.Thread):
 
     def _give(self, worker: int, arena: Arena, row: Copied) -> None:
         for begin in range(row.offset, row.offset + row.nbytes, PIECE_BYTES):
+            if self._ended:
+                return
             nbytes = min(PIECE_BYTES, row.offset + row.nbytes - begin)
             piece = arena.view(begin, nbytes).numpy().tobytes()
             self._say(Kept(self.number, worker, begin), [piece])
@@ -285,8 +289,17 @@ class Agent:
             self._act(frames)
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
-        while self._said:
-            self._connection.send(self._said.popleft())
+        self._send_some()
+
+    def _send_some(self) -> None:
+        """Send what workers have said; where that is much, the rest when this is pumped again."""
+        nbytes = 0
+        while self._said and nbytes < _AT_ONCE_BYTES:
+            frames = self._said.popleft()
+            nbytes += size_of(frames)
+            self._connection.send(frames)
+        if self._said:
+            os.eventfd_write(self._alarm, 1)
 
     def close(self) -> None:
         """End all workers. Takes seconds at most."""

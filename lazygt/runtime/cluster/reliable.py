@@ -289,7 +289,7 @@ class Connection:
         does not read what it is sent.
         """
         word = word_of(self.tcp)
-        if word.silence >= self._patience.grace:
+        if 0.0 < word.silence >= self._patience.grace:
             self.end(f"{self.peer} did not answer for {self._patience.grace:g} s: the link is down")
         elif word.waits or self._stream.pending:
             self._line.remind(now + _WATCH_EVERY)
