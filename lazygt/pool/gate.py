@@ -27,13 +27,13 @@ _START_SECONDS = 60.0
 class Gate:
     """Passes on what a client sends, and counts what its workers answer; see ``Connected``.
 
-    All of it is for the gateway's thread, but for ``send``, which is also for the thread on which a
-    session ends.
+    All of it is for the gateway's thread, but for ``send``, which is for any: what workers answer
+    goes out on the threads that wait for them.
 
     Args:
         connection: to the client.
         may_pass: whether the next run may go on, when so many are with the workers.
-        changed: called when something was answered.
+        changed: called when something was answered, on the thread that sends the answer.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Gate:
         return self._waiting.popleft()
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """A message to the client."""
+        """A message to the client, which gets it before it is counted."""
+        self._connection.send(frames)
         header = bytes(frames[0])
         if Said.begins(header):
             if Done.begins(frames[1]):
@@ -88,10 +89,9 @@ class Gate:
         elif Opened.begins(header):
             opened = read([header], (Opened,))
             assert isinstance(opened, Opened)
-            self.pids[opened.part] = tuple(opened.pids)
+            self.pids = {**self.pids, opened.part: tuple(opened.pids)}
         elif Died.begins(header) or Closed.begins(header):
             self._forget()
-        self._connection.send(frames)
 
     def load(self) -> tuple[float, int, int]:
         """Seconds that runs have taken since this was last asked; runs with the workers; runs that

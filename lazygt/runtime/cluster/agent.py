@@ -40,7 +40,7 @@ from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import HostMemory
 from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.shared_memory import Arena, create_memory
-from lazygt.runtime.wire import Part, decode, encode, size_of
+from lazygt.runtime.wire import Part, decode, encode
 
 _log = logging.getLogger("lazygt")
 
@@ -48,8 +48,6 @@ _log = logging.getLogger("lazygt")
 _LOOK_SECONDS = 0.5
 #: Bytes of a snapshot in one message.
 PIECE_BYTES = 16 << 20
-#: Bytes after which whoever pumps may see to others: a snapshot takes seconds.
-_AT_ONCE_BYTES = 32 << 20
 
 Say = Callable[[Part, Sequence[Frame]], None]
 
@@ -66,7 +64,7 @@ class Connected(Protocol):
         """Can be read when something has come."""
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message. Does not wait."""
+        """Queue a message; its frames are copied. Does not wait. From any thread."""
 
     def take(self) -> list[memoryview] | None:
         """The next message, if there is one."""
@@ -79,7 +77,8 @@ class HostPart(threading.Thread):
     """Some ranks of a session, on this host: their link, on a thread of its own.
 
     Args:
-        say: sends a message to the client.
+        say: sends a message to the client; called on the part's thread, so that no other one has to
+            be woken for what a worker says.
         upload: the mirror of the client's arena.
         shadows: memory of the workers' snapshots that comes from a lost host, by worker.
     """
@@ -252,9 +251,6 @@ class Agent:
         self, connection: Connected, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec
     ) -> None:
         self._connection, self._adapt = connection, adapt
-        #: what parts say: sockets are for one thread
-        self._said: deque[list[Frame]] = deque()
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: what the client's last message to workers was
         self._told: list[memoryview] = []
         self._upload: Arena | None = None
@@ -264,8 +260,7 @@ class Agent:
     def serve(self) -> str:
         """Do what the client asks until the connection has ended; why it has."""
         poller = select.poll()
-        for descriptor in self.descriptors:
-            poller.register(descriptor, select.POLLIN)
+        poller.register(self._connection.fd, select.POLLIN)
         try:
             while self._connection.closed is None:
                 self.pump()
@@ -276,30 +271,12 @@ class Agent:
             self.close()
         return self._connection.closed or ""
 
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What can be read when there may be something to `pump`."""
-        return self._connection.fd, self._alarm
-
     def pump(self) -> None:
-        """Do what the client has asked by now, and send what workers have said."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._alarm)
+        """Do what the client has asked by now."""
         while (frames := self._connection.take()) is not None:
             self._act(frames)
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
-        self._send_some()
-
-    def _send_some(self) -> None:
-        """Send what workers have said; where that is much, the rest when this is pumped again."""
-        nbytes = 0
-        while self._said and nbytes < _AT_ONCE_BYTES:
-            frames = self._said.popleft()
-            nbytes += size_of(frames)
-            self._connection.send(frames)
-        if self._said:
-            os.eventfd_write(self._alarm, 1)
 
     def close(self) -> None:
         """End all workers. Takes seconds at most."""
@@ -312,11 +289,9 @@ class Agent:
             arena.close()
         if self._upload is not None:
             self._upload.close()
-        os.close(self._alarm)
 
     def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
-        self._said.append(encode(message, list(frames)))
-        os.eventfd_write(self._alarm, 1)
+        self._connection.send(encode(message, list(frames)))
 
     def _act(self, frames: list[memoryview]) -> None:
         message, rest = protocol.read(frames, TO_AGENT), frames[1:]
