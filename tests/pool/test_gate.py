@@ -94,6 +94,16 @@ def test_runs_wait_for_their_turn_and_what_comes_after_them_waits_too(ways):
     assert ways.taken() == 1
 
 
+def test_an_answer_goes_on_before_it_is_counted(ways):
+    """The client need not wait for what the gateway makes of it."""
+    sent = ways.gate._connection.sent
+    ways.gate._changed = lambda: sent.append("counted")
+    ways.put(run(1))
+    ways.taken()
+    ways.gate.send(done(1))
+    assert sent == [done(1), "counted"]
+
+
 def test_what_a_run_says_to_other_workers_goes_on_whoever_waits(ways):
     ways.put(run(1, 0), run(1, 1), run(2, 0))
     assert ways.gate.take() is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -17,6 +15,7 @@ import zmq
 from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, give_number, pack
 from lazygt.runtime.cluster.stream import Arrival, Stream
+from lazygt.runtime.cluster.tcp import word_of
 from lazygt.runtime.launch.mailbox import Frame
 
 #: Seconds for which a dead link is borne, and for which a peer that hung up may come back.
@@ -26,10 +25,6 @@ _TELL_AFTER = 0.05  # seconds; then the peer is told what came, should nothing g
 _COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 _LINGER_MS = 1000  # so long a goodbye may take after the socket was closed
 _WATCH_EVERY = 1.0  # seconds between two looks whether what is sent is answered
-_SILENT = 2.0  # seconds; a kernel asks after one second of quiet whether the other is there
-#: struct tcp_info of linux/tcp.h: 8 bytes of flags; rto, ato, snd_mss, rcv_mss, unacked, sacked,
-#: lost, retrans, fackets; and ms since data and acknowledgements were last sent and received.
-_TCP_INFO = struct.Struct("@8B13I")
 
 
 class Line(Protocol):
@@ -115,6 +110,11 @@ class Connection:
             if self._left_at is not None:
                 return time.monotonic() - self._left_at
             return 0.0 if self.closed else word_of(self.tcp).silence
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether `take` has a message that was read by a `pump` before."""
+        return bool(self._ready)
 
     @property
     def pending(self) -> int:
@@ -299,40 +299,6 @@ class Connection:
         if self.closed is None:
             self.closed = why
         self._line.leave(self)
-
-
-class Word(NamedTuple):
-    """What the kernel knows of a TCP connection.
-
-    Attributes:
-        silence: seconds since the peer's kernel answered; 0.0 if nothing is unanswered.
-        waits: whether something is on its way.
-    """
-
-    silence: float = 0.0
-    waits: bool = False
-
-
-def word_of(tcp: int) -> Word:
-    """The kernel's word on a TCP socket."""
-    if tcp < 0:
-        return Word()
-    try:
-        kernel = socket.socket(fileno=tcp)
-    except OSError:  # it is closed, and the news of it is on its way
-        return Word()
-    try:
-        facts = kernel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:
-        return Word()
-    finally:
-        kernel.detach()
-    fields = _TCP_INFO.unpack(facts)
-    retransmits, probes, unacknowledged = fields[2], fields[3], fields[12]
-    received, answered = fields[-2:]
-    silence = min(received, answered) / 1000
-    unanswered = bool(retransmits or probes) and silence >= _SILENT
-    return Word(silence if unanswered else 0.0, bool(unacknowledged))
 
 
 def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:

@@ -119,6 +119,26 @@ def test_the_bits_are_those_of_a_local_worker(
         assert session.recoveries == []
 
 
+def test_what_workers_answer_goes_out_on_the_thread_that_waits_for_them(
+    on: Callable[..., lazygt.Session], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else is woken for it: neither an agent's thread nor a pool's."""
+    with on(0, 1):
+        x = torch.ones(4, device="lazygt")
+        assert x.sum().item() == 4.0
+        there = hosts.agents[0].agent._connection
+        threads, send = [], there.send
+
+        def noted(frames: list[bytes]) -> None:
+            threads.append(threading.current_thread().name)
+            send(frames)
+
+        monkeypatch.setattr(there, "send", noted)
+        assert [(x * n).sum().item() for n in range(3)] == [0.0, 4.0, 8.0]
+        assert len(threads) >= 3
+        assert {name.rpartition("-")[0] for name in threads} == {"lazygt-part"}
+
+
 def test_a_worker_that_is_killed_there_is_replaced(
     on: Callable[..., lazygt.Session], hosts: Hosts, expected: bytes
 ) -> None:

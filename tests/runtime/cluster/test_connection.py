@@ -22,7 +22,7 @@ import zmq
 
 from lazygt.errors import AccessDenied, ConnectionLost, LazyGTError, SecurityError, VersionMismatch
 from lazygt.runtime.cluster import frames as wire_format
-from lazygt.runtime.cluster import listening, reliable
+from lazygt.runtime.cluster import listening, reliable, tcp
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.keys import derived
 from lazygt.runtime.launch.channel import Keys
@@ -564,8 +564,8 @@ def test_a_link_that_stays_down_is_given_up_while_something_is_on_its_way(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = place.both()
-    silent = {near.tcp: reliable.Word(61.0, waits=True)}
-    monkeypatch.setattr(reliable, "word_of", lambda tcp: silent.get(tcp, reliable.Word()))
+    silent = {near.tcp: tcp.Word(61.0, waits=True)}
+    monkeypatch.setattr(reliable, "word_of", lambda socket: silent.get(socket, tcp.Word()))
     near.send([b"unheard"])
     why = until(near.fd, lambda: near.pump() or near.closed)
     assert why == f"{place.listener.address} did not answer for 60 s: the link is down"
