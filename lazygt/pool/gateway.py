@@ -1,7 +1,7 @@
 """The gateway of a pool: takes connections, and hears what clients ask.
 
-One thread does all of it but waiting for workers: their links have threads of their own, and so
-has the end of a session. Nothing here waits for a client.
+One thread does all of it but waiting for workers and sending what they answer: their links have
+threads of their own, and so has the end of a session. Nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import select
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,9 @@ from lazygt.runtime.wire import Part, decode
 
 _log = logging.getLogger("lazygt")
 
+#: Seconds between two looks at who is still there.
+_LOOK_SECONDS = 0.25
+
 
 @dataclass(slots=True)
 class Gateway:
@@ -62,6 +66,7 @@ class Gateway:
     _posted: deque[Callable[[], object]] = field(default_factory=deque)
     _alarm: int = field(init=False)
     _stopping: bool = False
+    _look_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.publishing = Publishing(
@@ -96,18 +101,21 @@ class Gateway:
             self._visitors.append(Visitor(connection))
         for visitor in list(self._visitors):
             self._attend(visitor)
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            for visitor in list(self._visitors):
+                self._look_for(visitor)
         self._do_posted()
         self.sessions.step()
 
     def _wait(self) -> None:
         poller = select.poll()
-        workers = self.sessions.descriptors()
-        for fd in (self.listener.fd, self._alarm, *workers):
+        for fd in (self.listener.fd, self._alarm):
             poller.register(fd, select.POLLIN)
         seconds = self.sessions.seconds_to_next()
         seconds = 1.0 if seconds is None else max(min(seconds, 1.0), 0.001)
-        ready = poller.poll(1_000 * seconds)
-        self.sessions.stirred |= {workers[fd] for fd, _ in ready if fd in workers}
+        poller.poll(1_000 * seconds)
         with suppress(BlockingIOError):  # it was something else
             os.eventfd_read(self._alarm)
 
@@ -134,13 +142,18 @@ class Gateway:
     # -- clients -------------------------------------------------------------------------
 
     def _attend(self, visitor: Visitor) -> None:
-        """Take what somebody has said, and see whether it is still there."""
+        """Take what somebody has said; `accept` has read what has come for all of them."""
         try:
-            while (frames := visitor.connection.take()) is not None:
-                self._hear(visitor, frames)
+            while visitor.connection.has_mail:
+                self._hear(visitor, visitor.connection.take() or [])
         except LazyGTError as error:
             _log.warning("%s broke the protocol: %s", visitor.client, error)
             self.sessions.drop(visitor, error)
+        if visitor.connection.closed is not None:
+            self._look_for(visitor)
+
+    def _look_for(self, visitor: Visitor) -> None:
+        """See whether somebody is still there."""
         closed = visitor.connection.closed is not None
         if closed:
             self._visitors.remove(visitor)

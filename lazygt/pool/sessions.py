@@ -74,14 +74,6 @@ class Sessions:
         """Whether nobody is admitted any more, and the last session has ended."""
         return self.policy.draining and not self.policy.leases
 
-    def descriptors(self) -> dict[int, str]:
-        """What can be read when workers of a session have said something."""
-        return {
-            hosted.agent.descriptors[1]: name
-            for name, hosted in self.hosted.items()
-            if not hosted.ending
-        }
-
     def seconds_to_next(self) -> float | None:
         """How long until `step` must be called, though nothing happens; None: not at all."""
         now = time.monotonic()
@@ -221,7 +213,7 @@ class Sessions:
             visitor.connection,
             terms,
             may_pass=lambda running: self.policy.turns.may_pass(session, running, time.monotonic()),
-            changed=lambda: self.stirred.add(session),
+            changed=lambda: self._post(partial(self.stirred.add, session)),
         )
         visitor.say(Admitted(session))
 
