@@ -23,6 +23,7 @@ from lazygt.record.recorder import Recorder
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.launch.activity import EVERY
+from lazygt.runtime.launch.link import Link
 from lazygt.runtime.launch.status_file import MOST_RANKS, ClientPage, StatusFile
 from lazygt.submit import Submitter
 
@@ -38,6 +39,7 @@ class Parts(Protocol):
     recorder: Recorder
     mesh: Mesh
     device_type: str
+    _link: Link
     _client: Client
     _history: History
     _submitter: Submitter
@@ -60,7 +62,7 @@ class StatusWriter(threading.Thread):
         self._ended = threading.Event()
         #: (when, runs, steps), the oldest first
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=int(_RATES_OVER / EVERY))
-        self._weigher = Weigher()
+        self._weigher = Weigher(session._submitter)
         mesh = session.mesh
         self._first = ClientPage(
             name, os.getpid(), mesh.world_size, session.device_type, str(mesh), time.time()
@@ -86,8 +88,9 @@ class StatusWriter(threading.Thread):
         client, submitter = session._client, session._submitter
         self._counts.append((time.monotonic(), client.next_run - 1, submitter.steps))
         if self._file.watched:
-            self._weigher.begin(session)
+            self._weigher.begin(submitter)
         self._file.write(0, self._page(session))
+        session._link.look()
 
     def _page(self, session: Parts) -> ClientPage:
         client, history = session._client, session._history
@@ -126,31 +129,26 @@ class StatusWriter(threading.Thread):
 class Weigher:
     """Finds out now and then what a rank's memory is for, as far as the client knows.
 
-    Handles are looked at under the session's lock, which may be held as long as workers take for
-    an answer. So a thread of its own waits for that, and the page is written meanwhile.
+    Gradients are looked at, which no thread may do but the program's own: torch may be letting go
+    of one. So it is done when an optimizer steps; a first time whether or not somebody watches.
 
     Attributes:
         kinds: bytes on rank 0, by kind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, submitter: Submitter) -> None:
         self.kinds: Mapping[str, int] = {}
-        self._thread: threading.Thread | None = None
         self._at = 0.0
+        submitter.at_step = self._weigh
 
-    def begin(self, session: Parts) -> None:
-        """Find it out, unless that was done a moment ago, or is being done."""
-        busy = self._thread is not None and self._thread.is_alive()
-        if not busy and time.monotonic() >= self._at:
-            whose = weakref.ref(session)
-            self._thread = threading.Thread(
-                target=self._weigh, args=(whose, session.recorder.lock), daemon=True
-            )
-            self._thread.start()
+    def begin(self, submitter: Submitter) -> None:
+        """Have it found out at the next step, unless that was done a moment ago."""
+        if time.monotonic() >= self._at:
+            submitter.at_step = self._weigh
 
-    def _weigh(self, whose: weakref.ref[Parts], lock: threading.RLock) -> None:
-        with lock:
-            session, begin = whose(), time.monotonic()
-            if session is not None and not session.recorder.closed:
-                self.kinds = session._submitter.kinds.sizes(session._submitter.ranks)
+    def _weigh(self, submitter: Submitter) -> None:
+        begin = time.monotonic()
+        sizes = submitter.kinds.sizes(submitter.ranks)
+        if any(sizes.values()):  # else it is the first step, and nothing has been sent yet
+            self.kinds, submitter.at_step = sizes, None
         self._at = begin + max(_WEIGH_EVERY, _WEIGH_SHARE * (time.monotonic() - begin))

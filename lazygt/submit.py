@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,8 @@ class Submitter:
         self._may_shard = virtual_mesh.ranks.world_size > 1
         #: what the workers' values are to the program
         self.kinds = Kinds(recorder)
+        #: what is to be done on the program's thread when an optimizer steps; None: nothing
+        self.at_step: Callable[[Submitter], object] | None = None
         #: who looks at which optimizers step, until that is clear
         self.idle: Idle | None = None
         recorder.sink = self
@@ -147,6 +149,8 @@ class Submitter:
         """An optimizer is about to step: what was loaded of its state lies as its parameters do."""
         if self.rewind is not None:
             self.rewind.before_step(optimizer)
+        if self.at_step is not None and not self._step_is_sharded:
+            self.at_step(self)
         if not self._may_shard:
             return
         loaded = [
@@ -170,13 +174,21 @@ class Submitter:
         if self.idle is not None and self.idle.stepped(optimizer):
             self.idle = None
         if self._may_shard:
+            sharded = self._step_is_sharded
             self._flush_after("optimizer step", sharded=True)
+            if self.at_step is not None and sharded:
+                self.at_step(self)
+
+    @property
+    def _step_is_sharded(self) -> bool:
+        """Whether a step is submitted after its update, and not before."""
+        return self._may_shard and self._recorder.trace.step.placed
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
         recorder = self._recorder
         if not self._flushes_on_backward or recorder.closed:
             return
-        if (self._may_shard and recorder.trace.step.placed) == sharded:
+        if self._step_is_sharded == sharded:
             recorder.flush(reason)
 
     # -- what C++ asks for, which gets numbers by known plans -------------------------------

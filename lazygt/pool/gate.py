@@ -14,7 +14,7 @@ import msgpack
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster.agent import Connected
-from lazygt.runtime.cluster.protocol import Closed, Died, Opened, Said, Tell, read
+from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
 from lazygt.runtime.wire import Buffer
@@ -67,7 +67,10 @@ class Gate:
 
     def put(self, frames: list[memoryview]) -> None:
         """A message from the client, for the agent."""
-        self._waiting.append(frames)
+        if Look.begins(frames[0]):  # what waits for its turn is no reason not to be seen
+            self._waiting.appendleft(frames)
+        else:
+            self._waiting.append(frames)
 
     def take(self) -> list[memoryview] | None:
         """The next message that may go on, if there is one."""

@@ -155,12 +155,13 @@ class PoolLink(ClusterLink):
         assert config.key is not None
         connection = connect(config.on, config.key, config.start_timeout, config.grace)
         try:
-            self.name = _admitted(connection, config)
+            name = _admitted(connection, config)
             patience = max(config.grace, _LEAST_PATIENCE)
             self._pool = SessionConnection(connection, config.on, patience)
             self._detach = config.detach
             host = RemoteHost(config.on, self._pool)
-            super().__init__(link_spec(config, mesh, copier), 0, [(host, config.workers)])
+            spec = link_spec(config, mesh, copier)
+            super().__init__(spec, 0, [(host, config.workers)], name=name)
         except BaseException:
             connection.close()
             raise

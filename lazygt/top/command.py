@@ -15,7 +15,7 @@ from lazygt.top.screen import Screen
 from lazygt.top.sources import Source, open_source
 from lazygt.top.status import as_json
 
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 2.0
 
 
 def top(

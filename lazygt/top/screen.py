@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
@@ -18,6 +18,7 @@ LETTERS = {
     "frozen": ("F", "bold white on red"),
     "gone": ("X", "bold white on red"),
     "silent": ("S", "bold red"),
+    "unreachable": ("U", "bold white on red"),
     "waiting": ("W", "yellow"),
     "busy": ("B", "green"),
     "idle": ("i", "dim"),
@@ -71,23 +72,61 @@ def _head(status: SessionStatus) -> Iterator[Text]:
     yield Text(
         f"{compiles}{failed}  {told.snapshots} snapshots  {told.recoveries} recoveries{last}"
     )
+    if any(rank.host for rank in status.ranks):
+        yield Text("; ".join(_on_hosts(status.ranks)))
     kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in status.memory.items())
     yield Text(f"rank 0: {kinds}")
+
+
+def _on_hosts(ranks: Sequence[RankStatus]) -> Iterator[str]:
+    """Which ranks are on which host."""
+    there: dict[str, list[int]] = {}
+    for rank in ranks:
+        there.setdefault(rank.host, []).append(rank.rank)
+    for host, numbers in there.items():
+        yield f"{host or 'this host'}: {ranks_text(numbers)}"
 
 
 def _alerts(status: SessionStatus) -> Iterator[Text]:
     """What is wrong, if anything is."""
     if status.client != "running":
         yield Text(f"the client is {status.client}", "bold red")
+    for host, ranks in _unreachable(status.ranks).items():
+        blocked = {other for rank in ranks for other in rank.blocks}
+        why = _harm(blocked, any(r.rank in status.session.waits_for for r in ranks))
+        since = max(rank.unheard for rank in ranks)
+        yield Text(
+            f"{host} ({ranks_text(r.rank for r in ranks)}) is unreachable for {since:.0f} s{why}",
+            "bold red",
+        )
     for rank in status.ranks:
+        if rank.state == "unreachable":
+            continue
         if rank.state in STUCK:
-            victims = [f"blocks {ranks_text(rank.blocks)}"] if rank.blocks else []
-            if rank.rank in status.session.waits_for:
-                victims.append("keeps the client waiting")
-            why = "; it " + " and ".join(victims) if victims else ""
-            yield Text(f"rank {rank.rank} (process {rank.pid}) is {rank.state}{why}", "bold red")
+            where = f" on {rank.host}" if rank.host else ""
+            why = _harm(rank.blocks, rank.rank in status.session.waits_for)
+            yield Text(
+                f"rank {rank.rank} (process {rank.pid}{where}) is {rank.state}{why}", "bold red"
+            )
         elif rank.blocks:
             yield Text(f"rank {rank.rank} keeps {ranks_text(rank.blocks)} waiting", "yellow")
+
+
+def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
+    """The ranks of which nothing is heard, by their host."""
+    there: dict[str, list[RankStatus]] = {}
+    for rank in ranks:
+        if rank.state == "unreachable":
+            there.setdefault(rank.host, []).append(rank)
+    return there
+
+
+def _harm(blocked: Collection[int], client_waits: bool) -> str:
+    """Whom ranks that are stuck keep waiting."""
+    victims = [f"blocks {ranks_text(blocked)}"] if blocked else []
+    if client_waits:
+        victims.append("keeps the client waiting")
+    return "; it " + " and ".join(victims) if victims else ""
 
 
 def _grid(ranks: Sequence[RankStatus]) -> Iterator[Text]:
@@ -121,7 +160,8 @@ def _table(ranks: Sequence[RankStatus]) -> Table:
     table.columns[5].overflow = "ellipsis"
     table.expand = True
     for rank in ranks:
-        seconds = rank.age if rank.state in STUCK else rank.seconds
+        stuck = rank.unheard or rank.age
+        seconds = stuck if rank.state in STUCK else rank.seconds
         table.add_row(
             str(rank.rank),
             Text(rank.state, LETTERS[rank.state][1]),

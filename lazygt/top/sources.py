@@ -6,9 +6,8 @@ import time
 from typing import Protocol
 
 from lazygt.errors import NoSession
-from lazygt.runtime.launch.session_directory import sessions
 from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
-from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages
+from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, sessions
 from lazygt.top.status import SessionStatus, put_together
 
 #: A viewer counts as gone after so many seconds: longer than any sensible pause between two looks.
@@ -67,7 +66,11 @@ class LocalSource:
         while True:
             pages = self._read()
             told = [page for page in (pages.client, *pages.ranks) if page is not None]
-            late = [page for page in told if page.when < since and page.process not in ("", "T")]
+            late = [
+                page
+                for page in told
+                if page.when < since and page.process not in ("", "T") and not page.unheard
+            ]
             if time.monotonic() >= until or (len(told) == self._file.pages and not late):
                 return put_together([pages])
             time.sleep(_LOOK_AGAIN_SECONDS)

@@ -19,10 +19,11 @@ STATES = {
     "waiting": "it is in a collective, and other ranks have not come",
     "busy": "it is acting on a message of the client's",
     "idle": "it waits for the client",
-    "starting": "it is not ready yet, or is on another host",
+    "unreachable": "its host does not answer, or the client, by way of which it would",
+    "starting": "it is not ready yet, or nothing has been heard of it yet",
 }
 #: States of ranks that others wait for in vain.
-STUCK = frozenset({"frozen", "gone", "silent"})
+STUCK = frozenset({"frozen", "gone", "silent", "unreachable"})
 _SILENT_SECONDS = 2.0
 
 
@@ -40,6 +41,8 @@ class RankStatus(msgspec.Struct, frozen=True):
         done: how many messages it has acted on.
         living, allocated, peak, resident: bytes.
         age: seconds since it last said so.
+        host: which it is on; empty: the client's.
+        unheard: seconds since nothing is heard from there; 0 while something is.
     """
 
     rank: int
@@ -58,6 +61,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     peak: int = 0
     resident: int = 0
     age: float = 0.0
+    host: str = ""
+    unheard: float = 0.0
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -69,7 +74,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
         session: what the client says of itself.
         memory: bytes on rank 0 by kind, with ``other``.
         ranks: by rank.
-        stuck: ranks that are frozen, gone or silent.
+        stuck: ranks that are frozen, gone, silent or unreachable.
     """
 
     at: float
@@ -100,7 +105,9 @@ def put_together(hosts: Sequence[Pages]) -> SessionStatus:
     if page is None:
         raise NoSession("the client's status page has not been written yet")
     client = decoded(page.message, ClientPage)
-    given = [_rank(rank) for pages in hosts for rank in pages.ranks if rank is not None]
+    doing = _process_state(page, "running")
+    lives = doing in {"running", "silent"}
+    given = [_rank(rank, lives) for pages in hosts for rank in pages.ranks if rank is not None]
     known = {rank.rank: rank for rank in given}
     everyone = [
         known.get(rank) or RankStatus(rank, 0, "starting") for rank in range(client.workers)
@@ -111,7 +118,7 @@ def put_together(hosts: Sequence[Pages]) -> SessionStatus:
     )
     return SessionStatus(
         time.time(),
-        _process_state(page, "running"),
+        doing,
         page.age,
         client,
         _memory(client, ranks),
@@ -120,15 +127,24 @@ def put_together(hosts: Sequence[Pages]) -> SessionStatus:
     )
 
 
-def _rank(page: Page) -> RankStatus:
+def _rank(page: Page, client_lives: bool) -> RankStatus:
     told = decoded(page.message, WorkerPage)
+    there, unheard = told.elsewhere, 0.0
     state = _process_state(page, "waiting" if told.waits_for else told.state)
+    if there is not None and there.process:
+        now = page.when + page.age * 1e9
+        since = there.unheard or (0 if client_lives else there.heard)
+        unheard = (now - since) / 1e9 if since else 0.0
+        if since:
+            state = "unreachable"
+        elif now - there.heard > 1e9 * _SILENT_SECONDS:  # nobody has watched for a while
+            state = "starting"
     return RankStatus(
         told.rank, told.pid, state, told.run, told.plan, told.step, told.doing,
         max((page.when - told.begun) / 1e9, 0.0) + page.age if told.begun else 0.0,
         () if state in STUCK else told.waits_for, (), told.done,
         told.living, told.allocated, told.peak, told.resident,
-        page.age,
+        page.age, "" if there is None else there.host, unheard,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import nn
 
 import lazygt
 from lazygt.errors import NoSession
-from lazygt.runtime.launch.session_directory import sessions
+from lazygt.kinds import Kinds
+from lazygt.runtime.launch.status_reader import sessions
 from lazygt.top.sources import LocalSource, open_source
 from lazygt.top.status import SessionStatus
 
@@ -128,6 +130,26 @@ def test_a_frozen_rank_is_named_with_whom_it_blocks(source: LocalSource, session
     session.synchronize()
     status = seen(source, lambda status: {rank.state for rank in status.ranks} == {"idle"})
     assert status.stuck == ()
+
+
+def test_only_the_programs_thread_looks_at_gradients(
+    source: LocalSource, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch may be letting go of one meanwhile: another thread would take it up again."""
+    threads = []
+    sizes = Kinds.sizes
+
+    def noted(self: Kinds, ranks: Any) -> dict[str, int]:
+        threads.append(threading.get_ident())
+        return sizes(self, ranks)
+
+    monkeypatch.setattr(Kinds, "sizes", noted)
+    until = time.monotonic() + DEADLINE
+    while len(threads) < 2 and time.monotonic() < until:  # not before some seconds have passed
+        source.snapshot()
+        train(1)
+    assert len(threads) >= 2
+    assert set(threads) == {threading.get_ident()}
 
 
 def sleep_until(x: torch.Tensor, path: str) -> torch.Tensor:

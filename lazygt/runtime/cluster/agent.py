@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+import msgspec
+
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster import protocol
 from lazygt.runtime.cluster.protocol import (
@@ -24,6 +26,7 @@ from lazygt.runtime.cluster.protocol import (
     Died,
     Frozen,
     Kept,
+    Look,
     Mirror,
     Open,
     Opened,
@@ -31,12 +34,14 @@ from lazygt.runtime.cluster.protocol import (
     Refused,
     Replace,
     Said,
+    Seen,
     Shadow,
     Tell,
 )
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_reader import Page, read_ranks
 from lazygt.runtime.launch.worker_pool import HostMemory
 from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.shared_memory import Arena, create_memory
@@ -90,6 +95,8 @@ class HostPart(threading.Thread):
         self.number, self._spec, self._say = number, spec, say
         self._memory = HostMemory(upload, tuple(os.dup(arena.fd) for arena in shadows))
         self._link: ProcessLink | None = None
+        #: held while status pages are read: their memory goes with the link
+        self._looking = threading.Lock()
         self._orders: deque[Callable[[ProcessLink], object]] = deque()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
@@ -112,6 +119,19 @@ class HostPart(threading.Thread):
         """Have the part's own thread do something."""
         self._orders.append(act)
         os.eventfd_write(self._alarm, 1)
+
+    def look(self, seconds: float) -> tuple[Page | None, ...]:
+        """What the workers do, by worker; none: they have not been started. For any thread.
+
+        Args:
+            seconds: for so long they are to find out more about themselves.
+        """
+        with self._looking:
+            link = self._link
+            if link is None or link.status is None:
+                return ()
+            link.status.watch(seconds)
+            return read_ranks(link.status, dict(zip(self._spec.here, link.pids, strict=True)))
 
     def end(self) -> None:
         """Have the workers ended; the thread ends when they have."""
@@ -142,6 +162,8 @@ class HostPart(threading.Thread):
                 self._follow_orders(link)
                 self._pass_on(link)
         finally:
+            with self._looking:
+                self._link = None
             link.close()
 
     def _follow_orders(self, link: ProcessLink) -> None:
@@ -312,6 +334,10 @@ class Agent:
                 self.parts[part].refill()
             case Close(part) if part in self.parts:
                 self.parts[part].end()
+            case Look(part, seconds):
+                there = self.parts.get(part)
+                pages = () if there is None else there.look(seconds)
+                self._say(Seen(part), [msgspec.msgpack.encode(pages)])
 
     def _open(self, number: int, text: str) -> None:
         try:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +26,7 @@ from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster.agent import PIECE_BYTES
 from lazygt.runtime.cluster.hosts import HostLauncher
 from lazygt.runtime.cluster.inside import AgentThread
+from lazygt.runtime.cluster.relay import Relay
 from lazygt.runtime.cluster.remote import RemoteHost, pieces
 from lazygt.runtime.collectives.store import StoreServer
 from lazygt.runtime.launch import channel
@@ -31,6 +34,7 @@ from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_file import StatusFile
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.wire import encode
 
@@ -54,6 +58,7 @@ class ClusterLink:
         hosts: the other hosts, each with how many of them are there.
         store: in which the ranks meet; closed with the link.
         launcher: what gave the hosts, and may give another for one that is lost; closed with this.
+        name: by which `lazygt top` calls the session; by default its directory's, on this host.
 
     Raises:
         ValueError, OSError: as `ProcessLink`.
@@ -69,6 +74,7 @@ class ClusterLink:
         hosts: Sequence[tuple[RemoteHost, int]],
         store: StoreServer | None = None,
         launcher: HostLauncher | None = None,
+        name: str = "",
     ) -> None:
         if here + sum(workers for _, workers in hosts) != spec.world_size:
             raise ValueError(f"the hosts have other than {spec.world_size} workers")
@@ -79,13 +85,16 @@ class ClusterLink:
             self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
         own_arena = Arena.create(spec.arena_bytes) if spec.arena_bytes and not here else None
         self.upload = self._local.upload if self._local is not None else own_arena
-        #: of this host's workers; what others do is not seen from here
-        self.status = None if self._local is None else self._local.status
-        self.name = "" if self._local is None else self._local.name
+        directory = self._local.name if self._local else f"lazygt-{secrets.token_hex(8)}"
+        self.name = name or directory
+        self.status = self._status_pages()
+        self._relay = Relay(self.status)
         self._hosts, self._launcher = [host for host, _ in hosts], launcher
         #: which remote host a rank is on; the others are on this one
         self._host_of: dict[int, RemoteHost] = {}
         self._receiving = threading.RLock()
+        #: what was wrong with messages that were taken by `look`
+        self._broken: deque[LazyGTError] = deque()
         self._closed = False
         #: for a link that was dropped or forgotten: its agents may outlive it
         self._net = weakref.finalize(self, _abandon, self._hosts, os.getpid())
@@ -102,6 +111,15 @@ class ClusterLink:
             host.open(next(_PARTS), remote)
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
+
+    def _status_pages(self) -> StatusFile:
+        """The pages of all ranks, which lie in the file of those that are here."""
+        if self._local is not None and self._local.status is not None:
+            return self._local.status
+        descriptor = StatusFile.create(self.world_size)
+        pages = StatusFile(descriptor)
+        self._close_pages = weakref.finalize(self, _close_pages, pages, descriptor)
+        return pages
 
     def _watch(self, host: RemoteHost) -> None:
         """Be woken by what comes from a host."""
@@ -130,8 +148,24 @@ class ClusterLink:
         """The workers that are known to have died, with how they did."""
         known = dict(self._local.lost) if self._local is not None else {}
         for host in self._hosts:
-            known |= {r: death for r, death in host.deaths.items() if self._host_of[r] is host}
+            deaths = list(host.deaths.items())  # at once: `look` may hear of others
+            known |= {r: death for r, death in deaths if self._host_of[r] is host}
         return known
+
+    def look(self) -> None:
+        """See ``Link.look``."""
+        if not self.status.watched:
+            return
+        # Who waits for messages has it, and takes those that we would.
+        if self._receiving.acquire(blocking=False):
+            try:
+                for host in self._hosts:
+                    host.pump()
+            except LazyGTError as error:  # for who waits next
+                self._broken.append(error)
+            finally:
+                self._receiving.release()
+        self._relay.look(self._hosts, self._host_of)
 
     # -- recovery --------------------------------------------------------------------------
 
@@ -288,6 +322,8 @@ class ClusterLink:
 
     def _raise_news(self) -> None:
         """Raise what has gone wrong since, unless the worker is elsewhere by now."""
+        if self._broken:
+            raise self._broken.popleft()
         for host in self._hosts:
             while host.errors:
                 error = host.errors.popleft()
@@ -343,12 +379,19 @@ class ClusterLink:
         self._epoll.close()
         if self._store is not None:
             self._store.close()
+        if self._local is None:
+            self._close_pages()
         if self._local is None and self.upload is not None:
             self.upload.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise LazyGTError("the link to the workers is closed")
+
+
+def _close_pages(pages: StatusFile, descriptor: int) -> None:
+    pages.close()
+    os.close(descriptor)
 
 
 def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:

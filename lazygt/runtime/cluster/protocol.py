@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import Buffer, Count, Part, decode
 
 # -- to an agent -----------------------------------------------------------------------------
@@ -80,6 +83,17 @@ class Close(Part, tag=7):
     """End the workers of a part."""
 
     part: Count
+
+
+class Look(Part, tag=15):
+    """Tell what the workers of a part do; answered by ``Seen``, whatever has become of the part.
+
+    Attributes:
+        seconds: for so long they are to find out more about themselves.
+    """
+
+    part: Count
+    seconds: float
 
 
 # -- to the client ---------------------------------------------------------------------------
@@ -151,8 +165,14 @@ class Closed(Part, tag=14):
     part: Count
 
 
-TO_AGENT: tuple[type[Part], ...] = (Open, Tell, Mirror, Shadow, Replace, Refill, Close)
-TO_CLIENT: tuple[type[Part], ...] = (Opened, Said, Kept, Died, Frozen, Refused, Closed)
+class Seen(Part, tag=16):
+    """What workers do: the frame that follows is what `pages_of` reads."""
+
+    part: Count
+
+
+TO_AGENT: tuple[type[Part], ...] = (Open, Tell, Mirror, Shadow, Replace, Refill, Close, Look)
+TO_CLIENT: tuple[type[Part], ...] = (Opened, Said, Kept, Died, Frozen, Refused, Closed, Seen)
 
 _SPEC_KEYS = frozenset(LinkSpec.__dataclass_fields__)
 
@@ -181,6 +201,18 @@ def spec_of(text: str) -> LinkSpec:
         return LinkSpec(**fields)
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"what workers are to be cannot be read: {error}") from error
+
+
+def pages_of(frame: Buffer) -> tuple[Page | None, ...]:
+    """The status pages of a part's workers.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    try:
+        return msgspec.msgpack.decode(frame, type=tuple[Page | None, ...])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"status pages make no sense: {error}") from error
 
 
 def read(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from lazygt.runtime.cluster.protocol import (
     Died,
     Frozen,
     Kept,
+    Look,
     Mirror,
     Open,
     Opened,
@@ -23,11 +25,13 @@ from lazygt.runtime.cluster.protocol import (
     Refused,
     Replace,
     Said,
+    Seen,
     Shadow,
     Tell,
 )
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.launch.worker_pool import SNAPSHOT_BYTES
 from lazygt.runtime.shared_memory import Arena, create_memory
 from lazygt.runtime.wire import Part, encode
@@ -42,6 +46,9 @@ class RemotePart:
         opened: whether its processes have been started; ended: whether they have all gone.
         replacing: workers of which another process is being started: what the one before has said
             is not heard any more.
+        asked: since when there is no answer to what the workers do, in nanoseconds of the monotonic
+            clock; 0: it is there.
+        seen: the last answer, until it is used.
     """
 
     number: int
@@ -50,6 +57,8 @@ class RemotePart:
     opened: bool = False
     ended: bool = False
     replacing: set[int] = field(default_factory=set)
+    asked: int = 0
+    seen: tuple[Page | None, ...] | None = None
 
 
 class RemoteHost:
@@ -130,6 +139,17 @@ class RemoteHost:
         for part in self.parts.values():
             self._say(Refill(part.number))
 
+    def look(self, seconds: float) -> None:
+        """Ask what the workers do, unless an answer is still to come. For any thread.
+
+        Args:
+            seconds: for so long they are to find out more about themselves.
+        """
+        for part in list(self.parts.values()):
+            if not (part.asked or part.ended or self.lost):
+                part.asked = time.monotonic_ns()
+                self._say(Look(part.number, seconds))
+
     def close(self) -> None:
         """Have all workers ended; `ended` says when they have."""
         for part in self.parts.values():
@@ -192,6 +212,8 @@ class RemoteHost:
                     self._died(WorkerDied(rank, pid, self._there(status), stderr))
             case Frozen(_, worker, pid, deadline):
                 self.errors.append(WorkerFrozen(part.ranks[worker], pid, deadline))
+            case Seen():
+                part.seen, part.asked = protocol.pages_of(rest[0]), 0
             case Refused(_, why):
                 self.errors.append(ProtocolError(f"host {self.name}: {why}"))
             case Closed():

@@ -28,9 +28,12 @@ class Link(Protocol):
     hosts: tuple[int, ...]
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
-    #: what `lazygt top` reads, and the name by which it calls the session; None: nothing
-    status: StatusFile | None
+    #: the name by which `lazygt top` calls the session
     name: str
+
+    @property
+    def status(self) -> StatusFile | None:
+        """What `lazygt top` reads; None: nothing."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -49,6 +52,10 @@ class Link(Protocol):
 
     def refill(self) -> None:
         """Have as many spare processes as there are to be."""
+
+    def look(self) -> None:
+        """Have ``status`` tell of ranks on other hosts, if somebody watches. Called a few times a
+        second, on a thread of its own; does not wait."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
         """The run that a worker did last with times taken, and the step of it at which it was."""
@@ -128,6 +135,9 @@ class InlineLink:
 
     def refill(self) -> None:
         """There are none."""
+
+    def look(self) -> None:
+        """Never called: there are no pages."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
         """Never called; as ``replace``."""

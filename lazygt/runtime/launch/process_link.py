@@ -124,6 +124,9 @@ class ProcessLink:
         """
         self._pool.refill()
 
+    def look(self) -> None:
+        """Nothing: no rank is elsewhere."""
+
     def last_step(self, rank: int) -> tuple[int, int]:
         """The run that a worker did last with times taken, and the step of it."""
         return self._pool.last_step(rank)

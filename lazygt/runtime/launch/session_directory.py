@@ -63,25 +63,6 @@ class SessionDirectory:
             self._fd = -1
 
 
-def sessions() -> list[tuple[str, int]]:
-    """The sessions of this user that live on this machine, by the names of their directories, with
-    the processes that opened them."""
-    bases = {Path(name) for name in (*_bases(), "/tmp") if name}
-    there = (session for base in sorted(bases) for session in _living(base))
-    return list(there)
-
-
-def _living(base: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(base.glob("lazygt-*")):
-        # gone meanwhile, not a directory, or not ours to enter
-        with suppress(OSError), _opened(path) as fd:
-            record = _read_record(fd)
-            if record is None or os.fstat(fd).st_uid != os.getuid():
-                continue
-            if record == _process(record["pid"]) and _NAME.fullmatch(path.name):
-                yield path.name, record["pid"]
-
-
 def remove(path: Path) -> None:
     """Remove a session's directory whose client has ended, if that is what lies there."""
     with suppress(OSError), _opened(path) as fd:

@@ -12,6 +12,9 @@ other one and then counts ``written`` up. So a reader has a whole message if ``w
 before and after it was copied and the checksum fits, also of a process that was stopped or killed
 while it wrote. A message is one of the classes below in msgpack, without names, in the order of its
 fields.
+
+Ranks on other hosts write into a file of their own host. While somebody watches the client's, it
+asks for these pages and writes them into its own, with times on its own clock.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from lazygt.runtime.memory_files import create_file
 FILE_NAME = "lazygt-status"
 PAGE = 4096
 #: Changes with the layout or the classes below.
-MAGIC = b"lgtstat\x01"
+MAGIC = b"lgtstat\x02"
 _WRITTEN, _WATCHED = 1, 2  # as 64-bit words
 _WORDS = 8
 _FIRST_SLOT = 8 * _WORDS
@@ -43,6 +46,22 @@ CAPACITY = _SLOT - _HEAD.size
 #: So many ranks a page names that are waited for.
 MOST_RANKS = 128
 _ATTEMPTS = 100  # a writer writes a few times a second
+
+
+class Elsewhere(msgspec.Struct, array_like=True, frozen=True):
+    """What the client adds to the page of a worker on another host.
+
+    Attributes:
+        host: its name.
+        process: the letter that proc(5) has there for what the worker does; empty: it has gone.
+        heard: when the host has last told of it, in nanoseconds of the client's monotonic clock.
+        unheard: since when it has been asked and says nothing; 0: it answers.
+    """
+
+    host: str
+    process: str
+    heard: int
+    unheard: int = 0
 
 
 class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
@@ -59,6 +78,7 @@ class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
         done: how many messages it has acted on.
         living, allocated, peak, resident: bytes, as ``RankMemory`` has them.
         weighed: when these were measured; 0: nobody has watched yet.
+        elsewhere: None: it is on the host where this page lies.
     """
 
     rank: int
@@ -76,6 +96,7 @@ class WorkerPage(msgspec.Struct, array_like=True, frozen=True):
     peak: int = 0
     resident: int = 0
     weighed: int = 0
+    elsewhere: Elsewhere | None = None
 
 
 class ClientPage(msgspec.Struct, array_like=True, frozen=True):
@@ -165,8 +186,11 @@ class StatusFile:
         """Whether somebody is watching."""
         return time.monotonic_ns() < self._words[_WATCHED]
 
-    def write(self, page: int, message: WorkerPage | ClientPage) -> None:
+    def write(self, page: int, message: WorkerPage | ClientPage, when: int = 0) -> None:
         """Write a page. Each has one writer at a time.
+
+        Args:
+            when: it was so, in nanoseconds of the monotonic clock; 0: it is now.
 
         Raises:
             ValueError: the message is longer than ``CAPACITY``.
@@ -177,7 +201,7 @@ class StatusFile:
         word = page * PAGE // 8 + _WRITTEN
         written = self._words[word] + 1
         slot = _slot(page, written)
-        head = _HEAD.pack(time.monotonic_ns(), len(data), zlib.crc32(data))
+        head = _HEAD.pack(when or time.monotonic_ns(), len(data), zlib.crc32(data))
         self._memory[slot : slot + len(head) + len(data)] = head + data
         self._words[word] = written
 

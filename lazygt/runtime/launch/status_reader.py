@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import msgspec
 
-from lazygt.errors import NoSession
+from lazygt.errors import NoSession, ProtocolError
 from lazygt.runtime.launch import procfs
 from lazygt.runtime.launch.status_file import (
     FILE_NAME,
@@ -29,12 +29,14 @@ class Page(msgspec.Struct, frozen=True):
         when: it was written, in nanoseconds of its host's monotonic clock; age: seconds since.
         process: the letter that proc(5) has for what its process does; empty: it has gone.
         message: as it lies in the file.
+        unheard: whether its host does not answer.
     """
 
     when: int
     age: float
     process: str
     message: bytes
+    unheard: bool = False
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -64,8 +66,46 @@ def _page(file: StatusFile, page: int, kind: type[WorkerPage] | type[ClientPage]
     if told is None:
         return None
     when, message = told
-    pid = decoded(message, kind).pid  # type: ignore[type-var]
+    writer: WorkerPage | ClientPage = decoded(message, kind)  # type: ignore[type-var]
+    there = writer.elsewhere if isinstance(writer, WorkerPage) else None
+    process = procfs.state(writer.pid) if there is None else there.process
+    unheard = there is not None and there.unheard
+    return Page(when, (time.monotonic_ns() - when) / 1e9, process, message, bool(unheard))
+
+
+def read_ranks(file: StatusFile, pids: Mapping[int, int]) -> tuple[Page | None, ...]:
+    """The pages of some workers, which are not looked into; None: it is not written, or broken.
+
+    Args:
+        pids: rank -> its process, on this host.
+    """
+    return tuple(_read_rank(file, rank, pid) for rank, pid in pids.items())
+
+
+def _read_rank(file: StatusFile, rank: int, pid: int) -> Page | None:
+    try:
+        told = file.read(1 + rank)
+    except ProtocolError:  # code of a user's runs in its writer
+        return None
+    if told is None:
+        return None
+    when, message = told
     return Page(when, (time.monotonic_ns() - when) / 1e9, procfs.state(pid), message)
+
+
+def sessions() -> list[tuple[str, int]]:
+    """The sessions of this user's processes that have workers, with the processes."""
+    there = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        # gone meanwhile, not to be seen, or of another version of lazygt
+        with suppress(FileNotFoundError, ProcessLookupError, NoSession, ProtocolError):
+            if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+                continue
+            for page, file in _opened(pid):
+                file.close()
+                if page.pid == pid:  # and not a child that has its descriptors
+                    there.append((page.name, pid))
+    return there
 
 
 def open_files(pid: int) -> dict[str, StatusFile]:
@@ -81,7 +121,7 @@ def open_files(pid: int) -> dict[str, StatusFile]:
         raise NoSession(f"there is no process {pid}") from None
     if owner != os.geteuid():
         raise NoSession(f"process {pid} belongs to user {owner}; only they can watch its sessions")
-    files = dict(_opened(pid))
+    files = {page.name: file for page, file in _opened(pid)}
     if not files:
         raise NoSession(
             f"process {pid} has no lazygt session with workers; `lazygt top` without a number "
@@ -90,18 +130,21 @@ def open_files(pid: int) -> dict[str, StatusFile]:
     return files
 
 
-def _opened(pid: int) -> Iterator[tuple[str, StatusFile]]:
+def _opened(pid: int) -> Iterator[tuple[ClientPage, StatusFile]]:
+    """The status files that a process has open and that a client writes to."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except (FileNotFoundError, ProcessLookupError):
         return
     except PermissionError as error:
         raise NoSession(f"the files of process {pid} can't be looked at: {error}") from None
+    known = set()
     for name in names:
         path = f"/proc/{pid}/fd/{name}"
         with suppress(FileNotFoundError, PermissionError):  # closed meanwhile, or not to be seen
-            if os.readlink(path) != _LINK:
-                continue
+            if os.readlink(path) != _LINK or (file_number := os.stat(path).st_ino) in known:
+                continue  # another file, or the same again: a mapping has a descriptor of its own
+            known.add(file_number)
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 file = StatusFile(fd)
@@ -109,4 +152,4 @@ def _opened(pid: int) -> Iterator[tuple[str, StatusFile]]:
                 os.close(fd)
             told = file.read(0)
             if told is not None:
-                yield decoded(told[1], ClientPage).name, file
+                yield decoded(told[1], ClientPage), file
