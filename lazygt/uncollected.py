@@ -6,18 +6,56 @@ A file of its own, since imports want it before anything else of lazygt, or torc
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+class _Holders:
+    """Who has put it off: it is one switch for all threads, so the last of them puts it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._was_enabled = 0, False
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._was_enabled:
+                gc.enable()
+
+
+_holders = _Holders()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Put garbage collection off: of a plan, which is made of many small objects, and of imports,
     where a walk through all that torch has loaded takes as long as everything else."""
-    enabled = gc.isenabled()
-    gc.disable()
+    holders = _holders
+    holders.enter()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        holders.leave()
+
+
+def _after_fork() -> None:
+    """Other threads, which would have put it back, are not in the child; one may have had the
+    lock."""
+    global _holders
+    forgotten, _holders = _holders, _Holders()
+    forgotten._lock = threading.Lock()
+    if forgotten._count and forgotten._was_enabled:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork)

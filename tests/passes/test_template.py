@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -359,6 +362,36 @@ def test_collection_is_put_off_and_goes_on_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_collection_goes_on_when_the_last_of_several_threads_has_done() -> None:
+    """Whoever begins while another is about to end must not take its state for the program's."""
+
+    def put_off_often() -> None:
+        for _ in range(20_000):
+            with uncollected():
+                assert not gc.isenabled()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(put_off_often) for _ in range(4)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert gc.isenabled()
+
+
+def test_collection_goes_on_in_a_child_of_a_process_that_had_put_it_off() -> None:
+    """Of a DataLoader, say: the thread that would put it back is not in the child."""
+    with uncollected():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 # -- whatever the program ----------------------------------------------------------------------

@@ -209,7 +209,7 @@ class WorkerPool:
 
         It loads what it needs while the program goes on. Called on a thread of its own.
         """
-        with uncollected(), self._starting:
+        with self._starting, uncollected():
             if self._ending:
                 return
             dead = len(self.workers) - len(self._living())
