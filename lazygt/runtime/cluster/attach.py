@@ -26,7 +26,7 @@ from lazygt.config import Config
 from lazygt.errors import LaunchError
 from lazygt.runtime.cluster.agent import Agent
 from lazygt.runtime.cluster.connection import Connection, Listener, dial
-from lazygt.runtime.cluster.environment import Job
+from lazygt.runtime.cluster.environment import Job, be_alone, job_here
 from lazygt.runtime.cluster.keys import derived, token_from
 from lazygt.runtime.cluster.link import ClusterLink
 from lazygt.runtime.cluster.meeting import find, port_to_bind, publish
@@ -202,10 +202,12 @@ def open_attached(spec: LinkSpec) -> ProcessLink | ClusterLink:
     Raises:
         LaunchError: not all hosts have come in time; or several have no secret in common.
     """
-    job = Job.from_environment(os.environ)
+    job = job_here()
     if job is None:
         raise LaunchError("RANK", "and the like have gone since this session was asked for")
-    return ProcessLink(spec) if job.is_on_one_host else _cluster(job).link(spec)
+    link = ProcessLink(spec) if job.is_on_one_host else _cluster(job).link(spec)
+    be_alone(job)
+    return link
 
 
 def serve(job: Job, seconds: float) -> NoReturn:

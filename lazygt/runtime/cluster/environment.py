@@ -11,9 +11,10 @@ MPICH's ``src/pm/hydra/proxy/pmip_cb.c`` (PMI_RANK, MPI_LOCALRANKID).
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,18 @@ from lazygt.errors import LaunchError
 _PORTS: Final = (15_000, 15_000)
 _DEFAULT_PORT = 29_400
 _YES = {"1", "true", "True"}
+#: What tells that a process is one of several; a program that has them all as workers is alone.
+_OF_SEVERAL = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE)|OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCAL\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE|STEP_\w+)"
+    r"|JOB_COMPLETION_INDEX"
+)
+#: Of which an engine sets one at least for each process that it starts.
+_STARTED = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
+                      "JOB_COMPLETION_INDEX"})  # fmt: skip
+#: The job of the process of that id, once its variables are gone; a child that it forks has none.
+_left: dict[int, Job] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +110,27 @@ class Job:
             return None
         _check(job)
         return job
+
+
+def may_be_of_several() -> bool:
+    """Whether it is worth while to ask for the job of this process."""
+    return os.getpid() in _left or not _STARTED.isdisjoint(os.environ)
+
+
+def job_here() -> Job | None:
+    """The job of this process; see `Job.from_environment`."""
+    return _left.get(os.getpid()) or Job.from_environment(os.environ)
+
+
+def be_alone(job: Job, environment: MutableMapping[str, str] = os.environ) -> None:
+    """From now on the client's program is the only one of its job, for whoever looks.
+
+    Libraries that train would else look for the job's other processes, and wait for them for ever;
+    and so would programs that this one starts.
+    """
+    _left[os.getpid()] = job
+    for name in filter(_OF_SEVERAL.fullmatch, list(environment)):
+        del environment[name]
 
 
 class _Variables:

@@ -13,6 +13,7 @@ import torch
 from lazygt.config import Config
 from lazygt.errors import LaunchError
 from lazygt.graph.mesh import Mesh
+from lazygt.runtime.cluster.environment import job_here, may_be_of_several
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
@@ -44,13 +45,7 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
     if launcher not in {"auto", "environment"} or elsewhere:
         return given
     given["launcher"] = "process"
-    if launcher == "auto" and not _ENGINES & os.environ.keys():
-        return given
-    # why: few programs are started by an engine
-    from lazygt.runtime.cluster import attach
-    from lazygt.runtime.cluster.environment import Job
-
-    job = Job.from_environment(os.environ)
+    job = job_here() if launcher == "environment" or may_be_of_several() else None
     if job is None:
         if launcher == "environment":
             raise LaunchError(
@@ -60,15 +55,13 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "or leave launcher= out",
             )
         return given
+    # why: few programs are started by an engine
+    from lazygt.runtime.cluster import attach
+
     config = Config.load(**{**given, "launcher": "environment"})
     if job.rank != 0:
         attach.serve(job, config.start_timeout)
     return attach.asked(job, given | {"launcher": "environment"})
-
-
-#: Variables of which an engine sets one at least for each process that it starts.
-_ENGINES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
-                      "JOB_COMPLETION_INDEX"})  # fmt: skip
 
 
 def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
