@@ -114,6 +114,8 @@ _COUNTS = (
 
 #: What settings were called once.
 _RENAMED = {"executor": "launcher"}
+#: Settings of sessions in a pool.
+OF_POOLS = frozenset({"on", "key", "grace", "detach"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +241,13 @@ class Config:
                     f"LAZYGT_{old.upper()} is set, which is LAZYGT_{now.upper()} now: rename it"
                 )
         values: dict[str, Any] = {}
+        #: workers are asked of somebody by the program: that counts more than a pool's variables
+        elsewhere = given.get("launcher") not in (None, "auto")
         for name, f in known.items():
             text = os.environ.get(f"LAZYGT_{name.upper()}")
             if given.get(name) is not None:
                 values[name] = given[name]
-            elif text:
+            elif text and not (elsewhere and name in OF_POOLS):
                 values[name] = _parse(name, text, f.metadata["parse"])
         for name in ("checkpoint", "machine", "key"):
             if name in values:

@@ -17,14 +17,14 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from lazygt.config import cache_setting
+from lazygt.config import OF_POOLS, cache_setting
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import machine_of
 from lazygt.session import Session, overseen
 
 #: A script that imports lazygt opens its sessions itself.
-_IMPORT = re.compile(r"^\s*(import|from)\s+lazygt\b", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(from\s+|import\s([^#\n]*,)?\s*)lazygt\b", re.MULTILINE)
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -84,6 +84,9 @@ def forced_upon(given: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str
         ValueError: a mesh is forced upon a script whose own has other axes.
     """
     settings = {**given, **forced}
+    if "launcher" in forced:  # nothing is asked of a pool
+        for name in OF_POOLS & settings.keys():
+            del settings[name]
     if "mesh" not in forced:
         return settings
     wanted = Mesh.parse(forced["mesh"])

@@ -450,3 +450,36 @@ def test_machine_that_there_is_not(command: str, tmp_path: Path) -> None:
     result = _run(command, script, "--machine", "tpu")
     assert result.exit_code == 2
     assert f"lazygt {command}: --machine: machine tpu is no machine, and no file" in result.output
+
+
+#: How people ask for workers of a pool; nobody listens there.
+IN_A_POOL = """\
+import torch, lazygt
+
+with lazygt.session({asked}, start_timeout=1.0):
+    print(torch.ones(3).sum().item())
+"""
+
+
+@pytest.mark.parametrize("said", ["by the script", "by variables"])
+def test_what_computes_nothing_asks_nothing_of_a_pool(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = "on='tcp://127.0.0.1:9', key='alice.key', workers=2, detach=True"
+    if said == "by variables":
+        asked = "workers=2"
+        monkeypatch.setenv("LAZYGT_ON", "tcp://127.0.0.1:9")
+        monkeypatch.setenv("LAZYGT_KEY", "alice.key")
+    script = tmp_path / "pooled.py"
+    script.write_text(IN_A_POOL.format(asked=asked))
+    done = _run("explain", script)
+    assert done.exit_code == 0, done.output
+    assert "Nothing was computed." in done.output
+    assert "pooled.py:4" in done.output
+
+
+def test_a_script_that_imports_lazygt_beside_others_opens_its_own_session(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    session = "with lazygt.session(launcher='inline'):\n    torch.ones(3).sum().item()\n"
+    script.write_text(f"import os, torch, lazygt as lazygt\n{session}")
+    assert len(run_script(script, inline=True).sessions) == 1
