@@ -25,7 +25,7 @@ SECONDS = 120.0
 class Served:
     """A pool that serves."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, start_new_session: bool = False) -> None:
         self.folder = folder
         self.ring = Keyring(folder / "keys")
         self.process = subprocess.Popen(
@@ -33,6 +33,7 @@ class Served:
              "--bind", "tcp://127.0.0.1:0", "--device", "cpu", *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "LAZYGT_CACHE_DIR": str(folder / "cache")},
+            start_new_session=start_new_session,
         )  # fmt: skip
         assert self.process.stdout is not None
         self.said = self.process.stdout.readline()
@@ -75,8 +76,8 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[Served]:
-    pool = Served(folder, *options)
+def served(folder: Path, *options: str, **how: bool) -> Iterator[Served]:
+    pool = Served(folder, *options, **how)
     try:
         yield pool
     finally:
