@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,19 @@ class Running:
     """A program under torchrun on two hosts, with so many processes on each."""
 
     def __init__(
-        self, hosts: Hosts, processes: int, *arguments: object, token: str = TOKEN, other: str = ""
+        self,
+        hosts: Hosts,
+        processes: int,
+        *arguments: object,
+        token: str = TOKEN,
+        other: str = "",
+        program: Path = PROGRAM,
+        given: Mapping[str, str] | None = None,
+        strange: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
     ) -> None:
+        """``given`` are variables of both hosts; ``strange`` of the second one, whose command has
+        ``before`` in front."""
         self.hosts = hosts
         self.processes: list[subprocess.Popen[Any]] = []
         for host in range(2):
@@ -35,9 +47,13 @@ class Running:
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
                 "--nproc-per-node", str(processes), "--node-rank", str(host),
                 "--master-addr", hosts.addresses[0], "--master-port", "29500",
-                str(PROGRAM), *map(str, arguments),
+                str(program), *map(str, arguments),
             ]  # fmt: skip
             environment = {**os.environ, **QUIET, "LAZYGT_TOKEN": (token, other or token)[host]}
+            environment |= given or {}
+            if host == 1:
+                command = [*before, *command]
+                environment |= strange or {}
             if not token:
                 del environment["LAZYGT_TOKEN"]
             self.processes.append(
@@ -48,6 +64,7 @@ class Running:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
+                    start_new_session=True,
                 )
             )
         self.lines: list[str] = []
@@ -61,6 +78,16 @@ class Running:
             if line.startswith(begin):
                 return line
         raise AssertionError("".join(self.lines[-60:]))
+
+    def ended(self) -> list[str]:
+        """What all have written by their end; nothing is left on either host."""
+        outputs = [process.communicate(timeout=200)[0] for process in self.processes]
+        for host in range(2):
+            until = time.monotonic() + 60
+            while left := self.hosts.processes(host):
+                assert time.monotonic() < until, (left, outputs)
+                time.sleep(0.05)
+        return outputs
 
     def told(self) -> dict[str, Any]:
         """What the program has to say at its end."""

@@ -109,12 +109,15 @@ class Cluster:
         while (there := self._count()) != job.world_size:
             if (left := until - time.monotonic()) <= 0 or there > job.world_size:
                 names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
+                counts = self._listener.counts
                 raise LaunchError(
                     job.rank_variable,
                     f"tells of {job.world_size} processes, and after {seconds:g} s there are "
                     f"{there}: {job.local_world_size} on this host{names and ', '}{names}. Does "
                     f"the program open a lazygt.session() on all hosts, and do all know the same "
-                    f"LAZYGT_TOKEN? {self._listener.counts['handshake']} came who did not",
+                    f"LAZYGT_TOKEN? {counts['handshake']} came who did not, and "
+                    f"{counts['version']} with other versions of lazygt, torch or Python: their "
+                    f"own output says which",
                 )
             poller.poll(1_000 * min(left, 0.25))
             while (connection := self._listener.accept()) is not None:
