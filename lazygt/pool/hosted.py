@@ -67,7 +67,7 @@ class Terms:
             spares=0,
             ranks=None,
             token=None,
-            fetches_by_memory=False,
+            client_here=False,
             environment=self._environment(spec.environment),
         )
 

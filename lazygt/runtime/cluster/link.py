@@ -107,7 +107,7 @@ class ClusterLink:
             if not workers:
                 continue
             ranks = tuple(range(first, first + workers))
-            remote = replace(spec, ranks=ranks, fetches_by_memory=False)
+            remote = replace(spec, ranks=ranks, client_here=False)
             host.open(next(_PARTS), remote)
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
@@ -190,7 +190,7 @@ class ClusterLink:
         host = self._another(rank, lost)
         shadow = lost.shadows.pop(rank, None)
         spec = replace(self._spec, ranks=(rank,), group_number=group_number)
-        spec = replace(spec, fetches_by_memory=False, spares=0)
+        spec = replace(spec, client_here=False, spares=0)
         host.open(next(_PARTS), spec, [shadow])
         lost.deaths.pop(rank, None)
         self._host_of[rank] = host

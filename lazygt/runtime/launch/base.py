@@ -75,6 +75,7 @@ class Boot:
         rendezvous: where the other ranks find this one, or None.
         loads_torch: False for handlers that do without (tests), which start much faster.
         copier: ``module:attribute`` of what makes a `weight_copies.Copier`, or "".
+        spins: whether it looks for the next message a moment before it sleeps, if cores are free.
     """
 
     factory: str
@@ -97,6 +98,7 @@ class Boot:
     rendezvous: Address | None
     loads_torch: bool
     copier: str = ""
+    spins: bool = True
     snapshots: int | None = None
     group_number: int = 0
     spare: tuple[int, ...] | None = None

@@ -67,7 +67,8 @@ def main() -> None:
     boxes = cores = None
     if boot.mailboxes is not None:
         boxes = Mailboxes(boot.mailboxes, of_worker=True)
-        cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
+        if boot.spins:
+            cores = Cores((os.getpid(), boot.client_pid), boot.neighbours + 1)
     server = Server(context, boot.data, token, boot.keys, boot.max_message, boxes, cores)
     Control(context, boot, token, liveness_pipe, reporter).start()
     if boot.spare is not None:

@@ -41,8 +41,9 @@ class LinkSpec:
         start_timeout: the same for a worker that is still starting.
         max_message: bytes of the longest message either way.
         arena_bytes: size of the first segment of each arena, or 0 for no shared memory.
-        fetches_by_memory: whether large fetched values are left in an arena that their reader has
-            mapped; else they come with the answer.
+        client_here: whether the client's process is on this host: then large fetched values are
+            left in an arena that it has mapped, and workers spin for what it says. Else values come
+            with the answer, and who spins for a network takes a core from what it waits for.
         group_timeout: seconds a collective waits for the other ranks.
         mesh: the ranks as a grid with named axes, for example ``data=2,model=2``.
         environment: variables added to the workers' environment.
@@ -63,7 +64,7 @@ class LinkSpec:
     start_timeout: float = 120.0
     max_message: int = channel.MAX_MESSAGE_BYTES
     arena_bytes: int = 64 << 20
-    fetches_by_memory: bool = True
+    client_here: bool = True
     group_timeout: float = 300.0
     mesh: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -145,6 +146,7 @@ class StartPlan:
             rendezvous=rendezvous,
             loads_torch=spec.loads_torch,
             copier=spec.copier,
+            spins=spec.client_here,
         )
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -270,7 +270,7 @@ class WorkerPool:
             resources = ExitStack()
             undo.callback(resources.close)
             fetch = None
-            if plan.spec.arena_bytes and plan.spec.fetches_by_memory:
+            if plan.spec.arena_bytes and plan.spec.client_here:
                 fetch = Arena.attach(create_memory(plan.spec.arena_bytes))
                 resources.callback(fetch.close)
             boxes = _mailboxes(plan.spec.transport, resources)

@@ -304,6 +304,16 @@ def test_nobody_spins_on_one_core(monkeypatch):
         os.sched_setaffinity(0, everywhere)
 
 
+def test_a_worker_whose_client_is_elsewhere_does_not_spin():
+    """What comes over a network takes longer, and whoever carries it wants the core."""
+    with linked(client_here=False) as link:
+        order(link, "do_not_spin")
+        answer(link)
+        for number in range(20):
+            order(link, "echo", number)
+            assert answer(link) == (0, [b"%d" % number])
+
+
 def test_a_worker_that_is_killed_while_we_sleep_is_seen_at_once():
     with linked(frozen_after=1000.0) as link:
         order(link, "echo", "up")
