@@ -24,7 +24,7 @@ QUIET = {"LAZYGT_COMPILE": "off", "OMP_NUM_THREADS": "1"}
 
 
 class Running:
-    """A program under torchrun on two hosts, with so many processes on each."""
+    """A program under torchrun on hosts, with so many processes on each."""
 
     def __init__(
         self,
@@ -38,18 +38,22 @@ class Running:
         strange: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
     ) -> None:
-        """``given`` are variables of both hosts; ``strange`` of the second one, whose command has
+        """``given`` are variables of all hosts; ``strange`` of the second one, whose command has
         ``before`` in front."""
         self.hosts = hosts
         self.processes: list[subprocess.Popen[Any]] = []
-        for host in range(2):
+        for host in range(len(hosts.names)):
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts.names)),
                 "--nproc-per-node", str(processes), "--node-rank", str(host),
                 "--master-addr", hosts.addresses[0], "--master-port", "29500",
                 str(program), *map(str, arguments),
             ]  # fmt: skip
-            environment = {**os.environ, **QUIET, "LAZYGT_TOKEN": (token, other or token)[host]}
+            environment = {
+                **os.environ,
+                **QUIET,
+                "LAZYGT_TOKEN": (other or token) if host else token,
+            }
             environment |= given or {}
             if host == 1:
                 command = [*before, *command]
@@ -80,9 +84,9 @@ class Running:
         raise AssertionError("".join(self.lines[-60:]))
 
     def ended(self) -> list[str]:
-        """What all have written by their end; nothing is left on either host."""
+        """What all have written by their end; nothing is left on any host."""
         outputs = [process.communicate(timeout=200)[0] for process in self.processes]
-        for host in range(2):
+        for host in range(len(self.hosts.names)):
             until = time.monotonic() + 60
             while left := self.hosts.processes(host):
                 assert time.monotonic() < until, (left, outputs)

@@ -7,54 +7,42 @@ watched by it. Between client and agent there is one connection, which outlives 
 from __future__ import annotations
 
 import logging
-import os
 import select
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
-from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.errors import LazyGTError, ProtocolError
 from lazygt.runtime.cluster import protocol
+from lazygt.runtime.cluster.host_part import HostPart
+from lazygt.runtime.cluster.passing import Mirrors, write
 from lazygt.runtime.cluster.protocol import (
     TO_AGENT,
+    Begin,
     Close,
     Closed,
-    Died,
-    Frozen,
-    Kept,
+    Follow,
     Look,
     Mirror,
     Open,
-    Opened,
     Refill,
     Refused,
     Replace,
-    Said,
     Seen,
     Shadow,
     Tell,
 )
 from lazygt.runtime.launch.mailbox import Frame
-from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
-from lazygt.runtime.launch.status_reader import Page, read_ranks
-from lazygt.runtime.launch.worker_pool import HostMemory
-from lazygt.runtime.messages import Copied, Snapped
 from lazygt.runtime.shared_memory import Arena, create_memory
-from lazygt.runtime.wire import Part, decode, encode
+from lazygt.runtime.wire import Part, encode
 
 _log = logging.getLogger("lazygt")
 
-#: Seconds between two looks where a worker has died that nobody has replaced yet.
+#: Seconds between two looks whether anything has come.
 _LOOK_SECONDS = 0.5
-#: Bytes of a snapshot in one message.
-PIECE_BYTES = 16 << 20
-
-Say = Callable[[Part, Sequence[Frame]], None]
 
 
 class Connected(Protocol):
@@ -78,188 +66,6 @@ class Connected(Protocol):
         """Say goodbye, and why."""
 
 
-class HostPart(threading.Thread):
-    """Some ranks of a session, on this host: their link, on a thread of its own.
-
-    Args:
-        say: sends a message to the client; called on the part's thread, so that no other one has to
-            be woken for what a worker says.
-        upload: the mirror of the client's arena.
-        shadows: memory of the workers' snapshots that comes from a lost host, by worker.
-    """
-
-    def __init__(
-        self, number: int, spec: LinkSpec, say: Say, upload: Arena | None, shadows: Sequence[Arena]
-    ) -> None:
-        super().__init__(name=f"lazygt-part-{number}", daemon=True)
-        self.number, self._spec, self._say = number, spec, say
-        self._memory = HostMemory(upload, tuple(os.dup(arena.fd) for arena in shadows))
-        self._link: ProcessLink | None = None
-        #: held while status pages are read: their memory goes with the link
-        self._looking = threading.Lock()
-        self._orders: deque[Callable[[ProcessLink], object]] = deque()
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ended = False
-        self._reported: set[int] = set()
-        #: by worker: what lies where in its last snapshot, and at the client
-        self._kept: dict[int, set[tuple[int, int]]] = {}
-
-    # -- from the client's side ----------------------------------------------------------
-
-    def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
-        """Pass a message on to workers, after what was ordered before."""
-        link = self._link
-        if self._orders or link is None:
-            kept = [bytes(frame) for frame in frames]
-            self.order(lambda link: self._send(link, workers, kept))
-        else:
-            self._send(link, workers, frames)
-
-    def order(self, act: Callable[[ProcessLink], object]) -> None:
-        """Have the part's own thread do something."""
-        self._orders.append(act)
-        os.eventfd_write(self._alarm, 1)
-
-    def look(self, seconds: float) -> tuple[Page | None, ...]:
-        """What the workers do, by worker; none: they have not been started. For any thread.
-
-        Args:
-            seconds: for so long they are to find out more about themselves.
-        """
-        with self._looking:
-            link = self._link
-            if link is None or link.status is None:
-                return ()
-            link.status.watch(seconds)
-            return read_ranks(link.status, dict(zip(self._spec.here, link.pids, strict=True)))
-
-    def end(self) -> None:
-        """Have the workers ended; the thread ends when they have."""
-        self._ended = True
-        os.eventfd_write(self._alarm, 1)
-
-    # -- the thread ----------------------------------------------------------------------
-
-    def run(self) -> None:
-        try:
-            self._work(ProcessLink(self._spec, memory=self._memory))
-        except (OSError, ValueError, LazyGTError) as error:
-            self._say(Refused(self.number, f"{type(error).__name__}: {error}"), ())
-        finally:
-            self._say(Closed(self.number), ())
-
-    def close(self) -> None:
-        """Give back what is left once the thread has ended."""
-        self.join()
-        for descriptor in (*self._memory.snapshots, self._alarm):
-            os.close(descriptor)
-
-    def _work(self, link: ProcessLink) -> None:
-        self._link = link
-        self._say(Opened(self.number, link.pids), ())
-        try:
-            while not self._ended:
-                self._follow_orders(link)
-                self._pass_on(link)
-        finally:
-            with self._looking:
-                self._link = None
-            link.close()
-
-    def _follow_orders(self, link: ProcessLink) -> None:
-        """Do what was ordered; an order counts as waiting until it is done."""
-        while self._orders and not self._ended:
-            self._orders[0](link)
-            self._orders.popleft()
-
-    def _pass_on(self, link: ProcessLink) -> None:
-        """Wait for what a worker says, or for an order."""
-        patience = _LOOK_SECONDS if self._reported else None
-        try:
-            message = link.receive(patience, self._alarm)
-            while message is not None:
-                self._said(link, *message)
-                message = link.receive(0)
-        except WorkerDied as death:
-            self._died(link, death)
-        except WorkerFrozen as frozen:
-            self._say(Frozen(self.number, frozen.rank, frozen.pid, frozen.deadline), ())
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._alarm)
-
-    def _send(self, link: ProcessLink, workers: Sequence[int], frames: Sequence[Frame]) -> None:
-        for worker in workers:
-            try:
-                link.send(worker, frames)
-            except WorkerDied:  # its death is told of by whoever waits
-                continue
-
-    def _died(self, link: ProcessLink, death: WorkerDied) -> None:
-        if death.rank in self._reported:
-            return
-        self._reported.add(death.rank)
-        run, step = link.last_step(death.rank) if self._spec.snapshots else (0, 0)
-        told = Died(self.number, death.rank, death.pid, death.status, death.stderr, run, step)
-        self._say(told, ())
-
-    def replace(self, worker: int, group: int) -> None:
-        """Order another process in a worker's place."""
-
-        def act(link: ProcessLink) -> None:
-            try:
-                link.replace(worker, group)
-            except OSError as error:
-                self._say(Refused(self.number, f"no process can be started: {error}"), ())
-                return
-            self._reported.discard(worker)
-            self._say(Opened(self.number, link.pids, worker), ())
-
-        self.order(act)
-
-    def refill(self) -> None:
-        """Order spare processes."""
-
-        def act(link: ProcessLink) -> None:
-            try:
-                link.refill()
-            except OSError as error:
-                _log.warning("no spare process could be started: %s", error)
-
-        self.order(act)
-
-    # -- what workers say ----------------------------------------------------------------
-
-    def _said(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
-        if Snapped.begins(frames[0]):
-            self._keep(link, worker, frames)
-        self._say(Said(self.number, worker), frames)
-
-    def _keep(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
-        """Give the client a copy of what is new in a snapshot, before it hears of that."""
-        told = decode(frames, (Snapped,))
-        assert isinstance(told, Snapped)
-        if told.error:
-            return
-        rows = [row for row in told.values if not row.borrowed]
-        before = self._kept.get(worker, set())
-        arena = link.snapshot_arena(worker)
-        try:
-            for row in rows:
-                if (row.id, row.offset) not in before:
-                    self._give(worker, arena, row)
-        finally:
-            arena.close()
-        self._kept[worker] = {(row.id, row.offset) for row in rows}
-
-    def _give(self, worker: int, arena: Arena, row: Copied) -> None:
-        for begin in range(row.offset, row.offset + row.nbytes, PIECE_BYTES):
-            if self._ended:
-                return
-            nbytes = min(PIECE_BYTES, row.offset + row.nbytes - begin)
-            piece = arena.view(begin, nbytes).numpy().tobytes()
-            self._say(Kept(self.number, worker, begin), [piece])
-
-
 class Agent:
     """What one client's connection asks of this host.
 
@@ -267,22 +73,32 @@ class Agent:
         connection: to the client.
         adapt: what workers are to be by the client -> by this host, which may refuse it by raising
             LazyGTError.
+        address: at which the agents of other hosts reach this one; "": they don't.
+
+    Attributes:
+        mirrors: of what the client uploads.
     """
 
     def __init__(
-        self, connection: Connected, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec
+        self,
+        connection: Connected,
+        adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec,
+        address: str = "",
     ) -> None:
         self._connection, self._adapt = connection, adapt
         #: what the client's last message to workers was
         self._told: list[memoryview] = []
-        self._upload: Arena | None = None
+        self.mirrors = Mirrors(address, self._say)
+        #: what waits for pieces of uploads that other hosts pass on, and what came after that
+        self._held: deque[tuple[Part, list[memoryview]]] = deque()
         self._shadows: dict[tuple[int, int], Arena] = {}
         self.parts: dict[int, HostPart] = {}
 
     def serve(self) -> str:
         """Do what the client asks until the connection has ended; why it has."""
         poller = select.poll()
-        poller.register(self._connection.fd, select.POLLIN)
+        for descriptor in (self._connection.fd, *self.mirrors.descriptors):
+            poller.register(descriptor, select.POLLIN)
         try:
             while self._connection.closed is None:
                 self.pump()
@@ -296,7 +112,10 @@ class Agent:
     def pump(self) -> None:
         """Do what the client has asked by now."""
         while (frames := self._connection.take()) is not None:
-            self._act(frames)
+            self._heard(protocol.read(frames, TO_AGENT), frames[1:])
+        self.mirrors.pump()
+        while self._held and not self._waits(self._held[0][0]):
+            self._act(*self._held.popleft())
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
 
@@ -309,21 +128,51 @@ class Agent:
         self.parts.clear()
         for arena in self._shadows.values():
             arena.close()
-        if self._upload is not None:
-            self._upload.close()
+        self.mirrors.close()
 
     def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
         self._connection.send(encode(message, list(frames)))
 
-    def _act(self, frames: list[memoryview]) -> None:
-        message, rest = protocol.read(frames, TO_AGENT), frames[1:]
+    def _heard(self, message: Part, rest: list[memoryview]) -> None:
+        """Do what the client says, in order, but for what uploads are waited for by."""
+        match message:
+            case Mirror():
+                self.mirrors.take(message, rest[0])
+            case Begin():
+                self._held.clear()  # of a session that has ended
+                self.mirrors.begin(message)
+            case Follow():
+                self.mirrors.follow(message)
+            case Close(part):
+                self._end(part)
+            case Look(part, seconds):
+                there = self.parts.get(part)
+                pages = () if there is None else there.look(seconds)
+                self._say(Seen(part), [msgspec.msgpack.encode(pages)])
+            case _ if self._held or self._waits(message):
+                self._held.append((message, rest))
+            case _:
+                self._act(message, rest)
+
+    def _end(self, number: int) -> None:
+        """End a part, which need not have been opened yet."""
+        kept = [held for held in self._held if getattr(held[0], "part", None) != number]
+        self._held = deque(kept)
+        if number in self.parts:
+            self.parts[number].end()
+        else:
+            self._say(Closed(number))
+
+    def _waits(self, message: Part) -> bool:
+        """Whether it speaks of uploads that are not here yet."""
+        return isinstance(message, Tell) and message.mirrors > self.mirrors.number
+
+    def _act(self, message: Part, rest: list[memoryview]) -> None:
         match message:
             case Tell(part, workers):
                 self._told = rest or self._told
                 if (there := self.parts.get(part)) is not None:
                     there.tell(workers, self._told)
-            case Mirror(first, offset):
-                write(self._uploads(first), offset, rest[0])
             case Shadow():
                 self._shadow(message, rest[0])
             case Open(part, text):
@@ -332,12 +181,6 @@ class Agent:
                 self.parts[part].replace(worker, number)
             case Refill(part) if part in self.parts:
                 self.parts[part].refill()
-            case Close(part) if part in self.parts:
-                self.parts[part].end()
-            case Look(part, seconds):
-                there = self.parts.get(part)
-                pages = () if there is None else there.look(seconds)
-                self._say(Seen(part), [msgspec.msgpack.encode(pages)])
 
     def _open(self, number: int, text: str) -> None:
         try:
@@ -345,7 +188,7 @@ class Agent:
         except LazyGTError as error:
             self._say(Refused(number, str(error)))
             return
-        upload = self._uploads(spec.arena_bytes) if spec.arena_bytes else None
+        upload = self.mirrors.arena(spec.arena_bytes) if spec.arena_bytes else None
         shadows = [
             self._shadows.pop((number, worker))
             for worker in range(len(spec.here))
@@ -356,20 +199,8 @@ class Agent:
         for arena in shadows:
             arena.close()
 
-    def _uploads(self, first: int) -> Arena:
-        """The mirror of the client's arena."""
-        if self._upload is None:
-            self._upload = Arena.create(first)
-        return self._upload
-
     def _shadow(self, told: Shadow, data: Frame) -> None:
         key = told.part, told.worker
         if key not in self._shadows:
             self._shadows[key] = Arena.own(create_memory(told.first))
         write(self._shadows[key], told.offset, data)
-
-
-def write(arena: Arena, offset: int, data: Frame) -> None:
-    """Put bytes at an offset of an arena, as its owner has them."""
-    room = arena.view(offset, len(data)).numpy()
-    memoryview(room.data).cast("B")[:] = memoryview(data).cast("B")

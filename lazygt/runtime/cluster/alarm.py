@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import struct
 import time
 from contextlib import suppress
@@ -50,6 +51,13 @@ class Alarm:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def can_be_read(descriptor: int) -> bool:
+    """Whether a descriptor rings now."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _failed(call: str) -> OSError:

@@ -254,7 +254,7 @@ def join(endpoint: str, token: bytes, workers: int, rank: int, seconds: float) -
         seconds,
     )
     address = address_towards(endpoint)
-    agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address))
+    agent = Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address)
     why = agent.serve()
     if _ENDED not in why:
         raise SystemExit(f"lazygt: this host's workers have ended: {why}")

@@ -45,7 +45,7 @@ def main() -> None:
         raise SystemExit(1) from error
     _say("")
     address = address_towards(told["endpoint"])
-    Agent(connection, lambda spec: replace(spec, host=host_id(), address=address)).serve()
+    Agent(connection, lambda spec: replace(spec, host=host_id(), address=address), address).serve()
 
 
 def _say(line: str) -> None:

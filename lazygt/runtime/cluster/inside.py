@@ -77,10 +77,12 @@ class AgentThread(threading.Thread):
         agent: what the thread does.
     """
 
-    def __init__(self, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec) -> None:
+    def __init__(
+        self, adapt: Callable[[LinkSpec], LinkSpec] = lambda spec: spec, address: str = ""
+    ) -> None:
         super().__init__(name="lazygt-agent", daemon=True)
         self.end, there = ends()
-        self.agent = Agent(there, adapt)
+        self.agent = Agent(there, adapt, address)
         self.start()
 
     def run(self) -> None:

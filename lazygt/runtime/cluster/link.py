@@ -2,7 +2,8 @@
 each other one.
 
 Uploads that lie in the client's arena are mirrored to every host, at the same offsets, so a message
-reads the same everywhere. Copies of snapshots come back, so that what a host knew outlives it.
+reads the same everywhere; hosts pass them on (`chain`). Copies of snapshots come back, so that what
+a host knew outlives it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from itertools import count
 from typing import Any
 
 from lazygt.errors import LaunchError, LazyGTError, WorkerDied, WorkerFrozen
-from lazygt.runtime.cluster.agent import PIECE_BYTES
+from lazygt.runtime.cluster.alarm import can_be_read
+from lazygt.runtime.cluster.chain import Chain
 from lazygt.runtime.cluster.hosts import HostLauncher
 from lazygt.runtime.cluster.inside import AgentThread
 from lazygt.runtime.cluster.relay import Relay
-from lazygt.runtime.cluster.remote import RemoteHost, pieces
+from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.collectives.store import StoreServer
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
@@ -83,8 +85,8 @@ class ClusterLink:
         self._local: ProcessLink | None = None
         if here:
             self._local = ProcessLink(replace(spec, ranks=tuple(range(here))))
-        own_arena = Arena.create(spec.arena_bytes) if spec.arena_bytes and not here else None
-        self.upload = self._local.upload if self._local is not None else own_arena
+        arena = Arena.create(spec.arena_bytes) if spec.arena_bytes and not here else None
+        self.upload = arena if self._local is None else self._local.upload
         directory = self._local.name if self._local else f"lazygt-{secrets.token_hex(8)}"
         self.name = name or directory
         self.status = self._status_pages()
@@ -101,14 +103,14 @@ class ClusterLink:
         #: of this host, once ranks of a lost one have come here
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
+        self._chain = Chain(self.upload, spec.arena_bytes, spec.token)
         first = here
         for host, workers in hosts:
-            self._watch(host)
+            self._take_in(host)
             if not workers:
                 continue
             ranks = tuple(range(first, first + workers))
-            remote = replace(spec, ranks=ranks, client_here=False)
-            host.open(next(_PARTS), remote)
+            host.open(next(_PARTS), replace(spec, ranks=ranks, client_here=False))
             self._host_of |= dict.fromkeys(ranks, host)
             first += workers
 
@@ -121,10 +123,11 @@ class ClusterLink:
         self._close_pages = weakref.finalize(self, _close_pages, pages, descriptor)
         return pages
 
-    def _watch(self, host: RemoteHost) -> None:
-        """Be woken by what comes from a host."""
+    def _take_in(self, host: RemoteHost) -> None:
+        """Be woken by what comes from a host, and let it have what is uploaded."""
         with suppress(FileExistsError):  # all connections of one listener have its descriptor
             self._epoll.register(host.connection.fd, select.EPOLLIN)
+        self._chain.add(host)
 
     # -- what is wrong ---------------------------------------------------------------------
 
@@ -217,10 +220,7 @@ class ClusterLink:
         """A host of this session, which may be new: then it gets what the others have."""
         if host not in self._hosts:
             self._hosts.append(host)
-            self._watch(host)
-            if self.upload is not None:
-                for offset, piece in pieces(self.upload):
-                    host.mirror(self._spec.arena_bytes, offset, piece)
+            self._take_in(host)
         return host
 
     def refill(self) -> None:
@@ -259,18 +259,8 @@ class ClusterLink:
         return self._local.fetch_arena(rank)
 
     def mirror(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Have uploads on every host, before a message tells of them.
-
-        Args:
-            slots: (offset, bytes) in the arena.
-        """
-        assert self.upload is not None
-        for offset, nbytes in slots:
-            for begin in range(offset, offset + nbytes, PIECE_BYTES):
-                length = min(PIECE_BYTES, offset + nbytes - begin)
-                piece = self.upload.view(begin, length).numpy().tobytes()
-                for host in self._hosts:
-                    host.mirror(self._spec.arena_bytes, begin, piece)
+        """Have uploads, (offset, bytes) each, on every host before a message tells of them."""
+        self._chain.mirror(slots)
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
         """Queue a message for a worker. Does not wait.
@@ -287,7 +277,7 @@ class ClusterLink:
             raise host.deaths[rank]
         else:
             channel.check_length(channel.length_of(frames), self._spec.max_message)
-            host.send(rank, frames)
+            host.send(rank, frames, self._chain.number)
 
     def receive(
         self, timeout: float | None, beside: int | None = None
@@ -309,7 +299,7 @@ class ClusterLink:
                 message = self._wait(_LOOK_SECONDS if left is None else left, beside)
                 if message is not None:
                     return message
-                if beside is not None and _readable(beside):
+                if beside is not None and can_be_read(beside):
                     return None
 
     def _next(self) -> tuple[int, list[memoryview]] | None:
@@ -318,6 +308,7 @@ class ClusterLink:
             host.pump()
             if host.inbox:
                 return host.inbox.popleft()
+        self._chain.pump()
         return None if self._local is None else self._local.receive(0)
 
     def _raise_news(self) -> None:
@@ -362,6 +353,7 @@ class ClusterLink:
         self._net.detach()
         for host in self._hosts:
             host.close()
+        self._chain.close()
         if self._local is not None:
             self._local.close()
         until = time.monotonic() + _CLOSE_SECONDS
@@ -399,9 +391,3 @@ def _abandon(hosts: Sequence[RemoteHost], owner: int) -> None:
     if os.getpid() == owner:  # else a child that the client forked
         for host in hosts:
             host.close()
-
-
-def _readable(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(0))

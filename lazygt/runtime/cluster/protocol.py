@@ -34,21 +34,31 @@ class Open(Part, tag=1):
 
 
 class Tell(Part, tag=2):
-    """The frames that follow are for these workers; none: those of the last such message are."""
+    """The frames that follow are for these workers; none: those of the last such message are.
+
+    Attributes:
+        mirrors: number of the last piece of uploads that must be there before.
+    """
 
     part: Count
     workers: tuple[Count, ...]
+    mirrors: Count = 0
 
 
 class Mirror(Part, tag=3):
-    """The frame that follows lies at this offset of the client's arena of uploads.
+    """The frame that follows lies at this offset of the client's arena of uploads. Comes from the
+    client, or from the agent of another host.
 
     Attributes:
         first: bytes of that memory's first segment.
+        number: of this piece; 0: nobody counts.
+        done: number of the last piece that all hosts have.
     """
 
     first: Count
     offset: Count
+    number: Count = 0
+    done: Count = 0
 
 
 class Shadow(Part, tag=4):
@@ -94,6 +104,31 @@ class Look(Part, tag=15):
 
     part: Count
     seconds: float
+
+
+class Begin(Part, tag=17):
+    """From now on pieces of uploads are counted, and hosts pass them on.
+
+    Attributes:
+        session: number of the session, for the answers.
+        number: of the last piece that is here already.
+        token: the session's secret, in hexadecimal; "": it ends, and so does all that.
+    """
+
+    session: Count
+    number: Count = 0
+    token: str = ""
+
+
+class Follow(Part, tag=18):
+    """Take pieces from the agent that listens there; "": from the client.
+
+    Attributes:
+        turn: for the answer, if there is one.
+    """
+
+    turn: Count
+    endpoint: str
 
 
 # -- to the client ---------------------------------------------------------------------------
@@ -171,8 +206,42 @@ class Seen(Part, tag=16):
     part: Count
 
 
-TO_AGENT: tuple[type[Part], ...] = (Open, Tell, Mirror, Shadow, Replace, Refill, Close, Look)
-TO_CLIENT: tuple[type[Part], ...] = (Opened, Said, Kept, Died, Frozen, Refused, Closed, Seen)
+class Listens(Part, tag=19):
+    """Other agents may follow this one there; "": they can't, nor does it follow others."""
+
+    session: Count
+    endpoint: str
+
+
+class Has(Part, tag=20):
+    """All pieces are here up to this number. Also what an agent says to the one that it follows."""
+
+    session: Count
+    number: Count
+
+
+class Alone(Part, tag=21):
+    """This host follows nobody, and needs what comes after this number from the client.
+
+    Attributes:
+        turn: of the last `Follow`.
+        met: whether it had reached the other agent.
+        why: what is wrong.
+    """
+
+    session: Count
+    turn: Count
+    number: Count
+    met: bool
+    why: str
+
+
+TO_AGENT: tuple[type[Part], ...] = (
+    Open, Tell, Mirror, Shadow, Replace, Refill, Close, Look, Begin, Follow,
+)  # fmt: skip
+TO_CLIENT: tuple[type[Part], ...] = (
+    Opened, Said, Kept, Died, Frozen, Refused, Closed, Seen, Listens, Has, Alone,
+)  # fmt: skip
 
 _SPEC_KEYS = frozenset(LinkSpec.__dataclass_fields__)
 

@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster import protocol
-from lazygt.runtime.cluster.agent import PIECE_BYTES, Connected, write
+from lazygt.runtime.cluster.agent import Connected
+from lazygt.runtime.cluster.host_part import PIECE_BYTES
+from lazygt.runtime.cluster.passing import write
 from lazygt.runtime.cluster.protocol import (
     TO_CLIENT,
+    Alone,
     Close,
     Closed,
     Died,
     Frozen,
+    Has,
     Kept,
+    Listens,
     Look,
     Mirror,
     Open,
@@ -76,6 +81,8 @@ class RemoteHost:
         self.parts: dict[int, RemotePart] = {}
         self.inbox: deque[tuple[int, list[memoryview]]] = deque()
         self.errors: deque[LazyGTError] = deque()
+        #: of uploads that are passed on, see `chain`
+        self.news: deque[Listens | Has | Alone] = deque()
         #: rank -> how it ended
         self.deaths: dict[int, WorkerDied] = {}
         #: rank -> the run and the step that it did last when it died
@@ -108,22 +115,26 @@ class RemoteHost:
         for worker, arena in enumerate(shadows):
             if arena is not None:
                 for offset, piece in pieces(arena):
-                    self._say(Shadow(number, worker, first, offset), [piece])
+                    self.say(Shadow(number, worker, first, offset), [piece])
         self.parts[number] = RemotePart(number, spec.here, (0,) * len(spec.here))
         if spec.snapshots:
             for rank, arena in zip(spec.here, shadows or [None] * len(spec.here), strict=True):
                 self.shadows[rank] = arena or Arena.own(create_memory(first))
-        self._say(Open(number, protocol.spec_text(spec)))
+        self.say(Open(number, protocol.spec_text(spec)))
 
-    def send(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Send a worker a message; does not wait. What several are told in turn travels once."""
+    def send(self, rank: int, frames: Sequence[Frame], mirrors: int = 0) -> None:
+        """Send a worker a message; does not wait. What several are told in turn travels once.
+
+        Args:
+            mirrors: number of the last piece of uploads that must be there before.
+        """
         part, worker = self._place(rank)
         same, self._last = frames is self._last, frames
-        self._say(Tell(part.number, (worker,)), () if same else frames)
+        self.say(Tell(part.number, (worker,), mirrors), () if same else frames)
 
-    def mirror(self, first: int, offset: int, data: Frame) -> None:
-        """Have bytes of the client's arena there, too; its first segment has ``first`` bytes."""
-        self._say(Mirror(first, offset), [data])
+    def mirror(self, told: Mirror, data: Frame) -> None:
+        """Have bytes of the client's arena there, too."""
+        self.say(told, [data])
 
     def replace(self, rank: int, group: int) -> None:
         """Have another process started in a worker's place."""
@@ -132,12 +143,12 @@ class RemoteHost:
         self.deaths.pop(rank, None)
         self.inbox = deque(item for item in self.inbox if item[0] != rank)
         self.errors = deque(e for e in self.errors if getattr(e, "rank", None) != rank)
-        self._say(Replace(part.number, worker, group))
+        self.say(Replace(part.number, worker, group))
 
     def refill(self) -> None:
         """Have as many spare processes as there are to be."""
         for part in self.parts.values():
-            self._say(Refill(part.number))
+            self.say(Refill(part.number))
 
     def look(self, seconds: float) -> None:
         """Ask what the workers do, unless an answer is still to come. For any thread.
@@ -148,12 +159,12 @@ class RemoteHost:
         for part in list(self.parts.values()):
             if not (part.asked or part.ended or self.lost):
                 part.asked = time.monotonic_ns()
-                self._say(Look(part.number, seconds))
+                self.say(Look(part.number, seconds))
 
     def close(self) -> None:
         """Have all workers ended; `ended` says when they have."""
         for part in self.parts.values():
-            self._say(Close(part.number))
+            self.say(Close(part.number))
 
     @property
     def ended(self) -> bool:
@@ -166,7 +177,8 @@ class RemoteHost:
             arena.close()
         self.shadows.clear()
 
-    def _say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+    def say(self, message: Part, frames: Sequence[Frame] = ()) -> None:
+        """Send the agent a message; does not wait."""
         if not self.lost:
             self.connection.send(encode(message, list(frames)))
 
@@ -191,6 +203,9 @@ class RemoteHost:
                         self._died(WorkerDied(rank, part.pids[worker], why, ""))
 
     def _heard(self, message: Part, rest: list[memoryview]) -> None:
+        if isinstance(message, Listens | Has | Alone):
+            self.news.append(message)
+            return
         part = self.parts.get(message.part)  # type: ignore[attr-defined]
         if part is None:
             return

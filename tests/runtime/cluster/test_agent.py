@@ -6,103 +6,19 @@ import gc
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 import lazygt
 from lazygt.config import Config
 from lazygt.errors import ExecutionError, LazyGTError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import collective_seconds
-from lazygt.runtime.cluster.inside import AgentThread
-from lazygt.runtime.cluster.link import ClusterLink
-from lazygt.runtime.cluster.remote import RemoteHost
-from lazygt.runtime.launch import opening
-from lazygt.runtime.launch.link import Link
+from tests.runtime.cluster.agents import STEPS, Hosts, train, wait_for
 
 pytestmark = pytest.mark.timeout(180)
-
-STEPS = 40
-
-
-class Hosts:
-    """Agents in threads, of which each has a connection of its own."""
-
-    def __init__(self) -> None:
-        self.agents: list[AgentThread] = []
-
-    def open(self, workers: list[int]) -> Callable[[Config, Mesh, str], Link]:
-        """A launcher for so many workers on each host; the first is the client's own."""
-
-        def launch(config: Config, mesh: Mesh, copier: str) -> Link:
-            remote = []
-            for number, count in enumerate(workers[1:], 1):
-                self.agents.append(AgentThread())
-                remote.append((RemoteHost(f"host{number}", self.agents[-1].end), count))
-            return ClusterLink(opening.link_spec(config, mesh, copier), workers[0], remote)
-
-        return launch
-
-    def lose(self, which: int) -> None:
-        """A host is gone, with all that runs there."""
-        for part in self.agents[which].agent.parts.values():
-            assert part._link is not None
-            for pid in part._link.pids:
-                os.kill(pid, signal.SIGKILL)
-        self.agents[which].end.close("its network is gone")
-
-    def close(self) -> None:
-        for agent in self.agents:
-            agent.end.close("the test is over")
-            agent.join(60)
-            assert not agent.is_alive()
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    made = Hosts()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lazygt.Session]:
-    """Opens a session on so many workers a host."""
-
-    def opened(*workers: int, **settings: object) -> lazygt.Session:
-        monkeypatch.setitem(opening.LAUNCHERS, "agents", hosts.open(list(workers)))
-        return lazygt.session(launcher="agents", workers=sum(workers), **settings)
-
-    return opened
-
-
-def train(session: lazygt.Session, at: int = -1, act: Callable[[], object] | None = None) -> bytes:
-    """Steps of Adam; all bits of what they made. ``act`` is done before step ``at``."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    data = torch.randn(16, 32, device="cpu").to("lazygt")
-    large = torch.arange(1 << 18, dtype=torch.float32, device="cpu").to("lazygt")
-    losses = []
-    for step in range(STEPS):
-        if step == STEPS // 2:
-            session._client.snap(lambda snapshot: None)
-            session._client.wait_snapped()
-        if step == at and act is not None:
-            act()
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    values = [torch.tensor(losses, device="cpu"), (large * 2).cpu()]
-    values += [parameter.detach().cpu() for parameter in model.parameters()]
-    return b"".join(value.numpy().tobytes() for value in values)
 
 
 @pytest.fixture(scope="module")
@@ -251,12 +167,3 @@ def test_workers_of_a_link_that_is_forgotten_are_ended(hosts: Hosts) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert agent.is_alive()
-
-
-def wait_for(look: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What ``look`` says, once that is something."""
-    until = time.monotonic() + seconds
-    while not (seen := look()):
-        assert time.monotonic() < until
-        threading.Event().wait(0.01)
-    return seen

@@ -1,0 +1,211 @@
+"""Some ranks of a session on a host where the client is not: their processes, and what they say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from lazygt.errors import LazyGTError, WorkerDied, WorkerFrozen
+from lazygt.runtime.cluster.passing import Say
+from lazygt.runtime.cluster.protocol import Closed, Died, Frozen, Kept, Opened, Refused, Said
+from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.process_link import ProcessLink
+from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_reader import Page, read_ranks
+from lazygt.runtime.launch.worker_pool import HostMemory
+from lazygt.runtime.messages import Copied, Snapped
+from lazygt.runtime.shared_memory import Arena
+from lazygt.runtime.wire import decode
+
+_log = logging.getLogger("lazygt")
+
+#: Seconds between two looks where a worker has died that nobody has replaced yet.
+_LOOK_SECONDS = 0.5
+#: Bytes of a snapshot in one message.
+PIECE_BYTES = 16 << 20
+
+
+class HostPart(threading.Thread):
+    """Some ranks of a session, on this host: their link, on a thread of its own.
+
+    Args:
+        say: sends a message to the client; called on the part's thread, so that no other one has to
+            be woken for what a worker says.
+        upload: the mirror of the client's arena.
+        shadows: memory of the workers' snapshots that comes from a lost host, by worker.
+    """
+
+    def __init__(
+        self, number: int, spec: LinkSpec, say: Say, upload: Arena | None, shadows: Sequence[Arena]
+    ) -> None:
+        super().__init__(name=f"lazygt-part-{number}", daemon=True)
+        self.number, self._spec, self._say = number, spec, say
+        self._memory = HostMemory(upload, tuple(os.dup(arena.fd) for arena in shadows))
+        self._link: ProcessLink | None = None
+        #: held while status pages are read: their memory goes with the link
+        self._looking = threading.Lock()
+        self._orders: deque[Callable[[ProcessLink], object]] = deque()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ended = False
+        self._reported: set[int] = set()
+        #: by worker: what lies where in its last snapshot, and at the client
+        self._kept: dict[int, set[tuple[int, int]]] = {}
+
+    # -- from the client's side ----------------------------------------------------------
+
+    def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
+        """Pass a message on to workers, after what was ordered before."""
+        link = self._link
+        if self._orders or link is None:
+            kept = [bytes(frame) for frame in frames]
+            self.order(lambda link: self._send(link, workers, kept))
+        else:
+            self._send(link, workers, frames)
+
+    def order(self, act: Callable[[ProcessLink], object]) -> None:
+        """Have the part's own thread do something."""
+        self._orders.append(act)
+        os.eventfd_write(self._alarm, 1)
+
+    def look(self, seconds: float) -> tuple[Page | None, ...]:
+        """What the workers do, by worker; none: they have not been started. For any thread.
+
+        Args:
+            seconds: for so long they are to find out more about themselves.
+        """
+        with self._looking:
+            link = self._link
+            if link is None or link.status is None:
+                return ()
+            link.status.watch(seconds)
+            return read_ranks(link.status, dict(zip(self._spec.here, link.pids, strict=True)))
+
+    def end(self) -> None:
+        """Have the workers ended; the thread ends when they have."""
+        self._ended = True
+        os.eventfd_write(self._alarm, 1)
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            self._work(ProcessLink(self._spec, memory=self._memory))
+        except (OSError, ValueError, LazyGTError) as error:
+            self._say(Refused(self.number, f"{type(error).__name__}: {error}"), ())
+        finally:
+            self._say(Closed(self.number), ())
+
+    def close(self) -> None:
+        """Give back what is left once the thread has ended."""
+        self.join()
+        for descriptor in (*self._memory.snapshots, self._alarm):
+            os.close(descriptor)
+
+    def _work(self, link: ProcessLink) -> None:
+        self._link = link
+        self._say(Opened(self.number, link.pids), ())
+        try:
+            while not self._ended:
+                self._follow_orders(link)
+                self._pass_on(link)
+        finally:
+            with self._looking:
+                self._link = None
+            link.close()
+
+    def _follow_orders(self, link: ProcessLink) -> None:
+        """Do what was ordered; an order counts as waiting until it is done."""
+        while self._orders and not self._ended:
+            self._orders[0](link)
+            self._orders.popleft()
+
+    def _pass_on(self, link: ProcessLink) -> None:
+        """Wait for what a worker says, or for an order."""
+        patience = _LOOK_SECONDS if self._reported else None
+        try:
+            message = link.receive(patience, self._alarm)
+            while message is not None:
+                self._said(link, *message)
+                message = link.receive(0)
+        except WorkerDied as death:
+            self._died(link, death)
+        except WorkerFrozen as frozen:
+            self._say(Frozen(self.number, frozen.rank, frozen.pid, frozen.deadline), ())
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+
+    def _send(self, link: ProcessLink, workers: Sequence[int], frames: Sequence[Frame]) -> None:
+        for worker in workers:
+            try:
+                link.send(worker, frames)
+            except WorkerDied:  # its death is told of by whoever waits
+                continue
+
+    def _died(self, link: ProcessLink, death: WorkerDied) -> None:
+        if death.rank in self._reported:
+            return
+        self._reported.add(death.rank)
+        run, step = link.last_step(death.rank) if self._spec.snapshots else (0, 0)
+        told = Died(self.number, death.rank, death.pid, death.status, death.stderr, run, step)
+        self._say(told, ())
+
+    def replace(self, worker: int, group: int) -> None:
+        """Order another process in a worker's place."""
+
+        def act(link: ProcessLink) -> None:
+            try:
+                link.replace(worker, group)
+            except OSError as error:
+                self._say(Refused(self.number, f"no process can be started: {error}"), ())
+                return
+            self._reported.discard(worker)
+            self._say(Opened(self.number, link.pids, worker), ())
+
+        self.order(act)
+
+    def refill(self) -> None:
+        """Order spare processes."""
+
+        def act(link: ProcessLink) -> None:
+            try:
+                link.refill()
+            except OSError as error:
+                _log.warning("no spare process could be started: %s", error)
+
+        self.order(act)
+
+    # -- what workers say ----------------------------------------------------------------
+
+    def _said(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
+        if Snapped.begins(frames[0]):
+            self._keep(link, worker, frames)
+        self._say(Said(self.number, worker), frames)
+
+    def _keep(self, link: ProcessLink, worker: int, frames: list[memoryview]) -> None:
+        """Give the client a copy of what is new in a snapshot, before it hears of that."""
+        told = decode(frames, (Snapped,))
+        assert isinstance(told, Snapped)
+        if told.error:
+            return
+        rows = [row for row in told.values if not row.borrowed]
+        before = self._kept.get(worker, set())
+        arena = link.snapshot_arena(worker)
+        try:
+            for row in rows:
+                if (row.id, row.offset) not in before:
+                    self._give(worker, arena, row)
+        finally:
+            arena.close()
+        self._kept[worker] = {(row.id, row.offset) for row in rows}
+
+    def _give(self, worker: int, arena: Arena, row: Copied) -> None:
+        for begin in range(row.offset, row.offset + row.nbytes, PIECE_BYTES):
+            if self._ended:
+                return
+            nbytes = min(PIECE_BYTES, row.offset + row.nbytes - begin)
+            piece = arena.view(begin, nbytes).numpy().tobytes()
+            self._say(Kept(self.number, worker, begin), [piece])
