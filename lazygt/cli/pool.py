@@ -88,6 +88,12 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
     typer.echo(
         f"{workers - free} of {workers} workers are taken, {told['at_once']} run at once{draining}"
     )
+    others = told["others"]
+    if others["sessions"] or others["waiting"]:
+        typer.echo(
+            f"other keys have {others['sessions']} sessions with {others['workers']} workers, and "
+            f"{others['waiting']} that wait"
+        )
     if told["sessions"]:
         table = plain_table(
             "session", "key", "state", ">workers", ">run-seconds", ">MiB", ">for s", "ends in s"

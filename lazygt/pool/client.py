@@ -12,10 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import zmq
 
-from lazygt.errors import PoolError
+from lazygt.errors import PoolError, ProtocolError
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.pool.messages import (
     TO_CLIENT,
@@ -38,6 +39,7 @@ from lazygt.runtime.cluster.agent import Connected
 from lazygt.runtime.cluster.connection import Connection, dial
 from lazygt.runtime.cluster.keys import KeyFile
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
+from lazygt.runtime.launch.status_reader import Pages
 from lazygt.runtime.wire import Part, decode, encode, received
 
 M = TypeVar("M", bound=Part)
@@ -183,12 +185,28 @@ class Pool:
         self._ask(Forget(name), Ok)
 
     def status(self) -> dict[str, Any]:
-        """How the pool is doing; needs a key that may administer, as what follows."""
+        """How the pool is doing. Of other keys' sessions only one that may administer hears more
+        than how many there are."""
         told: dict[str, Any] = json.loads(self._ask(Status(), Report).text)
         return told
 
+    def look(self) -> tuple[dict[str, Any], dict[str, Pages]]:
+        """`status`, and what the clients and workers of these sessions do, by session.
+
+        Raises:
+            ProtocolError: the pool has said something else.
+        """
+        self._connection.send(encode(Status(pages=True)))
+        report, rest = self._answer_with_frames(Report)
+        try:
+            pages = msgspec.msgpack.decode(rest[0], type=dict[str, Pages])
+        except (IndexError, msgspec.MsgspecError) as error:
+            raise ProtocolError(f"a pool's status pages make no sense: {error}") from error
+        return json.loads(report.text), pages
+
     def drain(self) -> None:
-        """Have it admit nobody any more; it ends when its last session has."""
+        """Have it admit nobody any more; it ends when its last session has. Needs a key that may
+        administer, as what follows."""
         self._ask(DrainAll(), Ok)
 
     def evict(self, session: str) -> None:

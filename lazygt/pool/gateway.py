@@ -17,12 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from lazygt.errors import LazyGTError, PoolError, ProtocolError
 from lazygt.pool import messages
 from lazygt.pool.messages import (
     TO_POOL,
     AreYouThere,
     Ask,
+    Doing,
     DrainAll,
     EvictOne,
     Here,
@@ -183,9 +186,25 @@ class Gateway:
                 self.sessions.leave(visitor)
             case AreYouThere():
                 visitor.say(Here())
+            case Doing():
+                visitor.tell(rest)
+            case Status(pages):
+                self._report(visitor, pages)
             case _:
                 if not self.publishing.act(visitor, message, rest):
                     self._administer(visitor, message)
+
+    def _report(self, visitor: Visitor, pages: bool) -> None:
+        """Say how the pool is doing, as far as somebody may know."""
+        whose = None if self.administrates(visitor.client) else visitor.client
+        told = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
+        frames = []
+        if pages:
+            doing = self.sessions.doing([row["session"] for row in told["sessions"]])
+            frames = [msgspec.msgpack.encode(doing)]
+            for row in told["sessions"]:
+                row["unheard"] = round(self.sessions.unheard(row["session"]), 3)
+        visitor.say(Report(json.dumps(told)), frames)
 
     def _administer(self, visitor: Visitor, message: Part) -> None:
         if not self.administrates(visitor.client):
@@ -194,10 +213,6 @@ class Gateway:
                 f"own, or one made with `lazygt keys new --admin`"
             )
         match message:
-            case Status():
-                values = self.publishing.values
-                told = report(self.sessions.policy, self.sessions.hosted, values)
-                visitor.say(Report(json.dumps(told)))
             case DrainAll():
                 self.sessions.drain()
                 visitor.say(Ok())

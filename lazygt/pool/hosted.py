@@ -16,6 +16,7 @@ from lazygt.runtime.launch import procfs
 from lazygt.runtime.launch.base import WORKER_FACTORY
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_reader import Page
 
 #: What may make the copier of a worker; see ``session.COPIER``.
 _COPIERS = frozenset({"", "lazygt.transfer.copier:copier_for"})
@@ -25,6 +26,8 @@ _VARIABLES = frozenset({
     "LAZYGT_PLAN_CODE", "LAZYGT_CUDA_GRAPHS", "LAZYGT_MAX_CUDA_GRAPH_BYTES", "LAZYGT_SHIP_CODE",
 })  # fmt: skip
 _LARGEST_ARENA = 1 << 30
+#: Seconds for which workers say more of themselves after somebody has looked.
+_WATCHED_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,12 @@ class Hosted:
         return sum(
             procfs.resident(pid, "RssAnon") + procfs.resident(pid, "RssShmem") for pid in self.pids
         )
+
+    def doing(self) -> tuple[Page | None, ...]:
+        """The status pages of its workers; None: not written yet."""
+        parts = self.agent.parts.values()
+        pages = tuple(page for part in parts for page in part.look(_WATCHED_SECONDS))
+        return pages or (None,) * self._terms.workers
 
     def end(self, ended: Callable[[], None], kill: bool) -> None:
         """End its workers, on a thread of its own.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
 
 from lazygt.config import Config
 from lazygt.errors import ConnectionLost, LazyGTError, PoolError
@@ -15,10 +18,12 @@ from lazygt.pool.messages import (
     Admitted,
     AreYouThere,
     Ask,
+    Doing,
     Failed,
     Leave,
     Ok,
     Waits,
+    Watched,
     is_ours,
 )
 from lazygt.runtime.cluster.connection import Connection
@@ -26,9 +31,12 @@ from lazygt.runtime.cluster.link import ClusterLink
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.opening import link_spec
+from lazygt.runtime.launch.status_file import StatusFile
+from lazygt.runtime.launch.status_reader import Page, read_client
 from lazygt.runtime.wire import decode, encode
 
 _LEAVE_SECONDS = 10.0
+_WATCHED_SECONDS = 3.0
 #: A pool that has said nothing for so many seconds is asked whether it is there.
 _QUIET_SECONDS = 2.0
 #: Who has not looked for so long was away itself: an answer may be on its way.
@@ -50,6 +58,7 @@ class SessionConnection:
 
     Attributes:
         error: why the session has ended.
+        doing: the client's status page, for who watches the pool.
         leaving: nobody waits for its answers any more, so its end is no error.
         left: the session has ended, or goes on without us.
     """
@@ -58,6 +67,7 @@ class SessionConnection:
         self.fd = connection.fd
         self._connection, self._endpoint, self._patience = connection, endpoint, patience
         self.error: LazyGTError | None = None
+        self.doing: Callable[[], Page | None] = lambda: None
         self.leaving = self.left = False
         self._looked = self._heard = time.monotonic()
         #: when the pool was asked whether it is there, if it has not answered
@@ -97,6 +107,8 @@ class SessionConnection:
             message = decode(frames[:1], TO_CLIENT)
             if isinstance(message, Failed):
                 self.error = message.error()
+            elif isinstance(message, Watched) and (page := self.doing()) is not None:
+                self.send(encode(Doing(), [msgspec.msgpack.encode(page)]))
             self.left = self.left or isinstance(message, Ok)
         return None
 
@@ -162,9 +174,15 @@ class PoolLink(ClusterLink):
             host = RemoteHost(config.on, self._pool)
             spec = link_spec(config, mesh, copier)
             super().__init__(spec, 0, [(host, config.workers)], name=name)
+            self._pool.doing = partial(_watched_page, self.status)
         except BaseException:
             connection.close()
             raise
+
+    def look(self) -> None:
+        """See ``Link.look``; the pool may ask, too, while nobody waits for messages."""
+        self._take_what_came()
+        super().look()
 
     def close(self) -> None:
         """End the workers, or leave them alone where the session is detached. Idempotent."""
@@ -175,6 +193,12 @@ class PoolLink(ClusterLink):
             super().close()
         finally:
             self._pool.leave()
+
+
+def _watched_page(pages: StatusFile) -> Page | None:
+    """What the client does, which is to find out more for a while."""
+    pages.watch(_WATCHED_SECONDS)
+    return read_client(pages)
 
 
 def _admitted(connection: Connection, config: Config) -> str:

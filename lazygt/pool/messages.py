@@ -69,7 +69,14 @@ class Forget(Part, tag=38):
 
 
 class Status(Part, tag=39):
-    """Answered by ``Report``; for administrators."""
+    """Answered by ``Report``. Who may not administer hears of other clients' sessions how many
+    there are.
+
+    Attributes:
+        pages: what the workers and the clients of the sessions do, too.
+    """
+
+    pages: bool = False
 
 
 class DrainAll(Part, tag=40):
@@ -80,6 +87,10 @@ class EvictOne(Part, tag=41):
     """End a session; answered by ``Ok``; for administrators."""
 
     session: str
+
+
+class Doing(Part, tag=42):
+    """What the client of a session does: the frame that follows is its status page."""
 
 
 class AreYouThere(Part, tag=46):
@@ -140,9 +151,14 @@ class Listed(Part, tag=53):
 
 
 class Report(Part, tag=54):
-    """How the pool is doing, as JSON."""
+    """How the pool is doing, as JSON; a frame with status pages by session follows, if these were
+    asked for."""
 
     text: str
+
+
+class Watched(Part, tag=55):
+    """Somebody looks at the session; answered by ``Doing``, when the client has a moment."""
 
 
 class Here(Part, tag=60):
@@ -150,10 +166,11 @@ class Here(Part, tag=60):
 
 
 TO_POOL: tuple[type[Part], ...] = (
-    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne, AreYouThere,
+    Ask, Leave, Publish, Piece, Fetch, Names, Forget, Status, DrainAll, EvictOne, Doing,
+    AreYouThere,
 )  # fmt: skip
 TO_CLIENT: tuple[type[Part], ...] = (
-    Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report, Here,
+    Waits, Admitted, Failed, Ok, Value, Piece, Listed, Report, Watched, Here,
 )  # fmt: skip
 
 

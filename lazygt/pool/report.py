@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lazygt.pool.hosted import Hosted
@@ -12,10 +13,22 @@ from lazygt.pool.published import PublishedValues
 
 
 def report(
-    policy: Policy, hosted: Mapping[str, Hosted], published: PublishedValues
+    policy: Policy,
+    hosted: Mapping[str, Hosted],
+    published: PublishedValues,
+    whose: str | None = None,
 ) -> dict[str, Any]:
-    """The state of a pool, its sessions in the order in which they were asked for."""
+    """The state of a pool, its sessions in the order in which they were asked for.
+
+    Args:
+        whose: the client whose sessions these are, and who may fetch what is published; of others'
+            it is told how many there are. None: everybody's.
+    """
     now = time.monotonic()
+    leases = policy.leases.items()
+    seen = {n: lease for n, lease in leases if whose in (None, lease.asked.client)}
+    others = [lease for name, lease in leases if name not in seen]
+    values = published.all() if whose is None else published.seen_by(whose)
     return {
         "workers": policy.rules.workers,
         "free": policy.free,
@@ -23,12 +36,16 @@ def report(
         "queue_limit": policy.rules.queue,
         "draining": policy.draining,
         "sessions": [
-            _session(policy, name, lease, hosted.get(name), now)
-            for name, lease in policy.leases.items()
+            _session(policy, name, lease, hosted.get(name), now) for name, lease in seen.items()
         ],
+        "others": {
+            "sessions": sum(bool(lease.places) for lease in others),
+            "workers": sum(len(lease.places) for lease in others),
+            "waiting": sum(not lease.places for lease in others),
+        },
         "published": [
             {"name": v.name, "client": v.client, "bytes": v.nbytes, "shared": v.shared}
-            for v in published.all()
+            for v in values
         ],
     }
 
@@ -48,6 +65,7 @@ def _session(
         "memory": lease.memory,
         "seconds": round(now - lease.granted, 1) if lease.places else 0.0,
         "expires_in": None if lease.expires is None else round(max(lease.expires - now, 0.0), 1),
+        "quota": asdict(policy.rules.of(lease.asked.client)),
         "before": policy.queue.index(name) if not lease.places else None,
     }
 

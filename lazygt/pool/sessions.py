@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from lazygt.pool.policy import Policy
 from lazygt.pool.rules import Rules
 from lazygt.pool.turns import Resume
 from lazygt.pool.visitor import Visitor
+from lazygt.runtime.launch.status_reader import Pages
 
 #: Seconds between two looks at the memory of workers.
 _WEIGH_SECONDS = 0.25
@@ -168,6 +169,21 @@ class Sessions:
             there = ", ".join(self.policy.leases) or "none"
             raise PoolError(f"there is no session {session!r} in this pool: {there}")
         self._handle(Evict(session))
+
+    def unheard(self, session: str) -> float:
+        """Seconds for which a session's client has been asked what it does in vain."""
+        visitor = self._visitors.get(session)
+        return 0.0 if visitor is None else visitor.unheard
+
+    def doing(self, sessions: Iterable[str]) -> dict[str, Pages]:
+        """What clients and workers of sessions do, of those that have workers."""
+        pages = {}
+        for session in sessions:
+            hosted, visitor = self.hosted.get(session), self._visitors.get(session)
+            if hosted is not None and not hosted.ending:
+                client = None if visitor is None else visitor.doing()
+                pages[session] = Pages(client, hosted.doing())
+        return pages
 
     def drain(self) -> None:
         """Admit nobody any more."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lazygt.errors import PoolError
-from lazygt.pool.messages import Failed
+import msgspec
+from msgspec.structs import replace
+
+from lazygt.errors import PoolError, ProtocolError
+from lazygt.pool.messages import Failed, Watched
 from lazygt.pool.published import PublishedValue
 from lazygt.runtime.cluster.connection import Connection
 from lazygt.runtime.launch.mailbox import Frame
+from lazygt.runtime.launch.status_file import CAPACITY, ClientPage, decoded
+from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import Part, encode
+
+#: What a client has said counts for so many seconds where nobody has asked since.
+_STALE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -27,6 +36,10 @@ class Visitor:
     session: str | None = None
     publishing: PublishedValue | None = None
     lost: bool = False
+    #: what its client has said that it does, and when; and when it was asked, if it has not since
+    _page: Page | None = None
+    _told: float = 0.0
+    _asked: float | None = None
 
     @property
     def client(self) -> str:
@@ -37,6 +50,38 @@ class Visitor:
         """Send a message, if somebody is there."""
         if self.connection.closed is None:
             self.connection.send(encode(message, list(frames)))
+
+    def doing(self) -> Page | None:
+        """What the client of its session has said that it does; asks it again. None: nothing since
+        somebody watches."""
+        now = time.monotonic()
+        if self._asked is None:
+            if now - self._told > _STALE_SECONDS:
+                self._page = None
+            self._asked = now
+            self.say(Watched())
+        page = self._page
+        return page and replace(page, age=page.age + now - self._told)
+
+    @property
+    def unheard(self) -> float:
+        """Seconds for which the client of its session has been asked what it does in vain."""
+        return 0.0 if self._asked is None else time.monotonic() - self._asked
+
+    def tell(self, frames: Sequence[Frame]) -> None:
+        """The client has said what it does.
+
+        Raises:
+            ProtocolError: that makes no sense.
+        """
+        if self.session is None or len(frames) != 1 or len(frames[0]) > 2 * CAPACITY:
+            raise ProtocolError("a status page of nobody's")
+        try:
+            page = msgspec.msgpack.decode(frames[0], type=Page)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a status page makes no sense: {error}") from error
+        decoded(page.message, ClientPage)
+        self._page, self._told, self._asked = page, time.monotonic(), None
 
     def fail(self, error: PoolError) -> None:
         """Say what has gone wrong."""

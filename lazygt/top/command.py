@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from lazygt.errors import LazyGTError, NoSession
+from lazygt.top.pool_screen import PoolScreen
 from lazygt.top.screen import Screen
-from lazygt.top.sources import Source, open_source
-from lazygt.top.status import as_json
+from lazygt.top.sources import Source, Status, as_json, open_source
+from lazygt.top.status import SessionStatus
 
-_SETTLE_SECONDS = 2.0
+_SETTLE_SECONDS = 2.5
 
 
 def top(
     session: Annotated[
         str,
-        typer.Argument(help="process that opened it, or its name; by default the only one"),
+        typer.Argument(
+            help="process that opened it, or its name; by default the only one; or a pool: "
+            "tcp://HOST:PORT"
+        ),
     ] = "",
     once: Annotated[bool, typer.Option(help="print it once")] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON, once")] = False,
@@ -30,13 +35,18 @@ def top(
     ] = 0.25,
     web: Annotated[bool, typer.Option(help="serve a page for a browser on this machine")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0: any")] = 0,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="for a pool: a key file of `lazygt keys new`  [default: the pool's own]"),
+    ] = None,
 ) -> None:
-    """Watch a session of yours on this machine: which ranks are busy, waiting (for whom) or idle.
+    """Watch a session of yours on this machine, or those of a pool that a key may see: which ranks
+    are busy, waiting (for whom) or idle.
 
     Where the output is no terminal, it is printed once. Ctrl-C ends it.
     """
     try:
-        source = open_source(session, interval)
+        source = _opened(session, interval, key)
         if web:
             # why: a terminal needs no server
             from lazygt.top.web import serve
@@ -47,7 +57,7 @@ def top(
             if json:
                 typer.echo(as_json(status))
             else:
-                Console().print(Screen(status))
+                Console().print(drawn(status))
         else:
             watch(source, interval, Console())
     except LazyGTError as error:
@@ -57,20 +67,37 @@ def top(
         return
 
 
+def _opened(wanted: str, interval: float, key: Path | None) -> Source:
+    if not wanted.startswith("tcp://"):
+        if key is not None:
+            raise NoSession("--key is for a pool: lazygt top tcp://HOST:PORT --key FILE")
+        return open_source(wanted, interval)
+    # why: sessions of this machine are watched without torch and sockets, which take seconds
+    from lazygt.top.pool_source import PoolSource
+
+    return PoolSource(wanted, key)
+
+
+def drawn(status: Status) -> RenderableType:
+    """What a terminal shows."""
+    return Screen(status) if isinstance(status, SessionStatus) else PoolScreen(status)
+
+
 def watch(source: Source, interval: float, console: Console) -> None:
     """Show a session until it ends.
 
     Raises:
         ProtocolError: its pages make no sense.
     """
-    with Live(Screen(source.snapshot()), console=console, screen=True, auto_refresh=False) as live:
+    with Live(drawn(source.snapshot()), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             try:
-                live.update(Screen(source.snapshot()), refresh=True)
-            except NoSession:
+                live.update(drawn(source.snapshot()), refresh=True)
+            except NoSession as error:
+                ended = str(error)
                 break
-    console.print("the session has ended")
+    console.print(ended)
 
 
 def alone() -> None:

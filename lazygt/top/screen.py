@@ -37,7 +37,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self.status
-        lines = [*_head(status), *_alerts(status), Text()]
+        lines = [*_head(status), *alerts(status), Text()]
         room = (options.height or console.height) - len(lines) - 2  # its header, and a last line
         ranks = status.ranks
         if len(ranks) > room:
@@ -59,13 +59,13 @@ def _head(status: SessionStatus) -> Iterator[Text]:
         f"{told.workers} {told.device} workers, {told.mesh}",
     )  # fmt: skip
     if told.line:
-        yield Text.assemble("at ", (_short(told.line), "bold"), f" ({told.reason})")
+        yield Text.assemble("at ", (short(told.line), "bold"), f" ({told.reason})")
     yield Text(
         f"{told.steps_a_second:,.1f} steps/s  {told.runs_a_second:,.1f} runs/s  "
         f"queue {told.queue}  {told.runs:,} runs  {told.hits:,} hits  {told.misses:,} misses"
     )
     if told.miss:
-        yield Text(f"last miss at {_short(told.miss_line)}: {told.miss}")
+        yield Text(f"last miss at {short(told.miss_line)}: {told.miss}")
     compiles = f"{told.compiled} compiled, {told.compiling} compiling"
     failed = f", {told.failed_compiles} failed" if told.failed_compiles else ""
     last = f": {told.recovery}" if told.recovery else ""
@@ -87,7 +87,7 @@ def _on_hosts(ranks: Sequence[RankStatus]) -> Iterator[str]:
         yield f"{host or 'this host'}: {ranks_text(numbers)}"
 
 
-def _alerts(status: SessionStatus) -> Iterator[Text]:
+def alerts(status: SessionStatus) -> Iterator[Text]:
     """What is wrong, if anything is."""
     if status.client != "running":
         yield Text(f"the client is {status.client}", "bold red")
@@ -180,7 +180,7 @@ def _concerns(rank: RankStatus) -> str:
         return f"blocks {ranks_text(rank.blocks)}"
     if rank.waits_for:
         return f"waits for {ranks_text(rank.waits_for)}"
-    return _short(rank.doing)
+    return short(rank.doing)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -197,7 +197,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{plural} {', '.join(words[:_NAMED])}{more}"
 
 
-def _short(line: str) -> str:
+def short(line: str) -> str:
     """The end of a long path, which says more than its beginning."""
     return line if len(line) <= 50 else "..." + line[-47:]
 

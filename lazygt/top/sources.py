@@ -5,24 +5,44 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+import msgspec
+
 from lazygt.errors import NoSession
 from lazygt.runtime.launch.status_file import ClientPage, StatusFile, decoded
 from lazygt.runtime.launch.status_reader import Pages, open_files, read_pages, sessions
-from lazygt.top.status import SessionStatus, put_together
+from lazygt.top.pool_status import PoolStatus, plain_pool
+from lazygt.top.status import SessionStatus, plain, put_together
 
 #: A viewer counts as gone after so many seconds: longer than any sensible pause between two looks.
 _LEASE_SECONDS = 3.0
 _LOOK_AGAIN_SECONDS = 0.02
 
 
-class Source(Protocol):
-    """A session that is watched, wherever it is."""
+Status = SessionStatus | PoolStatus
 
-    def snapshot(self) -> SessionStatus:
+
+def as_json(status: Status) -> bytes:
+    """A status as docs/top.md describes it."""
+    return msgspec.json.encode(
+        plain(status) if isinstance(status, SessionStatus) else plain_pool(status)
+    )
+
+
+class Source(Protocol):
+    """A session that is watched, wherever it is, or the sessions of a pool."""
+
+    def snapshot(self) -> Status:
         """What it does now.
 
         Raises:
             NoSession: it has ended.
+        """
+
+    def settled(self, seconds: float) -> Status:
+        """What it does, once all have told since this was asked for.
+
+        Args:
+            seconds: to wait at most.
         """
 
     def close(self) -> None:

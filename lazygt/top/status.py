@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -86,12 +87,12 @@ class SessionStatus(msgspec.Struct, frozen=True):
     stuck: tuple[int, ...]
 
 
-def as_json(status: SessionStatus) -> bytes:
+def plain(status: SessionStatus) -> dict[str, Any]:
     """The same with names, as docs/top.md describes it."""
-    plain = msgspec.to_builtins(status)
-    plain["session"] = msgspec.structs.asdict(status.session)
-    del plain["session"]["kinds"]  # they are in "memory"
-    return msgspec.json.encode(plain)
+    told: dict[str, Any] = msgspec.to_builtins(status)
+    told["session"] = msgspec.structs.asdict(status.session)
+    del told["session"]["kinds"]  # they are in "memory"
+    return told
 
 
 def put_together(hosts: Sequence[Pages]) -> SessionStatus:

@@ -16,8 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from lazygt.errors import LazyGTError
-from lazygt.top.sources import Source
-from lazygt.top.status import as_json
+from lazygt.top.sources import Source, as_json
 
 _HOST = "127.0.0.1"
 _REQUEST_SECONDS = 30.0  # that a browser may take to ask, or not to read

@@ -78,9 +78,34 @@ def test_a_key_that_may_administer_and_one_that_may_not(pool, tmp_path):
         assert CliRunner().invoke(app, words).exit_code == 0
     done = command(pool, "status", "--json", "--key", str(tmp_path / "root"), keys=False)
     assert json.loads(done.stdout)["workers"] == 3
-    done = command(pool, "status", "--key", str(tmp_path / "user"), keys=False)
+    done = command(pool, "drain", "--key", str(tmp_path / "user"), keys=False)
     assert done.exit_code != 0
     assert "may not administer" in done.output
+
+
+def test_who_may_not_administer_hears_how_many_others_there_are(pool):
+    first, second, third = Asker(pool, "alice", 2), Asker(pool, "bob", 1), Asker(pool, "bob", 3)
+    for asker in (first, second, third):
+        asker.told()
+    for name in ("dora", "erik"):
+        with Pool(pool.on, pool.key(name), SECONDS) as client:
+            client.publish(f"of-{name}", torch.ones(3), shared=name == "erik")
+    words = ("--key", str(pool.key("alice")))
+    told = json.loads(command(pool, "status", "--json", *words, keys=False).stdout)
+    assert [row["client"] for row in told["sessions"]] == ["alice"]
+    assert told["others"] == {"sessions": 1, "workers": 1, "waiting": 1}
+    names = {row["name"] for row in told["published"]}
+    assert "of-erik" in names
+    assert "of-dora" not in names
+    assert "bob" not in json.dumps(told)
+    said = command(pool, "status", *words, keys=False).stdout.splitlines()
+    assert said[1] == "other keys have 1 sessions with 1 workers, and 1 that wait"
+    told = json.loads(command(pool, "status", "--json").stdout)
+    assert told["others"] == {"sessions": 0, "workers": 0, "waiting": 0}
+    assert [row["client"] for row in told["sessions"]] == ["alice", "bob", "bob"]
+    for asker in (third, second, first):
+        asker.close()
+    pool.until(lambda status: status["free"] == 3)
 
 
 def test_a_pools_address():

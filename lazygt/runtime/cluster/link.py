@@ -157,10 +157,13 @@ class ClusterLink:
 
     def look(self) -> None:
         """See ``Link.look``."""
-        if not self.status.watched:
-            return
-        # Who waits for messages has it, and takes those that we would.
-        if self._receiving.acquire(blocking=False):
+        if self.status.watched:
+            self._take_what_came()
+            self._relay.look(self._hosts, self._host_of)
+
+    def _take_what_came(self) -> None:
+        """Read what hosts have said, unless somebody waits for messages, and so reads that."""
+        if self._epoll.poll(0) and self._receiving.acquire(blocking=False):
             try:
                 for host in self._hosts:
                     host.pump()
@@ -168,7 +171,6 @@ class ClusterLink:
                 self._broken.append(error)
             finally:
                 self._receiving.release()
-        self._relay.look(self._hosts, self._host_of)
 
     # -- recovery --------------------------------------------------------------------------
 

@@ -51,13 +51,22 @@ class Pages(msgspec.Struct, frozen=True):
     ranks: tuple[Page | None, ...]
 
 
+def read_client(file: StatusFile) -> Page | None:
+    """The client's page; None: it has not been written.
+
+    Raises:
+        ProtocolError: it makes no sense.
+    """
+    return _page(file, 0, ClientPage)
+
+
 def read_pages(file: StatusFile) -> Pages:
     """All that a file says now, with what becomes of its processes.
 
     Raises:
         ProtocolError: a page makes no sense.
     """
-    client = _page(file, 0, ClientPage)
+    client = read_client(file)
     return Pages(client, tuple(_page(file, page, WorkerPage) for page in range(1, file.pages)))
 
 

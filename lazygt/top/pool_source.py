@@ -1,0 +1,75 @@
+"""A pool that is watched, by way of its port."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from lazygt.errors import NoSession, PoolError
+from lazygt.pool.client import Pool
+from lazygt.pool.serve import server_key
+from lazygt.runtime.cluster.keys import KeyFile, Keyring, keys_place
+from lazygt.top.pool_status import PoolStatus, pool_status
+
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+class PoolSource:
+    """All sessions of a pool that a key may see.
+
+    Args:
+        on: where it listens.
+        key: a client's key file; by default the pool's own of this user.
+
+    Raises:
+        ConnectionLost, AccessDenied, VersionMismatch, SecurityError: see `Pool`.
+    """
+
+    def __init__(self, on: str, key: str | os.PathLike[str] | KeyFile | None) -> None:
+        self._on = on
+        self._pool = Pool(on, key or server_key(Keyring(keys_place())))
+
+    def snapshot(self) -> PoolStatus:
+        """What it does now.
+
+        Raises:
+            NoSession: it has ended.
+        """
+        try:
+            told, pages = self._pool.look()
+        except PoolError as error:
+            raise NoSession(f"the pool at {self._on} is not there any more: {error}") from None
+        return pool_status(self._on, told, pages)
+
+    def settled(self, seconds: float) -> PoolStatus:
+        """What it does, once all its sessions have told since this was asked for.
+
+        Args:
+            seconds: to wait at most.
+        """
+        begin = time.monotonic()
+        while True:
+            status = self.snapshot()
+            waited = time.monotonic() - begin
+            if waited >= seconds or _is_fresh(status, waited):
+                return status
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._pool.close()
+
+
+def _is_fresh(status: PoolStatus, seconds: float) -> bool:
+    """Whether all that has workers has told within so many seconds."""
+    for row in status.told["sessions"]:
+        session = status.sessions.get(row["session"])
+        if row["places"] and (session is None or not session.session.pid):
+            return False
+        if (
+            session is not None
+            and max([session.age, *(rank.age for rank in session.ranks if rank.state != "frozen")])
+            > seconds
+        ):
+            return False
+    return True
