@@ -156,7 +156,7 @@ class Mirrors:
         self._session, self._turn, self._done = told.session, 0, 0
         self.number = self._reported = told.number
         if told.token:
-            self._say(Listens(told.session, self._listen(bytes.fromhex(told.token))), ())
+            self._say(Listens(told.session, self._listen(told.token)), ())
 
     def follow(self, told: Follow) -> None:
         """Take pieces from another agent; without an endpoint, from the client."""
@@ -213,16 +213,17 @@ class Mirrors:
         if self._arena is not None:
             self._arena.close()
 
-    def _listen(self, token: bytes) -> str:
+    def _listen(self, secret: str) -> str:
         """Where other agents may follow this one; "" where they can't."""
         if self._epoll is None:
             return ""
-        keys, known = derived(token, "source"), derived(token, "follower").public
         try:
+            token = bytes.fromhex(secret)
+            keys, known = derived(token, "source"), derived(token, "follower").public
             listener = Listener(
                 _context(), self._address, 0, keys, {known: "follower"}.get, _LONGEST
             )
-        except (OSError, LazyGTError, zmq.ZMQError) as error:
+        except (OSError, ValueError, LazyGTError, zmq.ZMQError) as error:
             _log.warning("uploads can't be passed on from %s: %s", self._address, error)
             return ""
         self._token, self._listener = token, listener

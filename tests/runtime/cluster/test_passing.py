@@ -210,39 +210,71 @@ def test_the_first_host_is_lost(on: Callable[..., lazygt.Session], hosts: Hosts)
         assert same_memory(hosts, session, 1, 2)
 
 
-def test_a_connection_between_agents_that_breaks_is_made_again(
-    on: Callable[..., lazygt.Session], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proxy]]:
+    """What agents reach each other through, by the host that is followed."""
     with ExitStack() as undo:
         proxies: list[Proxy] = []
         listen = Mirrors._listen
 
-        def through_a_proxy(mirrors: Mirrors, token: bytes) -> str:
-            proxies.append(Proxy(listen(mirrors, token)))
+        def through_a_proxy(mirrors: Mirrors, secret: str) -> str:
+            proxies.append(Proxy(listen(mirrors, secret)))
             undo.callback(proxies[-1].close)
             return proxies[-1].address
 
         monkeypatch.setattr(Mirrors, "_listen", through_a_proxy)
-        with on(0, 1, 1):
-            assert checksum(upload(MEGABYTE)) > 0
-            all_there(hosts, 0, 1)
-            before = sent(hosts)
-            second = hosts.agents[1].agent.mirrors
-            take, cuts = second.take, [second.number + 5, second.number + 20]
+        yield proxies
 
-            def cut(told: Mirror, data: Any) -> None:
-                if told.number in cuts:
-                    cuts.remove(told.number)
-                    for proxy in proxies:
-                        proxy.cut()
-                take(told, data)
 
-            monkeypatch.setattr(second, "take", cut)
-            source = upload()
-            assert checksum(source) == source.sum()
-            all_there(hosts, 0, 1)
-            assert cuts == []
-            assert sent(hosts) - before < 1.1 * LARGE
+def before_pieces(mirrors: Mirrors, numbers: list[int], act: Callable[[], object]) -> None:
+    """Do something just before a host takes certain pieces."""
+    take = mirrors.take
+
+    def hooked(told: Mirror, data: Any) -> None:
+        if told.number in numbers:
+            numbers.remove(told.number)
+            act()
+        take(told, data)
+
+    mirrors.take = hooked  # type: ignore[method-assign]
+
+
+def test_a_connection_between_agents_that_breaks_is_made_again(
+    on: Callable[..., lazygt.Session], hosts: Hosts, proxies: list[Proxy]
+) -> None:
+    with on(0, 1, 1):
+        assert checksum(upload(MEGABYTE)) > 0
+        all_there(hosts, 0, 1)
+        before = sent(hosts)
+        cuts = [6, 21]
+        before_pieces(
+            hosts.agents[1].agent.mirrors, cuts, lambda: [proxy.cut() for proxy in proxies]
+        )
+        source = upload()
+        assert checksum(source) == source.sum()
+        all_there(hosts, 0, 1)
+        assert cuts == []
+        assert sent(hosts) - before < 1.1 * LARGE
+
+
+def test_a_connection_between_agents_that_is_gone_for_good_is_done_without(
+    on: Callable[..., lazygt.Session], hosts: Hosts, proxies: list[Proxy]
+) -> None:
+    """The client sends the rest, and what comes later; the session waits for nobody."""
+    with on(0, 1, 1) as session:
+        assert checksum(upload(MEGABYTE)) > 0
+        all_there(hosts, 0, 1)
+        before = sent(hosts)
+        before_pieces(
+            hosts.agents[1].agent.mirrors, [11], lambda: [proxy.close() for proxy in proxies]
+        )
+        source = upload()
+        assert checksum(source) == source.sum()
+        # who waits for an answer hears that the second host is alone
+        wait_for(lambda: checksum(upload(MEGABYTE)) > 0 and len(set(there(hosts))) == 1)
+        assert sent(hosts) - before > 1.3 * LARGE
+        assert same_memory(hosts, session, 0, 1)
+        assert session.recoveries == []
 
 
 def test_hosts_that_can_not_reach_each_other_have_uploads_from_the_client(
@@ -254,8 +286,8 @@ def test_hosts_that_can_not_reach_each_other_have_uploads_from_the_client(
     monkeypatch.setattr(passing, "MEET_SECONDS", 0.3)
     listen = Mirrors._listen
 
-    def elsewhere(mirrors: Mirrors, token: bytes) -> str:
-        assert listen(mirrors, token)
+    def elsewhere(mirrors: Mirrors, secret: str) -> str:
+        assert listen(mirrors, secret)
         return "tcp://127.0.0.1:1"
 
     monkeypatch.setattr(Mirrors, "_listen", elsewhere)
@@ -330,9 +362,11 @@ def test_an_agent_without_an_address_neither_listens_nor_follows() -> None:
     """That of a pool: its clients don't choose where it connects."""
     with Told("") as host:
         assert host.mirrors.descriptors == ()
-        host.mirrors.begin(Begin(1, 0, "ab" * 32))
-        host.mirrors.follow(Follow(3, "tcp://127.0.0.1:1"))
-        assert host.said == [Listens(1, ""), Alone(1, 3, 0, True, "")]
+        for secret in ("ab" * 32, "no secret at all"):
+            host.said.clear()
+            host.mirrors.begin(Begin(1, 0, secret))
+            host.mirrors.follow(Follow(3, "tcp://127.0.0.1:1"))
+            assert host.said == [Listens(1, ""), Alone(1, 3, 0, True, "")]
 
 
 # -- the way back ------------------------------------------------------------------------------
