@@ -122,7 +122,7 @@ def _round_trip(hosts: Hosts) -> float:
 
 
 def _torchrun(hosts: Hosts, arguments: Sequence[object]) -> subprocess.Popen[str]:
-    """The program of tests on both hosts, a process on each; that of the client."""
+    """The program of tests on all hosts, a process on each; that of the client."""
     started = [
         hosts.start(
             host,
@@ -131,7 +131,7 @@ def _torchrun(hosts: Hosts, arguments: Sequence[object]) -> subprocess.Popen[str
                 "-m",
                 "torch.distributed.run",
                 "--nnodes",
-                "2",
+                str(len(hosts.names)),
                 "--nproc-per-node",
                 "1",
                 "--node-rank",
@@ -149,7 +149,7 @@ def _torchrun(hosts: Hosts, arguments: Sequence[object]) -> subprocess.Popen[str
             cwd=ROOT,
             env={**os.environ, **QUIET, "LAZYGT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
         )
-        for host in range(2)
+        for host in range(len(hosts.names))
     ]
     return started[0]
 
@@ -160,6 +160,20 @@ def _until(process: subprocess.Popen[str], begin: str) -> str:
         if line.startswith(begin):
             return line
     raise SystemExit(f"the program ended before it said {begin!r}")
+
+
+def replicated(report: Report) -> None:
+    """64 MiB on four hosts; how many times that each has sent."""
+    with Hosts(4) as hosts:
+        client = _torchrun(hosts, (5, 64))
+        _until(client, "{")
+        sent = [hosts.sent(host) / (64 << 20) for host in range(4)]
+    report.add(
+        "64 MiB to a worker on each of 4 hosts: what the client's host sends", "", "",
+        f"{sent[0]:.3f}x", "<= 1.1x",
+    )  # fmt: skip
+    others = ", ".join(f"{times:.3f}x" for times in sent[1:])
+    report.remarks.append(f"The other three hosts sent {others}: each passes it on to the next.")
 
 
 def lost(rounds: int, report: Report) -> None:
@@ -229,6 +243,7 @@ def main() -> None:
             f"{1e3 * _round_trip(hosts):.2f} ms."
         )
         steps(hosts, given.rounds, report)
+    replicated(report)
     lost(given.losses, report)
     down(given.losses, report)
     report.finish(save=given.save)
