@@ -67,12 +67,17 @@ class Served:
 
     def client(self, name: str, program: str, *arguments: object) -> "subprocess.Popen[str]":
         """Start a program with the pool's address and a key of its own."""
-        key = self._folder / f"{name}.key"
-        self._ring.new(name).write(key)
+        key = self.key(name)
         return subprocess.Popen(
             [sys.executable, "-c", program, self.on, str(key), *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
+
+    def key(self, name: str) -> Path:
+        """A new key file of a client."""
+        key = self._folder / f"{name}.key"
+        self._ring.new(name).write(key)
+        return key
 
     def run_seconds(self) -> dict[str, float]:
         """Of each client so far."""
@@ -84,7 +89,7 @@ class Served:
     def close(self) -> None:
         self._pool.close()
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        self.process.communicate()
 
 
 @contextmanager

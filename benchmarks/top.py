@@ -2,7 +2,8 @@
 
 An MLP with Adam on one worker, in a session that is watched and is not, in turn; the viewer's own
 time is apart. What the threads that write pages use is counted by the kernel, to the nanosecond,
-and what a worker's main thread notes of a message is timed by itself.
+and what a worker's main thread notes of a message is timed by itself. Then the same in a pool: a
+viewer asks that, and it asks the client; what the pool uses more while it is watched counts.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from torch import nn
 
 import lazygt
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
+from benchmarks.pool import served
 from lazygt.runtime.launch.activity import Activity
 
 _WIDTH, _BATCH = 256, 64
+_LEASE_SECONDS = 4.0  # somebody who has gone counts as watching for less
+_VIEWER = """
+import sys, time
+from lazygt.top.pool_source import PoolSource
+source = PoolSource(sys.argv[1], sys.argv[2])
+source.settled(10.0)
+print("sees", flush=True)
+while True:
+    source.snapshot()
+    time.sleep(0.25)
+"""
 _COMMAND = "import sys; sys.argv[0] = 'lazygt'; from lazygt.command import main; main()"
 
 
@@ -89,6 +102,51 @@ def measured(rounds: int, seconds: float) -> dict[str, Measured]:
     return {**steps, "paint": paint, **{who: Measured(tuple(all_)) for who, all_ in shares.items()}}
 
 
+def in_a_pool(rounds: int, seconds: float) -> dict[str, Measured]:
+    """Milliseconds a step of a session whose worker is a pool's; the share of a core in percent
+    that the client's thread takes; and microseconds a step of the pool's own process."""
+    shares = dict[str, list[float]]()
+    with served(1, 1) as pool:
+        key = pool.key("watched")
+        with lazygt.session(on=pool.on, key=key, threads=1, compile="off") as session:
+            step, writer = step_of_training(), session._status
+            assert writer is not None
+            assert writer.native_id is not None
+            thread = writer.native_id
+
+            def took(case: str) -> float:
+                client, serving = of_thread(thread), used(pool.process.pid, -1)
+                begin, steps = time.perf_counter(), 0
+                while time.perf_counter() < begin + seconds:
+                    step()
+                    steps += 1
+                passed = time.perf_counter() - begin
+                client, serving = of_thread(thread) - client, used(pool.process.pid, -1) - serving
+                shares.setdefault(f"{case}, client", []).append(100 * client / passed)
+                shares.setdefault(f"{case}, pool", []).append(1e6 * serving / steps)
+                return 1e3 * passed / steps
+
+            def watched() -> float:
+                words = [sys.executable, "-c", _VIEWER, pool.on, str(key)]
+                with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as viewer:
+                    assert viewer.stdout is not None
+                    viewer.stdout.readline()
+                    try:
+                        return took("watched")
+                    finally:
+                        viewer.kill()
+
+            def unwatched() -> float:
+                until = time.perf_counter() + _LEASE_SECONDS
+                while time.perf_counter() < until:
+                    step()
+                return took("unwatched")
+
+            took("warm")
+            steps = interleave({"unwatched": unwatched, "watched": watched}, rounds)
+    return {**steps, **{who: Measured(tuple(all_)) for who, all_ in shares.items()}}
+
+
 def first_paint(name: str) -> float:
     """Milliseconds from the start of the command's process to a session drawn in a terminal."""
     ours, theirs = pty.openpty()
@@ -131,8 +189,17 @@ def measure(args: argparse.Namespace) -> Report:
     note = Measured(tuple(noted() for _ in range(args.rounds)))
     add("noted of a message by the worker's main thread, us", note)
     add("`lazygt top` to its first picture, ms", figures["paint"], "< 300")
+    pool = in_a_pool(args.rounds, args.seconds)
+    add("a step in a pool unwatched, ms", pool["unwatched"])
+    add("a step in a pool watched at 4 Hz, ms", pool["watched"])
+    for case, aim in (("unwatched", "<= 0.3 %"), ("watched", "<= 1 %")):
+        add(f"of a core, in a pool, {case}, by the client's thread", pool[f"{case}, client"], aim,
+            " %")  # fmt: skip
+        add(f"a step {case}, of the pool's own process, us", pool[f"{case}, pool"])
     steps = ratio(figures["watched"], figures["unwatched"])
     report.remarks.append(f"watched / unwatched, median of neighbouring rounds: {steps:.4f}")
+    steps = ratio(pool["watched"], pool["unwatched"])
+    report.remarks.append(f"the same in a pool: {steps:.4f}")
     report.remarks.append("shares are of the time that passes: a bound of what a step can lose")
     return report
 

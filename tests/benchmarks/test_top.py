@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.top import measured, noted
+from benchmarks.top import in_a_pool, measured, noted
 
 
 @pytest.mark.timeout(120)
@@ -14,3 +14,11 @@ def test_it_measures_steps_threads_and_the_first_picture() -> None:
     )
     assert all(0 < figures[f"watched, {who}"].median < 100 for who in ("client", "worker"))
     assert noted(1_000) > 0
+
+
+@pytest.mark.timeout(120)
+def test_it_measures_a_session_in_a_pool() -> None:
+    figures = in_a_pool(rounds=1, seconds=0.6)
+    assert all(figures[f"{case}, {who}"].median > 0
+               for case in ("unwatched", "watched") for who in ("client", "pool"))  # fmt: skip
+    assert all(figures[case].median > 0 for case in ("unwatched", "watched"))
