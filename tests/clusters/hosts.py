@@ -7,7 +7,7 @@
         hosts.kill(1)       # SIGKILL to all that runs there
 
 A host has loopback, ``lan`` with address 10.77.0.(number + 1), a host name of its own, and an
-/etc/hosts that knows the others. File systems and process ids are shared. Nothing of the machine's
+/etc/hosts that knows the others, as host0, host1 ... too. File systems and process ids are shared. Nothing of the machine's
 own network can be reached from there, and the hosts not from it. Needs root.
 """
 
@@ -90,7 +90,9 @@ class Hosts:
 
     def _make(self) -> None:
         both = list(zip(self.names, self.addresses, strict=True))
-        known = "".join(f"{address} {name}\n" for name, address in both)
+        known = "".join(
+            f"{address} {name} host{number}\n" for number, (name, address) in enumerate(both)
+        )
         for name in self.names:
             _ip("netns", "add", name)
             (_ETC / name).mkdir(parents=True)

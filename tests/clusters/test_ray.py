@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import lazygt
 from lazygt.errors import LaunchError
 from lazygt.runtime.cluster.ray import RayHosts
 from lazygt.runtime.cluster.ray_slot import HOST_PROCESS
+from tests.clusters.commands import commands
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install lazygt[ray]")
 
@@ -203,13 +205,24 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_example_prints_the_losses_of_one_machine(nodes: Nodes) -> None:
+    """By the command of docs/clusters.md."""
     nodes.add(2)
-    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    install, command = commands("Ray").splitlines()
+    assert install == "pip install 'lazygt[ray]'"
+    assert "ray = [" in (ROOT / "pyproject.toml").read_text()
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "LAZYGT_COMPILE": "off",
+    }
     shown = []
-    for script in ("ray_train.py", "clusters/train.py"):
+    for given in (command, "python examples/clusters/train.py --workers 2"):
         done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / script), "--workers", "2"],
-            env={**os.environ, **address, "PYTHONPATH": str(ROOT), "LAZYGT_COMPILE": "off"},
+            shlex.split(given),
+            cwd=ROOT,
+            env=environment,
             capture_output=True,
             text=True,
             timeout=150,
