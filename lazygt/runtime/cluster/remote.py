@@ -90,7 +90,7 @@ class RemoteHost:
         #: rank -> copies of its snapshots, which outlive the host
         self.shadows: dict[int, Arena] = {}
         self._last: Sequence[Frame] | None = None
-        self._lost = False
+        self._lost = self._closing = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -163,6 +163,7 @@ class RemoteHost:
 
     def close(self) -> None:
         """Have all workers ended; `ended` says when they have."""
+        self._closing = True
         for part in self.parts.values():
             self.say(Close(part.number))
 
@@ -198,7 +199,8 @@ class RemoteHost:
             self._lost = True
             for part in self.parts.values():
                 for worker, rank in enumerate(part.ranks):
-                    if not part.ended and rank not in self.deaths:
+                    # an agent that was interrupted has ended them, which nobody had asked for
+                    if not self._closing and rank not in self.deaths:
                         why = f"its host {self.name} is lost ({self.connection.closed})"
                         self._died(WorkerDied(rank, part.pids[worker], why, ""))
 

@@ -89,6 +89,23 @@ def test_without_another_host_the_clients_own_takes_what_was_on_a_lost_one(
         assert large.sum().item() == 1 << 20
 
 
+def test_an_agent_that_ends_its_workers_unasked_is_a_lost_host(
+    on: Callable[..., lazygt.Session], hosts: Hosts
+) -> None:
+    """As it does at Ctrl-C: it still says that they have ended. No answer is asked of them here."""
+    with on(1, 1) as session:
+        value = torch.ones(3)
+        assert value.sum().item() == 3
+        (part,) = hosts.agents[0].agent.parts.values()
+        part.end()
+        part.join()
+        hosts.agents[0].end.close("it was interrupted")
+        for step in range(3):
+            assert value.add_(1).sum().item() == 6 + 3 * step
+        (record,) = session.recoveries
+    assert record.ranks == (1,)
+
+
 def test_an_upload_crosses_the_wire_once_a_host(
     on: Callable[..., lazygt.Session], hosts: Hosts
 ) -> None:
