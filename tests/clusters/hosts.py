@@ -7,8 +7,9 @@
         hosts.kill(1)       # SIGKILL to all that runs there
 
 A host has loopback, ``lan`` with address 10.77.0.(number + 1), a host name of its own, and an
-/etc/hosts that knows the others, as host0, host1 ... too. File systems and process ids are shared. Nothing of the machine's
-own network can be reached from there, and the hosts not from it. Needs root.
+/etc/hosts that knows the others, as host0, host1 ... too. File systems and process ids are shared.
+Nothing of the machine's own network can be reached from there, and the hosts not from it. Needs
+root.
 """
 
 from __future__ import annotations
