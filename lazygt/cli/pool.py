@@ -20,7 +20,7 @@ from lazygt.runtime.cluster.keys import Keyring, keys_place
 app = typer.Typer(no_args_is_help=True, help="See a pool of `lazygt serve`, drain it, evict.")
 
 On = Annotated[str, typer.Argument(help="where it listens: tcp://HOST:PORT")]
-Key = Annotated[Path | None, typer.Option(help="a key file of `lazygt keys new --admin`")]
+Key = Annotated[Path | None, typer.Option(help="a key file: its own sessions; with --admin all")]
 Keys = Annotated[
     Path | None, typer.Option(help="or the pool's own folder of keys  [default: this user's]")
 ]

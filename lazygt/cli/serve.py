@@ -15,6 +15,7 @@ from lazygt.pool.rules import Quota, Rules
 from lazygt.pool.serve import address, cores_here, open_gateway, quotas
 from lazygt.runtime.cluster.keys import Keyring, keys_place
 from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.launch.hidden import hide
 
 
 def serve(
@@ -40,6 +41,9 @@ def serve(
         Path | None, typer.Option(help="a TOML file: what each key may have")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="keep its processes from looking into one another")
+    ] = False,
 ) -> None:  # fmt: skip
     """Serve workers of this machine to clients with keys, fairly and each with its own processes.
 
@@ -51,8 +55,10 @@ def serve(
     try:
         default, of_clients = (Quota(), {}) if quota is None else quotas(quota)
         limit = at_once or (workers if device == "cuda" else min(workers, cores_here()))
-        rules = Rules(workers, limit, queue, grace, expiry, default, of_clients)
+        rules = Rules(workers, limit, queue, grace, expiry, default, of_clients, hidden)
         caches = Path(Cache(None).place) / "clients"
+        if hidden:
+            hide()
         ring = Keyring(keys or keys_place())
         gateway = open_gateway(address(bind), ring, rules, device, caches)
     except (OSError, ValueError, LazyGTError) as error:

@@ -206,11 +206,11 @@ class Pool:
 
     def drain(self) -> None:
         """Have it admit nobody any more; it ends when its last session has. Needs a key that may
-        administer, as what follows."""
+        administer."""
         self._ask(DrainAll(), Ok)
 
     def evict(self, session: str) -> None:
-        """End a session.
+        """End a session: of this key, or any with one that may administer.
 
         Raises:
             PoolError: there is none of that name.

@@ -17,7 +17,7 @@ from lazygt.runtime.cluster.agent import Connected
 from lazygt.runtime.cluster.protocol import Closed, Died, Look, Opened, Said, Tell, read
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.messages import Done, Run
-from lazygt.runtime.wire import Buffer
+from lazygt.runtime.wire import Buffer, size_of
 
 #: Seconds that workers may take to load what they need. Until their first answer, so long at most,
 #: what they were given takes no room and no run-seconds.
@@ -48,8 +48,8 @@ class Gate:
         self._lock = threading.Lock()
         #: run -> workers that have not answered it
         self._running: dict[int, int] = {}
-        #: the last run that has gone on; what else it says to other workers goes on, too
-        self._last = 0
+        #: the last run that has gone on, and to which workers; what it says to others goes on, too
+        self._last, self._told = 0, set[int]()
         #: nothing counts before: the first answer, or the end of the time for a start
         self._begins = time.monotonic() + _START_SECONDS
         self._busy_since = 0.0
@@ -65,8 +65,18 @@ class Gate:
     def close(self, reason: str = "done") -> None:
         """Nothing: the connection is the gateway's."""
 
+    @property
+    def held(self) -> int:
+        """Bytes of messages that wait here."""
+        return sum(map(size_of, self._waiting))
+
     def put(self, frames: list[memoryview]) -> None:
-        """A message from the client, for the agent."""
+        """A message from the client, for the agent.
+
+        Raises:
+            ProtocolError: it says that it is a run, and is none.
+        """
+        run_told(frames)
         if Look.begins(frames[0]):  # what waits for its turn is no reason not to be seen
             self._waiting.appendleft(frames)
         else:
@@ -107,15 +117,17 @@ class Gate:
         held = sum(run_told(frames) is not None for frames in self._waiting)
         return seconds, running, held
 
-    def _pass(self, number: int, workers: int) -> bool:
+    def _pass(self, number: int, workers: tuple[int, ...]) -> bool:
         with self._lock:
             running = len(self._running)
-        if number > self._last and not self._may_pass(running):
-            return False
+        if number != self._last or not self._told.isdisjoint(workers):
+            if not self._may_pass(running):
+                return False
+            self._last, self._told = number, set()
+        self._told.update(workers)
         with self._lock:
             self._count(time.monotonic())
-            self._last = max(self._last, number)
-            self._running[number] = self._running.get(number, 0) + workers
+            self._running[number] = self._running.get(number, 0) + len(workers)
         return True
 
     def _answered(self, number: int) -> None:
@@ -143,9 +155,9 @@ class Gate:
         self._busy_since = now
 
 
-def run_told(frames: Sequence[Buffer]) -> tuple[int, int] | None:
-    """The number of the run that a message to an agent is about, and for how many workers; None:
-    it is about something else.
+def run_told(frames: Sequence[Buffer]) -> tuple[int, tuple[int, ...]] | None:
+    """The number of the run that a message to an agent is about, and for which workers; None: it
+    is about something else.
 
     Raises:
         ProtocolError: it is malformed.
@@ -154,7 +166,7 @@ def run_told(frames: Sequence[Buffer]) -> tuple[int, int] | None:
         return None
     told = read(frames, (Tell,))
     assert isinstance(told, Tell)
-    return sequence_number(frames[1]), len(told.workers)
+    return sequence_number(frames[1]), told.workers
 
 
 def sequence_number(header: Buffer) -> int:

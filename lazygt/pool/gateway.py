@@ -7,11 +7,10 @@ threads of their own, and so has the end of a session. Nothing here waits for a 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from lazygt.errors import LazyGTError, PoolError, ProtocolError
+from lazygt.errors import PoolError, ProtocolError
 from lazygt.pool import messages
 from lazygt.pool.messages import (
     TO_POOL,
@@ -42,8 +41,8 @@ from lazygt.pool.visitor import Visitor
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.wire import Part, decode
 
-_log = logging.getLogger("lazygt")
-
+#: Of one key.
+_MOST_CONNECTIONS = 64
 #: Seconds between two looks at who is still there.
 _LOOK_SECONDS = 0.25
 
@@ -56,6 +55,11 @@ class Gateway:
         administrates: whether who has the key of this name may administer.
         device: ``cpu`` or ``cuda``.
         caches: a folder for compiled code, one inside for each client.
+
+    Attributes:
+        refused: how often clients asked for what is not theirs: ``protocol`` (what makes no sense,
+            which ends the connection), ``administration``, ``foreign`` (of no session of theirs),
+            ``connections`` (too many of one key).
     """
 
     listener: Listener
@@ -63,6 +67,7 @@ class Gateway:
     rules: Rules
     device: str
     caches: Path
+    refused: Counter[str] = field(default_factory=Counter)
     sessions: Sessions = field(init=False)
     publishing: Publishing = field(init=False)
     _visitors: list[Visitor] = field(default_factory=list)
@@ -78,7 +83,12 @@ class Gateway:
             visitors=lambda: self._visitors,
         )
         self.sessions = Sessions(
-            self.rules, self.device, self.caches, self.publishing.values.by_client, self._post
+            self.rules,
+            self.device,
+            self.caches,
+            self.publishing.values.by_client,
+            self._post,
+            self.refused,
         )
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -101,7 +111,7 @@ class Gateway:
     def step(self) -> None:
         """Do all there is to do now."""
         while (connection := self.listener.accept()) is not None:
-            self._visitors.append(Visitor(connection))
+            self._admit(Visitor(connection))
         for visitor in list(self._visitors):
             self._attend(visitor)
         now = time.monotonic()
@@ -144,13 +154,23 @@ class Gateway:
 
     # -- clients -------------------------------------------------------------------------
 
+    def _admit(self, visitor: Visitor) -> None:
+        """Take somebody in, unless there are very many with its key: each costs time."""
+        if sum(other.client == visitor.client for other in self._visitors) < _MOST_CONNECTIONS:
+            self._visitors.append(visitor)
+            return
+        self.refused["connections"] += 1
+        visitor.connection.close(
+            f"{visitor.client} has {_MOST_CONNECTIONS} connections already: close some"
+        )
+
     def _attend(self, visitor: Visitor) -> None:
         """Take what somebody has said; `accept` has read what has come for all of them."""
         try:
             while visitor.connection.has_mail:
                 self._hear(visitor, visitor.connection.take() or [])
-        except LazyGTError as error:
-            _log.warning("%s broke the protocol: %s", visitor.client, error)
+            self.publishing.go_on(visitor)
+        except Exception as error:  # noqa: BLE001 - it ends that session, no other
             self.sessions.drop(visitor, error)
         if visitor.connection.closed is not None:
             self._look_for(visitor)
@@ -171,7 +191,7 @@ class Gateway:
         if not frames:
             raise ProtocolError("a message of nothing")
         if not messages.is_ours(frames[0]):
-            self.sessions.put(visitor, frames)
+            self.refused["foreign"] += not self.sessions.put(visitor, frames)
             return
         try:
             self._act(visitor, decode(frames[:1], TO_POOL), frames[1:])
@@ -190,14 +210,24 @@ class Gateway:
                 visitor.tell(rest)
             case Status(pages):
                 self._report(visitor, pages)
+            case EvictOne(session):
+                if self.sessions.client_of(session) != visitor.client:
+                    self._check_administrates(visitor)
+                self.sessions.evict(session)
+                visitor.say(Ok())
+            case DrainAll():
+                self._check_administrates(visitor)
+                self.sessions.drain()
+                visitor.say(Ok())
             case _:
-                if not self.publishing.act(visitor, message, rest):
-                    self._administer(visitor, message)
+                self.publishing.act(visitor, message, rest)
 
     def _report(self, visitor: Visitor, pages: bool) -> None:
         """Say how the pool is doing, as far as somebody may know."""
         whose = None if self.administrates(visitor.client) else visitor.client
         told = report(self.sessions.policy, self.sessions.hosted, self.publishing.values, whose)
+        if whose is None:
+            told["refused"] = {**self.listener.counts, **self.refused}
         frames = []
         if pages:
             doing = self.sessions.doing([row["session"] for row in told["sessions"]])
@@ -206,16 +236,10 @@ class Gateway:
                 row["unheard"] = round(self.sessions.unheard(row["session"]), 3)
         visitor.say(Report(json.dumps(told)), frames)
 
-    def _administer(self, visitor: Visitor, message: Part) -> None:
+    def _check_administrates(self, visitor: Visitor) -> None:
         if not self.administrates(visitor.client):
+            self.refused["administration"] += 1
             raise PoolError(
                 f"the key of {visitor.client!r} may not administer this pool: use the server's "
                 f"own, or one made with `lazygt keys new --admin`"
             )
-        match message:
-            case DrainAll():
-                self.sessions.drain()
-                visitor.say(Ok())
-            case EvictOne(session):
-                self.sessions.evict(session)
-                visitor.say(Ok())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from lazygt.errors import PoolError
 from lazygt.pool.gate import Gate
 from lazygt.runtime.cluster.agent import Agent, Connected
-from lazygt.runtime.launch import procfs
+from lazygt.runtime.launch import hidden, procfs
 from lazygt.runtime.launch.base import WORKER_FACTORY
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
 from lazygt.runtime.launch.start_plan import LinkSpec
@@ -37,6 +37,8 @@ class Terms:
     Attributes:
         threads: of each worker.
         device: ``cpu`` or ``cuda``.
+        places: of the pool, one for each worker; the GPUs of these numbers are theirs.
+        hidden: whether other processes of the pool's user are kept from looking into them.
         cache: where the compiled code of this client lies: nobody else's is run for it.
     """
 
@@ -44,6 +46,8 @@ class Terms:
     threads: int
     device: str
     cache: str
+    places: tuple[int, ...] = ()
+    hidden: bool = False
 
     def apply(self, spec: LinkSpec) -> LinkSpec:
         """What the workers will be.
@@ -51,10 +55,8 @@ class Terms:
         Raises:
             PoolError: the client asks for what is not its to ask.
         """
-        if len(spec.here) != self.workers or spec.world_size != self.workers:
-            raise PoolError(
-                f"{self.workers} worker(s) were granted, not {len(spec.here)} of {spec.world_size}"
-            )
+        if spec.world_size != self.workers or sorted(spec.here) != list(range(self.workers)):
+            raise PoolError(f"{self.workers} worker(s) were granted, not {spec.world_size}")
         if spec.factory != WORKER_FACTORY or spec.copier not in _COPIERS or not spec.loads_torch:
             raise PoolError("a pool starts lazygt's own workers only")
         if spec.transport != "ipc":
@@ -67,6 +69,7 @@ class Terms:
             spec,
             threads=self.threads,
             device=self.device,
+            gpus=self.places if self.device == "cuda" else None,
             spares=0,
             ranks=None,
             token=None,
@@ -76,7 +79,8 @@ class Terms:
 
     def _environment(self, asked: Mapping[str, str]) -> dict[str, str]:
         kept = {name: asked[name] for name in asked.keys() & _VARIABLES}
-        return {**kept, "LAZYGT_CACHE_DIR": self.cache}
+        told = {hidden.VARIABLE: "1"} if self.hidden else {}
+        return {**kept, **told, "LAZYGT_CACHE_DIR": self.cache}
 
 
 class Hosted:
@@ -112,10 +116,11 @@ class Hosted:
         return tuple(pid for part in self.gate.pids.values() for pid in part)
 
     def memory(self) -> int:
-        """Bytes that its workers hold: their own, and shared ones; code and files do not count."""
-        return sum(
-            procfs.resident(pid, "RssAnon") + procfs.resident(pid, "RssShmem") for pid in self.pids
-        )
+        """Bytes that are held for it: its workers' own, shared ones, and what is on its
+        way; code and files do not count."""
+        private = sum(procfs.resident(pid, "RssAnon") for pid in self.pids)
+        shared = sum(procfs.resident(pid, "RssShmem") for pid in self.pids)
+        return private + max(shared, self.agent.held) + self.gate.held
 
     def doing(self) -> tuple[Page | None, ...]:
         """The status pages of its workers; None: not written yet."""

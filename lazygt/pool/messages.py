@@ -84,7 +84,7 @@ class DrainAll(Part, tag=40):
 
 
 class EvictOne(Part, tag=41):
-    """End a session; answered by ``Ok``; for administrators."""
+    """End a session; answered by ``Ok``; another client's only for administrators."""
 
     session: str
 

@@ -138,10 +138,17 @@ class Policy:
         self._queue.setdefault(asked.client, deque()).append(asked.session)
         steps = self._admit(now)
         waiting = len(self.queue)
-        if not self.leases[asked.session].places and waiting > self.rules.queue:
-            self._leave_queue(asked.session)
-            return [*steps, Refuse(asked.session, PoolFull(waiting - 1, self.rules.workers))]
+        if waiting > self.rules.queue:
+            last = self._last_of_most(asked.client)
+            self._leave_queue(last)
+            steps.append(Refuse(last, PoolFull(waiting - 1, self.rules.workers)))
         return steps
+
+    def _last_of_most(self, newcomer: str) -> str:
+        """Who makes room in a full queue: the last session of the client that has most there, so
+        that nobody keeps others out; the newcomer's where none has more."""
+        most = max(self._queue, key=lambda name: (len(self._queue[name]), name == newcomer))
+        return self._queue[most][-1]
 
     def _objection(self, asked: Asked) -> PoolError | None:
         """Why a session can't be, now or ever."""

@@ -75,6 +75,10 @@ class PublishedValues:
         values = self._values.values()
         return sum(v.nbytes for v in values if v.client == client and v.name != without)
 
+    def count(self, client: str, without: str) -> int:
+        """How many values a client has published under other names than this one."""
+        return sum(whose == client and name != without for whose, name in self._values)
+
     def by_client(self) -> dict[str, int]:
         """Bytes that each client has published."""
         return {client: self.nbytes(client) for client, _ in self._values}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from lazygt.errors import OverQuota, ProtocolError
+from lazygt.errors import OverQuota, PoolError, ProtocolError
 from lazygt.pool.messages import Fetch, Forget, Listed, Names, Ok, Piece, Publish, Value
 from lazygt.pool.published import PublishedValue, PublishedValues
 from lazygt.pool.rules import Rules
 from lazygt.pool.visitor import Visitor
+from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.wire import Part
+
+#: Of one client.
+_MOST_NAMES, _LONGEST_NAME = 1000, 256
+#: Values that one connection may have asked for before they are there.
+_MOST_FETCHES = 16
+#: Bytes that are sent ahead of what has been read.
+_AHEAD_BYTES = 64 << 20
 
 
 class Publishing:
@@ -29,8 +37,8 @@ class Publishing:
         self.values = PublishedValues()
         self._rules, self._held, self._visitors = rules, held, visitors
 
-    def act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> bool:
-        """Do what is asked; whether it is about published values at all.
+    def act(self, visitor: Visitor, message: Part, rest: list[memoryview]) -> None:
+        """Do what is asked.
 
         Raises:
             PoolError: it can't be had.
@@ -49,13 +57,14 @@ class Publishing:
             case Forget(name):
                 self.values.forget(visitor.client, name)
                 visitor.say(Ok())
-            case _:
-                return False
-        return True
 
     def _publish(self, visitor: Visitor, told: Publish) -> None:
         value = PublishedValue(told.name, visitor.client, told.rows, told.shared)
         visitor.publishing = None
+        if len(told.name) > _LONGEST_NAME:
+            raise PoolError(f"a name of {len(told.name)} characters: {_LONGEST_NAME} at most")
+        if self.values.count(visitor.client, without=told.name) >= _MOST_NAMES:
+            raise PoolError(f"{_MOST_NAMES} values are published with this key: forget some")
         limit = self._rules.of(visitor.client).memory
         if limit is not None:
             coming = [v.publishing for v in self._visitors() if v.client == visitor.client]
@@ -82,7 +91,21 @@ class Publishing:
             visitor.say(Ok())
 
     def _send(self, visitor: Visitor, name: str) -> None:
-        value = self.values.of(visitor.client, name)
-        visitor.say(Value(value.rows))
-        for piece in value.pieces():
-            visitor.say(Piece(), [piece])
+        if len(visitor.sending) >= _MOST_FETCHES:
+            raise PoolError(f"{_MOST_FETCHES} values are on their way already: read them first")
+        visitor.sending.append(_messages(self.values.of(visitor.client, name)))
+
+    def go_on(self, visitor: Visitor) -> None:
+        """Send what has been asked for, as fast as it is read: what is sent is kept until then."""
+        while visitor.sending and visitor.connection.pending < _AHEAD_BYTES:
+            message = next(visitor.sending[0], None)
+            if message is None:
+                visitor.sending.popleft()
+            else:
+                visitor.say(*message)
+
+
+def _messages(value: PublishedValue) -> Iterator[tuple[Part, list[Frame]]]:
+    yield Value(value.rows), []
+    for piece in value.pieces():
+        yield Piece(), [piece]

@@ -34,6 +34,7 @@ class Rules:
         grace: the longest time, in seconds, for which a session's connection may be dead.
         expiry: seconds that a detached session lives without its client.
         quotas: by client; those who are not here have ``quota``.
+        hidden: whether workers are kept from looking into one another; see ``hidden.hide``.
     """
 
     workers: int
@@ -43,6 +44,7 @@ class Rules:
     expiry: float = 24 * 3600.0
     quota: Quota = Quota()
     quotas: Mapping[str, Quota] = field(default_factory=dict)
+    hidden: bool = False
 
     def of(self, client: str) -> Quota:
         """A client's quota."""

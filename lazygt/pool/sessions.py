@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,8 @@ from lazygt.pool.turns import Resume
 from lazygt.pool.visitor import Visitor
 from lazygt.runtime.launch.status_reader import Pages
 
+_log = logging.getLogger("lazygt")
+
 #: Seconds between two looks at the memory of workers.
 _WEIGH_SECONDS = 0.25
 
@@ -49,6 +54,7 @@ class Sessions:
     Attributes:
         hosted: those with workers.
         stirred: those for which something has come.
+        refused: how often clients asked for what is not theirs; see `Gateway`.
     """
 
     def __init__(
@@ -58,10 +64,12 @@ class Sessions:
         caches: Path,
         published: Callable[[], dict[str, int]],
         post: Callable[[Callable[[], object]], None],
+        refused: Counter[str],
     ) -> None:
         self.policy = Policy(rules)
         self.hosted: dict[str, Hosted] = {}
         self.stirred: set[str] = set()
+        self.refused = refused
         self._device, self._caches = device, caches
         self._published, self._post = published, post
         self._visitors: dict[str, Visitor] = {}
@@ -111,18 +119,21 @@ class Sessions:
         visitor.session = session = f"{visitor.client}-{self._asked}"
         self._visitors[session] = visitor
         cores = ask.cores or ask.workers
-        self._handle(
-            Asked(session, visitor.client, ask.workers, cores, max(ask.grace, 0.0), ask.detach)
-        )
+        grace = ask.grace if ask.grace > 0.0 else 0.0  # also where it is no number
+        self._handle(Asked(session, visitor.client, ask.workers, cores, grace, ask.detach))
         if session in self.policy.queue:
             visitor.say(Waits(self.policy.queue.index(session)))
 
-    def put(self, visitor: Visitor, frames: list[memoryview]) -> None:
-        """A client says something to the agent of its session; without one it goes nowhere."""
+    def put(self, visitor: Visitor, frames: list[memoryview]) -> bool:
+        """A client says something to the agent of its session; without one it goes nowhere, and
+        this is False."""
         hosted = self.hosted.get(visitor.session or "")
-        if hosted is not None and not hosted.ending:
+        if hosted is None:
+            return False
+        if not hosted.ending:
             hosted.gate.put(frames)
             self.stirred.add(visitor.session or "")
+        return True
 
     def leave(self, visitor: Visitor) -> None:
         """A client is done with its session: `Ok` when that has ended, or goes on without it."""
@@ -152,12 +163,20 @@ class Sessions:
         if visitor.session is not None:
             self._handle(ClientBack(visitor.session))
 
-    def drop(self, visitor: Visitor, error: LazyGTError) -> None:
+    def drop(self, visitor: Visitor, error: Exception) -> None:
         """Have nothing to do any more with who breaks the protocol."""
+        expected = isinstance(error, LazyGTError)
+        _log.warning("%s broke the protocol: %s", visitor.client, error, exc_info=not expected)
+        self.refused["protocol"] += 1
         visitor.fail(PoolError(str(error)))
         visitor.connection.close()
         if visitor.session is not None:
             self._handle(Evict(visitor.session))
+
+    def client_of(self, session: str) -> str | None:
+        """Whose session it is; None: there is none of that name."""
+        lease = self.policy.leases.get(session)
+        return None if lease is None else lease.asked.client
 
     def evict(self, session: str) -> None:
         """End a session.
@@ -220,11 +239,13 @@ class Sessions:
 
     def _host(self, session: str) -> None:
         visitor = self._visitors[session]
-        asked = self.policy.leases[session].asked
+        lease = self.policy.leases[session]
+        asked = lease.asked
         cache = self._caches / asked.client
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        threads = max(asked.cores // asked.workers, 1)
-        terms = Terms(asked.workers, threads, self._device, str(cache))
+        threads = min(max(asked.cores // asked.workers, 1), len(os.sched_getaffinity(0)))
+        hidden = self.policy.rules.hidden
+        terms = Terms(asked.workers, threads, self._device, str(cache), lease.places, hidden)
         self.hosted[session] = Hosted(
             visitor.connection,
             terms,
@@ -262,7 +283,7 @@ class Sessions:
                 continue
             try:
                 hosted.agent.pump()
-            except LazyGTError as error:
+            except Exception as error:  # noqa: BLE001 - it ends that session, no other
                 visitor = self._visitors.get(session)
                 if visitor is None:
                     self._handle(Evict(session))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
@@ -36,6 +37,8 @@ class Visitor:
     session: str | None = None
     publishing: PublishedValue | None = None
     lost: bool = False
+    #: messages of published values that it has asked for
+    sending: deque[Iterator[tuple[Part, list[Frame]]]] = field(default_factory=deque)
     #: what its client has said that it does, and when; and when it was asked, if it has not since
     _page: Page | None = None
     _told: float = 0.0

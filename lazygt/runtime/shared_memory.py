@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.memory_files import create_file
+from lazygt.runtime.memory_files import create_file, memory_of
 
 ALIGNMENT = 256
 """Every slot starts at a multiple of this many bytes, as CUDA and SIMD kernels like it."""
@@ -170,6 +170,11 @@ class Arena:
         """Bytes of memory that the arena has touched and keeps for reuse."""
         with self._lock:
             return sum(segment.populated for segment in self._segments.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that it takes, whoever has written them."""
+        return memory_of(self.fd)
 
     def extents(self, most: int) -> Iterator[tuple[int, int]]:
         """(offset, bytes) of all that was ever written, in pieces of at most so many bytes, none of

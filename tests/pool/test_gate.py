@@ -73,7 +73,7 @@ def done(number, worker=0):
 
 
 def test_which_run_a_message_is_about():
-    assert run_told(run(300, 0, 1)) == (300, 2)
+    assert run_told(run(300, 0, 1)) == (300, (0, 1))
     assert run_told(encode(Tell(0, (0,)), encode(Snap(3)))) is None
     assert run_told(encode(Mirror(0, 0), [b"1234"])) is None
     assert sequence_number(encode(Done(70_000))[0]) == 70_000
@@ -115,6 +115,31 @@ def test_what_a_run_says_to_other_workers_goes_on_whoever_waits(ways):
     ways.gate.send(done(1, 1))
     assert ways.taken() == 1
     assert ways.changes == 2
+
+
+def test_nobody_gets_past_its_turn_with_a_number_that_has_gone_on(ways):
+    """Runs are numbered by the client: one that counts as it likes waits all the same."""
+    ways.put(run(5, 0))
+    assert ways.taken() == 1
+    ways.open = False
+    for number, workers in ((5, (0,)), (4, (0,)), (1, (0, 1)), (5, (0, 1))):
+        ways.put(run(number, *workers))
+    assert ways.taken() == 0
+    assert ways.gate.load()[1:] == (0, 4)
+    ways.gate.send(done(5))
+    ways.open = True
+    assert ways.taken() == 1
+
+
+def test_a_run_that_is_none_is_refused_before_it_waits(ways):
+    """Behind one that is held back, it was looked at where nobody minded that it makes no sense."""
+    ways.open = False
+    ways.put(run(1))
+    wrong = encode(Tell(0, (0,)), [b"\x92\x02\xa1a"])
+    assert Run.begins(wrong[1])
+    with pytest.raises(ProtocolError):
+        ways.put(wrong)
+    assert ways.gate.load()[1:] == (0, 1)
 
 
 def test_run_seconds_are_those_in_which_something_runs(ways, clock):

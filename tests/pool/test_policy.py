@@ -284,7 +284,8 @@ class Model:
                 assert session not in self.places
                 self.places[session] = places
             case Refuse():
-                twice = isinstance(event, Asked) and event is not self.asked.get(session)
+                again = isinstance(event, Asked) and event.session == session
+                twice = again and event is not self.asked.get(session)
                 if not twice:
                     self.forget(session)
             case End():

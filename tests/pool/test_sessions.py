@@ -275,8 +275,11 @@ def test_what_is_detached_goes_on_until_it_is_evicted(pool):
     with Pool(pool.on, pool.key("alice")) as alice:
         assert alice.fetch("later").tolist() == [1.0, 1.0, 1.0]
         alice.forget("later")
-        with pytest.raises(PoolError, match="may not administer"):
-            alice.evict(row["session"])
+    with (
+        Pool(pool.on, pool.key("bob")) as bob,
+        pytest.raises(PoolError, match="may not administer"),
+    ):
+        bob.evict(row["session"])
     with Pool(pool.on, pool.server) as server:
         server.evict(row["session"])
     all_free(pool)

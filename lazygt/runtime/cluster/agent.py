@@ -37,7 +37,7 @@ from lazygt.runtime.cluster.protocol import (
 from lazygt.runtime.launch.mailbox import Frame
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.shared_memory import Arena, create_memory
-from lazygt.runtime.wire import Part, encode
+from lazygt.runtime.wire import Part, encode, size_of
 
 _log = logging.getLogger("lazygt")
 
@@ -110,14 +110,29 @@ class Agent:
         return self._connection.closed or ""
 
     def pump(self) -> None:
-        """Do what the client has asked by now."""
+        """Do what the client has asked by now.
+
+        Raises:
+            ProtocolError: it can't be done, or makes no sense.
+        """
         while (frames := self._connection.take()) is not None:
-            self._heard(protocol.read(frames, TO_AGENT), frames[1:])
+            message = protocol.read(frames, TO_AGENT)
+            try:
+                self._heard(message, frames[1:])
+            except (OSError, ValueError, OverflowError, MemoryError) as error:
+                raise ProtocolError(f"{type(message).__name__} can't be done: {error}") from error
         self.mirrors.pump()
         while self._held and not self._waits(self._held[0][0]):
             self._act(*self._held.popleft())
         for number in [number for number, part in self.parts.items() if not part.is_alive()]:
             self.parts.pop(number).close()
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that the client has filled here."""
+        waiting = sum(size_of(rest) for _, rest in self._held)
+        shadows = sum(arena.held for arena in self._shadows.values())
+        return waiting + self.mirrors.held + shadows
 
     def close(self) -> None:
         """End all workers. Takes seconds at most."""
@@ -137,7 +152,7 @@ class Agent:
         """Do what the client says, in order, but for what uploads are waited for by."""
         match message:
             case Mirror():
-                self.mirrors.take(message, rest[0])
+                self.mirrors.take(message, _only(rest))
             case Begin():
                 self._held.clear()  # of a session that has ended
                 self.mirrors.begin(message)
@@ -174,7 +189,7 @@ class Agent:
                 if (there := self.parts.get(part)) is not None:
                     there.tell(workers, self._told)
             case Shadow():
-                self._shadow(message, rest[0])
+                self._shadow(message, _only(rest))
             case Open(part, text):
                 self._open(part, text)
             case Replace(part, worker, number) if part in self.parts:
@@ -204,3 +219,9 @@ class Agent:
         if key not in self._shadows:
             self._shadows[key] = Arena.own(create_memory(told.first))
         write(self._shadows[key], told.offset, data)
+
+
+def _only(frames: list[memoryview]) -> memoryview:
+    if len(frames) != 1:
+        raise ProtocolError(f"expected one frame of bytes, not {len(frames)}")
+    return frames[0]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lazygt.errors import LazyGTError, WorkerDied, WorkerFrozen
+from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.cluster.passing import Say
 from lazygt.runtime.cluster.protocol import Closed, Died, Frozen, Kept, Opened, Refused, Said
 from lazygt.runtime.launch.mailbox import Frame
@@ -58,7 +58,13 @@ class HostPart(threading.Thread):
     # -- from the client's side ----------------------------------------------------------
 
     def tell(self, workers: Sequence[int], frames: Sequence[Frame]) -> None:
-        """Pass a message on to workers, after what was ordered before."""
+        """Pass a message on to workers, after what was ordered before.
+
+        Raises:
+            ProtocolError: there are none of these numbers.
+        """
+        for worker in workers:
+            self._check(worker)
         link = self._link
         if self._orders or link is None:
             kept = [bytes(frame) for frame in frames]
@@ -154,7 +160,12 @@ class HostPart(threading.Thread):
         self._say(told, ())
 
     def replace(self, worker: int, group: int) -> None:
-        """Order another process in a worker's place."""
+        """Order another process in a worker's place.
+
+        Raises:
+            ProtocolError: there is none of that number.
+        """
+        self._check(worker)
 
         def act(link: ProcessLink) -> None:
             try:
@@ -166,6 +177,10 @@ class HostPart(threading.Thread):
             self._say(Opened(self.number, link.pids, worker), ())
 
         self.order(act)
+
+    def _check(self, worker: int) -> None:
+        if worker >= len(self._spec.here):
+            raise ProtocolError(f"there is no worker {worker} in part {self.number}")
 
     def refill(self) -> None:
         """Order spare processes."""

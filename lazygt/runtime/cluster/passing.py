@@ -147,6 +147,11 @@ class Mirrors:
             self._arena = Arena.create(first)
         return self._arena
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory that the arena takes."""
+        return 0 if self._arena is None else self._arena.held
+
     # -- what the client says ------------------------------------------------------------
 
     def begin(self, told: Begin) -> None:

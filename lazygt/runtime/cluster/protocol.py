@@ -257,7 +257,7 @@ def spec_of(text: str) -> LinkSpec:
     """Read what `spec_text` wrote.
 
     Raises:
-        ProtocolError: another version wrote it.
+        ProtocolError: another version wrote it, or something else.
     """
     try:
         fields: dict[str, Any] = json.loads(text)
@@ -267,8 +267,8 @@ def spec_of(text: str) -> LinkSpec:
         ranks, token = fields.get("ranks"), fields.get("token")
         fields["ranks"] = None if ranks is None else tuple(ranks)
         fields["token"] = None if token is None else bytes.fromhex(token)
-        return LinkSpec(**fields)
-    except (ValueError, TypeError) as error:
+        return msgspec.convert(fields, LinkSpec)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"what workers are to be cannot be read: {error}") from error
 
 

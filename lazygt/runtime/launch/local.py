@@ -120,8 +120,9 @@ def share_of_cores(world_size: int) -> int:
     return max(len(os.sched_getaffinity(0)) // world_size, 1)
 
 
-def visible_gpu(rank: int, count: int) -> str:
-    """What CUDA_VISIBLE_DEVICES is to be for a rank on a machine of ``count`` visible GPUs.
+def visible_gpu(number: int, count: int) -> str:
+    """What CUDA_VISIBLE_DEVICES is to be for who takes the GPU of that number, of ``count`` visible
+    ones.
 
     Raises:
         ValueError: there is no GPU.
@@ -130,7 +131,7 @@ def visible_gpu(rank: int, count: int) -> str:
         raise ValueError("device='cuda', but torch sees no GPU; use device='cpu'")
     listed = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     names = listed if listed != [""] else [str(index) for index in range(count)]
-    return names[rank % count]
+    return names[number % count]
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -30,7 +30,7 @@ from typing import Protocol
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.runtime.launch import session_directory
+from lazygt.runtime.launch import hidden, session_directory
 from lazygt.runtime.launch.activity import EVERY, Activity, Reporter
 from lazygt.runtime.launch.base import Boot, load_named
 from lazygt.runtime.launch.channel import DATA, PING, PONG, SHUTDOWN, Server
@@ -54,6 +54,8 @@ class MessageHandler(Protocol):
 
 def main() -> None:
     """Run the worker until the client shuts it down or goes away."""
+    if os.environ.pop(hidden.VARIABLE, ""):
+        hidden.hide()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     liveness_pipe = int(sys.argv[1])

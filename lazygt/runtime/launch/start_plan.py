@@ -34,6 +34,8 @@ class LinkSpec:
         ranks: those of them that are started here; None: all.
         group_number: how many process groups the session had before.
         device: ``cpu``, or ``cuda`` for one GPU each (shared when there are fewer GPUs).
+        gpus: which of the visible GPUs those that are started here take, in order, counted on from
+            the first again where there are fewer; None: from the first on.
         threads: torch threads a worker; None for a fair share of the cores.
         transport: ``ipc``, or ``tcp://HOST`` for encrypted TCP.
         factory: ``module:attribute`` that makes a worker's message handler.
@@ -78,11 +80,21 @@ class LinkSpec:
     store: str = ""
     host: str = ""
     address: str = ""
+    gpus: tuple[int, ...] | None = None
 
     @property
     def here(self) -> tuple[int, ...]:
         """The ranks that are started here."""
         return tuple(range(self.world_size)) if self.ranks is None else self.ranks
+
+    def gpu_of(self, rank: int) -> int:
+        """Which GPU a rank that is started here takes."""
+        number = self.here.index(rank)
+        return number if self.gpus is None else self.gpus[number]
+
+    def gpus_here(self, count: int) -> int:
+        """How many GPUs the ranks here have between them, of ``count`` visible ones."""
+        return count if self.gpus is None else len({gpu % count for gpu in self.gpus if count})
 
     @property
     def threads_a_worker(self) -> int:
@@ -153,9 +165,8 @@ class StartPlan:
         """Variables of one worker, its GPU among them."""
         given = dict(self.spec.environment)
         if self.spec.device == "cuda":
-            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(
-                self.spec.here.index(rank), torch.cuda.device_count()
-            )
+            gpu = self.spec.gpu_of(rank)
+            given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
             # NCCL listens for the ranks' first meeting: only where other ranks are. Who connects
             # there must know a number that the ranks share.
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
@@ -181,7 +192,7 @@ class StartPlan:
         if self.spec.world_size == 1:
             return None
         spec, here = self.spec, len(self.spec.here)
-        gpus = torch.cuda.device_count() if spec.device == "cuda" else 0
+        gpus = spec.gpus_here(torch.cuda.device_count()) if spec.device == "cuda" else 0
         backend = backend_for(spec.device, here, gpus)
         if slow := why_host(spec.device, here, gpus):
             warnings.warn(f"lazygt.session: {slow}", RuntimeWarning, stacklevel=2)
