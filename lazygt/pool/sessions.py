@@ -296,6 +296,7 @@ class Sessions:
             self._handle(Load(session, running, held))
 
     def _weigh(self) -> None:
-        sizes = {name: hosted.memory() for name, hosted in self.hosted.items()}
+        living = {name: hosted for name, hosted in self.hosted.items() if not hosted.ending}
+        sizes = {name: hosted.memory() for name, hosted in living.items()}
         self._handle(Used(sizes, self._published()))
         self.stirred |= self.hosted.keys()
