@@ -46,13 +46,13 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.recovery.recover import RecoveryRecord
 from lazygt.runtime.values import RemoteValue
-from lazygt.status import StatusWriter
 from lazygt.submit import Submitter
 from lazygt.transfer import copy_request
 
 if TYPE_CHECKING:
     from lazygt.memory import SessionMemory
     from lazygt.passes.sharding.axis import AxisStep
+    from lazygt.status import StatusWriter
     from lazygt.weights import SessionSource
 
 
@@ -120,6 +120,9 @@ class Session:
         ]
         self._status: StatusWriter | None = None
         if self._link.status is not None:
+            # why: it loads the mailboxes, which `import lazygt` does without
+            from lazygt.status import StatusWriter
+
             self._status = StatusWriter(self, self._link.status, self._link.name)
             self._status.start()
         #: takes the hooks away, at the latest when nobody has the session any more

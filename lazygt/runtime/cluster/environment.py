@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lazygt.errors import LaunchError
+from lazygt.runtime.cluster import ENGINE_VARIABLES
 
 #: Ports that follow from a job's number: below those that Linux gives to outgoing connections.
 _PORTS: Final = (15_000, 15_000)
@@ -31,9 +32,6 @@ _OF_SEVERAL = re.compile(
     r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE|STEP_\w+)"
     r"|JOB_COMPLETION_INDEX"
 )
-#: Of which an engine sets one at least for each process that it starts.
-_STARTED = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
-                      "JOB_COMPLETION_INDEX"})  # fmt: skip
 #: The job of the process of that id, once its variables are gone; a child that it forks has none.
 _left: dict[int, Job] = {}
 
@@ -114,7 +112,7 @@ class Job:
 
 def may_be_of_several() -> bool:
     """Whether it is worth while to ask for the job of this process."""
-    return os.getpid() in _left or not _STARTED.isdisjoint(os.environ)
+    return os.getpid() in _left or not ENGINE_VARIABLES.isdisjoint(os.environ)
 
 
 def job_here() -> Job | None:

@@ -34,12 +34,12 @@ from lazygt.runtime.collectives.backends import (
     SocketBackend,
     TorchBackend,
 )
-from lazygt.runtime.collectives.peer_backend import PeerBackend
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
 from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous, late
 
 if TYPE_CHECKING:
     from lazygt.runtime.collectives.meeting import Meeting
+    from lazygt.runtime.collectives.peer_backend import PeerBackend
     from lazygt.runtime.launch.base import GroupSpec
 
 
@@ -286,7 +286,12 @@ def _for_large(peers: Sequence[Peer | None]) -> SharedMemoryBackend | PeerBacken
     they are not, each has a peer on another.
     """
     here = [peer for peer in peers if peer is None or isinstance(peer, PeerSocket)]
-    return SharedMemoryBackend(here) if len(here) == len(peers) else PeerBackend(peers)
+    if len(here) == len(peers):
+        return SharedMemoryBackend(here)
+    # why: few groups are on several hosts
+    from lazygt.runtime.collectives.peer_backend import PeerBackend
+
+    return PeerBackend(peers)
 
 
 def keep_apart(rank: int, world_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ import torch
 from lazygt.config import Config
 from lazygt.errors import LaunchError
 from lazygt.graph.mesh import Mesh
-from lazygt.runtime.cluster.environment import job_here, may_be_of_several
+from lazygt.runtime.cluster import ENGINE_VARIABLES
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 from lazygt.runtime.wire import hand_over
 
 if TYPE_CHECKING:
+    from lazygt.runtime.cluster.environment import Job
     from lazygt.runtime.launch.start_plan import LinkSpec
 
 
@@ -28,6 +30,22 @@ def device_type(config: Config) -> str:
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
+
+
+def _job(asked: bool) -> Job | None:
+    """The job of this process, which few programs have: they do not load what reads it.
+
+    Args:
+        asked: whether the user says that there is one.
+    """
+    # The client of a job has its variables no more, and has loaded this.
+    loaded = "lazygt.runtime.cluster.environment" in sys.modules
+    if not (asked or loaded) and ENGINE_VARIABLES.isdisjoint(os.environ):
+        return None
+    # why: see above
+    from lazygt.runtime.cluster.environment import job_here, may_be_of_several
+
+    return job_here() if asked or may_be_of_several() else None
 
 
 def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +63,7 @@ def by_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
     if launcher not in {"auto", "environment"} or elsewhere:
         return given
     given["launcher"] = "process"
-    job = job_here() if launcher == "environment" or may_be_of_several() else None
+    job = _job(asked=launcher == "environment")
     if job is None:
         if launcher == "environment":
             raise LaunchError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 
@@ -43,3 +45,18 @@ def test_a_wrong_name_is_told_all_that_there_are(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(ValueError, match=text):
         lazygt.session(launcher="magic")
+
+
+def test_import_lazygt_loads_nothing_of_other_hosts_and_no_sockets() -> None:
+    code = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import lazygt\n"
+        "loaded = {'zmq', 'lazygt.runtime.cluster.environment', 'lazygt.runtime.launch.mailbox',"
+        "          'lazygt.runtime.collectives.peer_backend', 'lazygt.status'} & set(sys.modules)\n"
+        "print(sorted(loaded - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=100
+    )
+    assert done.stdout.strip() == "[]"
