@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clusters.hosts import Hosts, hosts_or_skip
-from tests.clusters.test_attached import Running, alone, same
+from tests.clusters.hosts import Hosts
+from tests.clusters.running import alone, same, torchrun
 from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
 pytestmark = [pytest.mark.clusters, pytest.mark.anew, pytest.mark.timeout(400)]
@@ -38,12 +37,6 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with hosts_or_skip(2) as hosts:
-        yield hosts
-
-
 def written(folder: Path, text: str) -> Path:
     program = folder / "program_of_a_test.py"
     program.write_text(text)
@@ -52,7 +45,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_another_token_is_told_on_both_hosts(hosts: Hosts) -> None:
     other = "another-token-that-is-as-long-as-it-has-to-be"
-    run = Running(hosts, 1, 5, 1, other=other, given=SOON)
+    run = torchrun(hosts, 1, 5, 1, given=SOON, strange={"LAZYGT_TOKEN": other})
     here, there = run.ended()
     assert "SecurityError" in there
     assert "LAZYGT_TOKEN" in there
@@ -66,7 +59,7 @@ def test_another_token_is_told_on_both_hosts(hosts: Hosts) -> None:
 def test_another_version_is_told_on_both_hosts(
     what: str, name: str, other: str, hosts: Hosts, tmp_path: Path
 ) -> None:
-    run = Running(hosts, 1, 5, 1, given=SOON, strange=strange(tmp_path / "strange", what))
+    run = torchrun(hosts, 1, 5, 1, given=SOON, strange=strange(tmp_path / "strange", what))
     here, there = run.ended()
     assert "VersionMismatch" in there
     assert f"{name} is {other} here" in there
@@ -76,14 +69,14 @@ def test_another_version_is_told_on_both_hosts(
 
 
 def test_more_workers_than_the_job_has(hosts: Hosts, tmp_path: Path) -> None:
-    run = Running(hosts, 1, program=written(tmp_path, ASKS_FOR_THREE), given=SOON)
+    run = torchrun(hosts, 1, program=written(tmp_path, ASKS_FOR_THREE), given=SOON)
     here, _ = run.ended()
     assert "LaunchError" in here
     assert "workers asks for 3: leave workers out" in here
 
 
 def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
-    run = Running(hosts, 1, program=written(tmp_path, COMES_NOT), given=SOON)
+    run = torchrun(hosts, 1, program=written(tmp_path, COMES_NOT), given=SOON)
     here, _ = run.ended()
     assert "LaunchError" in here
     assert "after 20 s there are 1: 1 on this host" in here
@@ -91,7 +84,7 @@ def test_a_host_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_the_store_in_which_hosts_meet_is_lost(hosts: Hosts, tmp_path: Path) -> None:
-    run = Running(hosts, 1, program=written(tmp_path, LATE_CLIENT), given=SOON)
+    run = torchrun(hosts, 1, program=written(tmp_path, LATE_CLIENT), given=SOON)
     run.until("begins")
     other = run.processes[1].stdout
     assert other is not None
@@ -108,7 +101,7 @@ def test_the_store_in_which_hosts_meet_is_lost(hosts: Hosts, tmp_path: Path) -> 
 def test_clocks_that_are_an_hour_apart_are_of_no_account(hosts: Hosts, tmp_path: Path) -> None:
     """Neither those of a calendar nor those since the machines were started."""
     later = strange(tmp_path / "later", LATER)
-    run = Running(hosts, 1, 20, 1, strange=later, before=UP_LONGER)
+    run = torchrun(hosts, 1, 20, 1, strange=later, before=UP_LONGER)
     told = run.told()
     assert same(told, alone(20, 1, 2))
     assert told["recoveries"] == []

@@ -7,14 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clusters import slurm
-from tests.clusters.hosts import Hosts, hosts_or_skip
+from tests.clusters.hosts import Hosts
 from tests.clusters.meets import ENDPOINT_PORT
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(120)]
@@ -30,12 +29,6 @@ exec nsenter --net=/run/netns/$host unshare --mount --uts sh -c \
     "mount --bind /etc/netns/$host/hosts /etc/hosts && hostname $host && $*"
 """
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with hosts_or_skip(2) as hosts:
-        yield hosts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,12 +33,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 SECONDS = 400
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with hosts_or_skip(2) as hosts:
-        yield hosts
 
 
 @cache

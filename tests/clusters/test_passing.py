@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clusters.hosts import Hosts, hosts_or_skip
-from tests.clusters.test_attached import Running, alone, same
+from tests.clusters.running import alone, same, torchrun
 from tests.runtime.cluster.agents import wait_for
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(400)]
@@ -33,7 +33,7 @@ def in_the_midst(hosts: Hosts) -> None:
 
 def test_an_upload_leaves_the_clients_host_once(hosts: Hosts) -> None:
     """64 MiB to four workers on four hosts: the first three send it once, the last one does not."""
-    run = Running(hosts, 1, 5, MEGABYTES)
+    run = torchrun(hosts, 1, 5, MEGABYTES)
     told = run.told()
     sent = [hosts.sent(host) for host in range(4)]
     assert same(told, alone(5, MEGABYTES, 4))
@@ -47,7 +47,7 @@ def test_an_upload_leaves_the_clients_host_once(hosts: Hosts) -> None:
 
 
 def test_a_host_that_is_cut_off_in_the_midst_of_an_upload_has_the_rest_later(hosts: Hosts) -> None:
-    run = Running(hosts, 1, 5, MEGABYTES)
+    run = torchrun(hosts, 1, 5, MEGABYTES)
     in_the_midst(hosts)
     hosts.cut(2)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -60,7 +60,7 @@ def test_a_host_that_is_cut_off_in_the_midst_of_an_upload_has_the_rest_later(hos
 
 
 def test_a_host_that_is_lost_in_the_midst_of_an_upload_is_left_out(hosts: Hosts) -> None:
-    run = Running(hosts, 1, 5, MEGABYTES)
+    run = torchrun(hosts, 1, 5, MEGABYTES)
     in_the_midst(hosts)
     for pid in hosts.processes(2):
         os.kill(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
     watched.py FILE
 
-Its first line is the process id of the client.
+It says ``client PID`` as soon as it has a model.
 """
 
 import os
@@ -21,7 +21,7 @@ def main(ended: str) -> None:
         lazygt.data_parallel(model)
         optimizer = torch.optim.Adam(model.parameters())
         rows = lazygt.distribute(torch.ones(16 * workers, 64), {"data": lazygt.Shard(0)})
-        print(os.getpid(), flush=True)
+        print("client", os.getpid(), flush=True)
         while not os.path.exists(ended):
             optimizer.zero_grad()
             loss = model(rows).square().mean()
