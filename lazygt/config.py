@@ -259,8 +259,6 @@ class Config:
             values.setdefault("threads", 1)
             if values.get("compile", "auto") == "auto":
                 values["compile"] = "off"
-        if values.get("on") and values.get("compile", "auto") == "auto":
-            values["compile"] = "off"  # what the client compiles does not reach a pool's workers
         config = Config(**values)
         config.check()
         return config
@@ -329,11 +327,6 @@ class Config:
             raise ValueError(
                 f"lazygt.session(on={self.on!r}): leave launcher=, transport= and spares= out: "
                 f"the pool starts its workers as it does"
-            )
-        if self.compile != "off":
-            raise ValueError(
-                f"lazygt.session(on={self.on!r}, compile={self.compile!r}): compiled code does not "
-                f"reach a pool's workers; leave compile= out"
             )
         if not self.grace >= 0:
             raise ValueError(f"lazygt.session(grace={self.grace!r}): expected seconds, at least 0")

@@ -9,12 +9,13 @@ from typing import Annotated
 import torch
 import typer
 
+from lazygt.cache import cache_place
 from lazygt.cli.script import fail
+from lazygt.config import cache_setting
 from lazygt.errors import LazyGTError
 from lazygt.pool.rules import Quota, Rules
 from lazygt.pool.serve import address, cores_here, open_gateway, quotas
 from lazygt.runtime.cluster.keys import Keyring, keys_place
-from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.hidden import hide
 
 
@@ -56,7 +57,7 @@ def serve(
         default, of_clients = (Quota(), {}) if quota is None else quotas(quota)
         limit = at_once or (workers if device == "cuda" else min(workers, cores_here()))
         rules = Rules(workers, limit, queue, grace, expiry, default, of_clients, hidden)
-        caches = Path(Cache(None).place) / "clients"
+        caches = cache_place(cache_setting()) / "clients"
         if hidden:
             hide()
         ring = Keyring(keys or keys_place())

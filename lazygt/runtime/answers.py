@@ -14,6 +14,7 @@ from lazygt.runtime.messages import (
     TO_CLIENT,
     Captured,
     Done,
+    Installed,
     Left,
     Need,
     Relaid,
@@ -21,7 +22,7 @@ from lazygt.runtime.messages import (
     Swapped,
     Wrote,
 )
-from lazygt.runtime.plan_records import PlanRecord, again_message, swap_message
+from lazygt.runtime.plan_records import PlanRecord, again_message
 from lazygt.runtime.recovery.doubts import Told
 from lazygt.runtime.reports import InFlightRun, Reports
 from lazygt.runtime.wire import Buffer, Part, decode, size_of
@@ -87,12 +88,10 @@ class Answers(Reports):
             entry = self.recovery.journal.entry_of(need.seq)
         if entry is None or entry.name(rank) != need.digest:
             raise ProtocolError("it asks for a plan that was never sent")
-        frames = again_message(entry, rank)
+        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
+        frames = again_message(entry, rank, not later)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
-        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
-        if entry.swap and not later:
-            self._send("swap", rank, swap_message(entry, rank), "compiled")
 
     def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
         self.counts.plans_sent += 1
@@ -178,6 +177,8 @@ class Answers(Reports):
                 self._captured(rank, told)
             case Swapped():
                 self._swapped(rank, told.digest, told.error)
+            case Installed():
+                self._installed(rank, told)
             case Snapped():
                 self._snapped(rank, told)
 
@@ -289,13 +290,13 @@ class Answers(Reports):
         while self._in_flight:
             self._take_next()
 
-    def wait_swapped(self) -> None:
-        """Wait until every rank has answered every swap.
+    def wait_compiled(self) -> None:
+        """Wait until every rank has answered every swap, and every host has what it was given.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
-        while self.entries.swapping:
+        while self.entries.swapping or self.installing:
             self._take_next()
 
     def wait_snapped(self) -> None:
@@ -310,7 +311,9 @@ class Answers(Reports):
     def pump(self) -> None:
         """Take the answers that are there already."""
         cutting = self.recovery is not None and self.recovery.journal.cutting
-        while self._in_flight or self.entries.swapping or cutting:  # a look costs a system call
+        entries, installing = self.entries, self.installing
+        # a look costs a system call
+        while self._in_flight or entries.swapping or installing or cutting:
             message = self._receive(0)
             if message is None:
                 return

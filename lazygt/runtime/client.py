@@ -107,7 +107,7 @@ class Client(Orders):
     def plain(self) -> bool:
         """Whether nothing is under way or waits to be said, so that C++ may send a run."""
         waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        told = self.relaid or self.capture_errors or self._failures.unraised
+        told = self.installing or self.relaid or self.capture_errors or self._failures.unraised
         wrong = self._death or self._nonsense or not self.link.healthy
         return not (waits or told or wrong or self.observer) and monotonic() < self.quiet_until
 

@@ -128,6 +128,7 @@ class Ship(Part, tag=1):
         sizes: for each symbol in it.
         forget: plans never used again.
         salt: of a plan whose ranks have different graphs; see ``plan_name``.
+        groups: what of it runs compiled, from its next run on; see ``Swap``.
     """
 
     digest: Name
@@ -136,6 +137,7 @@ class Ship(Part, tag=1):
     sizes: tuple[Count, ...] = ()
     forget: tuple[Name, ...] = ()
     salt: bytes = b""
+    groups: tuple[tuple[Count, str], ...] = ()
 
 
 class Run(Part, tag=2):
@@ -171,6 +173,20 @@ class Swap(Part, tag=5):
 
     digest: Name
     groups: tuple[tuple[Count, str], ...] = ()
+
+
+class Install(Part, tag=17):
+    """Have an artifact in the host's cache; answered by ``Installed``.
+
+    Its record and its code are the next buffers; none: say whether it is there.
+
+    Attributes:
+        key: of the artifact; empty: say whether code of this toolchain runs here.
+        toolchain: see `kernel_group.toolchain`.
+    """
+
+    key: str
+    toolchain: str
 
 
 class Write(Part, tag=7):
@@ -275,6 +291,14 @@ class Swapped(Part, tag=6):
     error: str = ""
 
 
+class Installed(Part, tag=18):
+    """A host has an artifact in its cache, or lacks it, or why it can't have it."""
+
+    key: str
+    lacks: bool = False
+    error: str = ""
+
+
 class Wrote(Part, tag=8):
     """The checksums of blocks that were written, or why they could not be.
 
@@ -355,7 +379,7 @@ class Restored(Part, tag=16):
     epoch: Count
 
 
-TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Write, Renew, Snap, Restore)
+TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)
 TO_CLIENT: tuple[type[Part], ...] = (
-    Done, Need, Swapped, Wrote, Left, Relaid, Captured, Snapped, Restored,
+    Done, Need, Swapped, Installed, Wrote, Left, Relaid, Captured, Snapped, Restored,
 )  # fmt: skip

@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 from lazygt.errors import ExecutionError
 from lazygt.runtime.answers import Answers
-from lazygt.runtime.messages import Failure, Renew, Write
+from lazygt.runtime.messages import Failure, Install, Renew, Write
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.recovery.journal import Renewed, Snapshot, SwappedIn
 from lazygt.runtime.recovery.recover import Recovery
+from lazygt.runtime.wire import Buffer
 
 
 class Orders(Answers):
@@ -28,6 +29,10 @@ class Orders(Answers):
         if self.recovery is not None:
             self.recovery.journal.entries.append(SwappedIn(entry))
         self.tell_all("swap", self.entries.swap_messages(entry), "compiled")
+
+    def install(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None:
+        """Have a worker's host keep an artifact, or say whether it has it. See `Installs`."""
+        self._send("install", rank, self.link.encode(message, buffers), "compiled")
 
     def _send_plan(self, entry: PlanRecord, why: str) -> None:
         messages = self.entries.plan_messages(entry)

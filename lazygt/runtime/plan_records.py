@@ -167,19 +167,30 @@ def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
     return encode(Swap(entry.names[which], tuple(entry.swap[which])))
 
 
-def again_message(entry: PlanRecord, rank: int) -> list[Buffer]:
-    """What brings a rank the plan that it has forgotten, and its template with it."""
-    return _ship(entry, entry.of(rank), False, False)
+def again_message(entry: PlanRecord, rank: int, compiled: bool) -> list[Buffer]:
+    """What brings a rank the plan that it has forgotten, and its template with it.
+
+    Args:
+        compiled: it runs so at once, with the runs that wait for it, if it is to run so at all.
+    """
+    which = entry.of(rank)
+    groups = entry.swap[which] if compiled and entry.swap else ()
+    return _ship(entry, which, False, False, groups=groups)
 
 
 def _ship(
-    entry: PlanRecord, which: int, told: bool, fresh: bool, forget: Sequence[bytes] = ()
+    entry: PlanRecord,
+    which: int,
+    told: bool,
+    fresh: bool,
+    forget: Sequence[bytes] = (),
+    groups: Sequence[tuple[int, str]] = (),
 ) -> list[Buffer]:
     """The message that brings one of an entry's plans.
 
     Args:
         told: whether its receiver has been sent the template.
-        fresh, forget: see ``Ship``.
+        fresh, forget, groups: see ``Ship``.
     """
     template = entry.templates[which]
     ship = Ship(
@@ -189,6 +200,7 @@ def _ship(
         entry.plans[which].sizes,
         tuple(forget),
         entry.salt,
+        tuple(groups),
     )
     if told:
         return encode(ship)

@@ -12,10 +12,11 @@ from typing import Any
 
 from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
+from lazygt.runtime.compiling.installs import Installs
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures, FirstFailed
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.messages import Captured, Done, Left, Relaid, Snapped
+from lazygt.runtime.messages import Captured, Done, Installed, Left, Relaid, Snapped
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords
 from lazygt.runtime.recovery.recover import Recovery, RecoveryRecord
 from lazygt.runtime.values import Answer, Fetches, Uploads
@@ -76,6 +77,10 @@ class Reports:
         self.entries = PlanRecords(link.world_size)
         #: (plan, what went wrong) of swaps
         self.swap_errors: list[tuple[bytes, str]] = []
+        #: what is compiled, on its way to other hosts; None: there are none
+        self.installs: Installs | None = None
+        #: its ``pending``
+        self.installing: dict[tuple[str, int], bool] = {}
         #: why workers capture no more CUDA graphs
         self.capture_errors: list[str] = []
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
@@ -171,6 +176,11 @@ class Reports:
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
 
+    def _installed(self, rank: int, told: Installed) -> None:
+        if self.installs is None:
+            raise ProtocolError("it was not asked for compiled code")
+        self.installs.answered(rank, told)
+
     def _snapped(self, rank: int, told: Snapped) -> None:
         if self.recovery is None:
             return
@@ -245,6 +255,8 @@ class Reports:
     def recovered(self, record: RecoveryRecord) -> None:
         """Workers were replaced, and all is as it was."""
         self.entries.swapping.clear()
+        if self.installs is not None:
+            self.installs.again()
         self.recoveries.append(record)
         _log.warning("%s", record)
         if self.observer is not None:

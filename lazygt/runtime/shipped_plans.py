@@ -15,12 +15,22 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes, check_sizes
 from lazygt.runtime import graph_codec, heap, kernels
 from lazygt.runtime.compiling.artifacts import Cache
+from lazygt.runtime.compiling.kernel_group import toolchain
 from lazygt.runtime.executors.compiled import compiled
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.eager import EagerExecutor, code_of
 from lazygt.runtime.executors.graphed import GraphedExecutor
 from lazygt.runtime.foreign import loader
-from lazygt.runtime.messages import Captured, Failure, Relaid, Ship, Swap, Swapped
+from lazygt.runtime.messages import (
+    Captured,
+    Failure,
+    Install,
+    Installed,
+    Relaid,
+    Ship,
+    Swap,
+    Swapped,
+)
 from lazygt.runtime.plan import Plan, PlanTemplate
 from lazygt.runtime.wire import Buffer, DeltaCodec
 
@@ -69,8 +79,8 @@ class ShippedPlans:
         for known in self.known.values():
             known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
 
-    def take(self, message: Ship, frames: Sequence[Buffer]) -> None:
-        """Take a plan.
+    def take(self, message: Ship, frames: Sequence[Buffer]) -> Swapped | None:
+        """Take a plan; says why it does not run compiled where it was to.
 
         Raises:
             ProtocolError: it is not what its name says, or no program.
@@ -93,6 +103,8 @@ class ShippedPlans:
                 heap.give_back()
             size = plan.outline.nbytes + sum(map(len, frames[2:]))
             self._keep(digest, executor, size)
+        swapped = self.swap(Swap(digest, message.groups)) if message.groups else None
+        return swapped if swapped is not None and swapped.error else None
 
     def _template(self, name: bytes, frames: Sequence[Buffer]) -> PlanTemplate | None:
         """The template of this name, which lives as long as a plan made of it; None: forgotten."""
@@ -122,6 +134,21 @@ class ShippedPlans:
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
             return Swapped(digest, f"{type(error).__name__}: {error}")
         return Swapped(digest)
+
+    def install(self, message: Install, buffers: Sequence[Buffer]) -> Installed:
+        """Keep an artifact of another host's, or say whether it is here."""
+        key, theirs, here = message.key, message.toolchain, toolchain(self._device.type)
+        if not self._takes_code:
+            return Installed(key, error="its worker takes no code (LAZYGT_SHIP_CODE=0)")
+        if theirs != here:
+            return Installed(key, error=f"code is compiled for {theirs!r}, and this is {here!r}")
+        try:
+            if buffers:
+                record, code = buffers
+                self._cache.take(key, bytes(record), bytes(code))
+            return Installed(key, lacks=bool(key) and self._cache.find(key) is None)
+        except Exception as error:  # noqa: BLE001 - reported to the client; nothing is compiled
+            return Installed(key, error=f"{type(error).__name__}: {error}")
 
     def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
         """Have a plan run by this executor; where there are CUDA graphs, until it is captured."""

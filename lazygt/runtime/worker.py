@@ -27,6 +27,7 @@ from lazygt.runtime.messages import (
     TO_WORKER,
     Done,
     Failure,
+    Install,
     Left,
     Need,
     Renew,
@@ -146,11 +147,14 @@ class Worker:
             case Run():
                 return self._run_or_ask(message, frames)
             case Ship():
-                self.plans.take(message, frames)
+                told = self.plans.take(message, frames)
                 waiting, self._waiting = self._waiting, []
-                return [reply for message in waiting for reply in self.handle(message)]
+                replies = [reply for message in waiting for reply in self.handle(message)]
+                return replies if told is None else [self._encode(told), *replies]
             case Swap():
                 return [self._encode(self.plans.swap(message))]
+            case Install():
+                return [self._encode(self.plans.install(message, frames[1:]))]
             case Write():
                 return [self._encode(self._copies.write(message))]
             case Renew():

@@ -39,6 +39,7 @@ def main(steps: int, megabytes: int) -> None:
             "loss": last,
             "sum": summed,
             "pids": session.worker_pids,
+            "compiled": sum(made.tier == "compiled" for made in session.compiles()),
             "recoveries": [str(record) for record in session.recoveries],
         }
     if not told["recoveries"]:  # else a host is missing

@@ -280,18 +280,21 @@ def test_who_never_ends_its_handshake_keeps_nobody_out(pool):
 
 
 def test_a_key_has_so_many_connections_and_no_more(pool):
-    with honest(pool):
+    key = pool.key("mallory")  # nobody else's: connections of other tests may not have ended yet
+    with honest(pool), ExitStack() as ends:
         before = refused(pool, "connections")
-        mine = [connect(pool.on, pool.key("eve"), SECONDS) for _ in range(65)]
-        with pytest.raises(PoolError, match="eve has 64 connections already"):
-            answer(mine[-1], (Ok,), time.monotonic() + SECONDS)
+        for _ in range(64):
+            ends.callback(connect(pool.on, key, SECONDS).close)
+        one_more = connect(pool.on, key, SECONDS)
+        ends.callback(one_more.close)
+        with pytest.raises(PoolError, match="mallory has 64 connections already"):
+            answer(one_more, (Ok,), time.monotonic() + SECONDS)
         with Pool(pool.on, pool.key("bob"), SECONDS) as bob:
             assert bob.names() == []
         assert refused(pool, "connections") == before + 1
-        for connection in mine:
-            connection.close()
-        with Pool(pool.on, pool.key("eve"), SECONDS) as eve:
-            pool.until(lambda _: eve.names() == [])
+        ends.close()
+        with Pool(pool.on, key, SECONDS) as again:
+            pool.until(lambda _: again.names() == [])
 
 
 def test_a_flood_of_sessions_takes_no_place_in_the_queue_from_others(pool):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import lazygt
-from lazygt.config import Config
 from lazygt.errors import (
     AccessDenied,
     ConnectionLost,
@@ -402,8 +401,27 @@ def test_failed_messages_of_another_version_are_still_errors():
     assert isinstance(Failed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
 
 
-def test_nothing_is_compiled_for_a_pool() -> None:
-    """What the client compiles lies where a pool's workers don't look."""
-    assert Config.load(on="tcp://127.0.0.1:1", key="k").compile == "off"
-    with pytest.raises(ValueError, match="does not reach a pool's workers"):
-        Config.load(on="tcp://127.0.0.1:1", key="k", compile="now")
+@pytest.mark.slow
+def test_what_is_compiled_lies_in_the_pool_for_this_client_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "mine"))
+    with served(tmp_path, "--workers", "2") as pool:
+        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=2, compile="now") as session:
+            found = compiled_chain(session)
+        with lazygt.session(workers=2, compile="now", threads=1) as session:
+            expected = compiled_chain(session)
+    assert torch.equal(found, expected)
+    there = list((tmp_path / "cache" / "clients").glob("*/*.so"))
+    here = {path.name: path.read_bytes() for path in (tmp_path / "mine").glob("*.so")}
+    assert {path.name: path.read_bytes() for path in there} == here != {}
+    assert {path.parent.name for path in there} == {"alice"}
+    assert {path.stat().st_mode & 0o077 for path in there} == {0}
+
+
+def compiled_chain(session: lazygt.Session) -> torch.Tensor:
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)).to("lazygt")
+    for _ in range(4):
+        x = (x + 0.25).abs().sin() * 0.5
+        x.sum().item()
+    assert session.compiled(timeout=200)
+    assert {made.tier for made in session.compiles()} == {"compiled"}
+    return ((x + 0.25).abs().sin() * 0.5).cpu()

@@ -38,7 +38,7 @@ class MortalLink:
     """
 
     world_size = 1
-    hosts, mirrors = (1,), False
+    hosts, elsewhere, mirrors = (1,), (), False
     status, name = None, "mortal"
     encode = staticmethod(encode)
 

@@ -104,11 +104,13 @@ class ClusterLink:
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
         self._chain = Chain(self.upload, spec.arena_bytes, spec.token)
+        self.elsewhere: tuple[int, ...] = ()
         first = here
         for host, workers in hosts:
             self._take_in(host)
             if not workers:
                 continue
+            self.elsewhere += (first,)
             ranks = tuple(range(first, first + workers))
             host.open(next(_PARTS), replace(spec, ranks=ranks, client_here=False))
             self._host_of |= dict.fromkeys(ranks, host)

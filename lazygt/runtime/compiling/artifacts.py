@@ -71,8 +71,7 @@ class Cache:
             ValueError: that is no key, or there is no such artifact, or it is damaged.
             PermissionError: as ``directory``.
         """
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is not the key of an artifact")
+        _check(key)
         record = self._read(key)
         if record is None:
             raise ValueError(f"there is no artifact {key} in {self.place}, or it is damaged")
@@ -91,14 +90,35 @@ class Cache:
         """What is known of an artifact, and its code."""
         place = self.directory()
         try:
-            fields = json.loads((place / f"{key}.json").read_text())
-            times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in fields["times"])
-            record, checksum = Record(float(fields["seconds"]), times), str(fields["checksum"])
+            record, checksum = _decoded((place / f"{key}.json").read_bytes())
             code = place / _code_name(key, checksum)
-            whole = bool(times) and checksum == _checksum(code.read_bytes(), asdict(record))
+            whole = checksum == _checksum(code.read_bytes(), asdict(record))
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None  # missing, or not written by us: it is compiled again
         return (record, code) if whole else None
+
+    def copy_of(self, key: str) -> tuple[bytes, bytes]:
+        """The record and the code of an artifact, as another machine's cache takes them.
+
+        Raises:
+            OSError: it is not there (any more).
+        """
+        record = (self.directory() / f"{key}.json").read_bytes()
+        _, checksum = _decoded(record)
+        return record, (self.place / _code_name(key, checksum)).read_bytes()
+
+    def take(self, key: str, record: bytes, code: bytes) -> None:
+        """Put a copy there of what lies in another machine's cache.
+
+        Raises:
+            ValueError: that is no key, or it is damaged.
+            OSError: it can't be written, or as ``directory``.
+        """
+        _check(key)
+        known, checksum = _decoded(record)
+        if checksum != _checksum(code, asdict(known)):
+            raise ValueError(f"the artifact {key} was damaged on its way")
+        self.keep(key, code, known)
 
     def keep(self, key: str, code: bytes, record: Record) -> None:
         """Put an artifact there; the record last, so that it stands for the whole."""
@@ -113,6 +133,24 @@ class Cache:
         part.touch(mode=0o600)
         part.write_bytes(data)
         part.replace(self.directory() / name)
+
+
+def _check(key: str) -> None:
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is not the key of an artifact")
+
+
+def _decoded(record: bytes) -> tuple[Record, str]:
+    """What a record says, and the checksum.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: nobody wrote it for us.
+    """
+    fields = json.loads(record)
+    times = tuple((int(n), float(eager), float(mine)) for n, eager, mine in fields["times"])
+    if not times:
+        raise ValueError("a record without times")
+    return Record(float(fields["seconds"]), times), str(fields["checksum"])
 
 
 def _code_name(key: str, checksum: str) -> str:

@@ -28,6 +28,9 @@ from lazygt.runtime.compiling.by_tensor import BY_TENSOR, WRITE_UNSAID
 
 aten = torch.ops.aten
 
+#: What a processor can do, in /proc/cpuinfo: on x86 and on ARM.
+_INSTRUCTIONS = ("flags", "Features")
+
 
 class Members(torch.nn.Module):
     """A fused node's body. ``forward`` takes its operands, then its numbers, see ``packed``.
@@ -165,7 +168,7 @@ class KernelGroup:
 
     def key(self, device: str) -> str:
         """The artifact's name: 32 hexadecimal digits."""
-        text = f"{VERSION}\n{_toolchain(device)}\n{self.structure()}"
+        text = f"{VERSION}\n{toolchain(device)}\n{self.structure()}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def skeleton(self) -> str:
@@ -218,8 +221,24 @@ def _is_flat(body: Graph) -> bool:
 
 
 @cache
-def _toolchain(device: str) -> str:
-    target = torch.backends.cpu.get_cpu_capability() if device == "cpu" else (
-        f"{torch.version.cuda} {torch.cuda.get_device_name()}"
-    )  # fmt: skip
+def toolchain(device: str) -> str:
+    """What code is compiled with and for, on this machine.
+
+    Any other may round in another way, or end the process that runs it.
+    """
+    if device == "cpu":
+        target = f"{torch.backends.cpu.get_cpu_capability()} {_instructions()}"
+    else:
+        target = f"{torch.version.cuda} {torch.cuda.get_device_name()}"
     return f"{torch.__version__} {platform.machine()} {device} {target}"
+
+
+def _instructions() -> str:
+    """A hash of what Linux says that this processor can do: the C++ compiler makes use of it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            named = (line.partition(":") for line in lines)
+            told = next((text for name, _, text in named if name.strip() in _INSTRUCTIONS), "")
+    except OSError:
+        return ""
+    return hashlib.sha256(" ".join(sorted(told.split())).encode()).hexdigest()[:8]

@@ -2,14 +2,15 @@
 
 A new plan runs at once, node by node. When it is seen again its fused nodes are compiled, in
 another process; artifacts in the cache are there at once. When all of a plan's groups have their
-answer, those that gain are swapped in on every worker, between two runs.
+answer, and all hosts have the artifacts, those that gain are swapped in on every worker, between
+two runs.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from lazygt.graph.meta import TensorMeta
@@ -17,6 +18,7 @@ from lazygt.graph.node import Node
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.compiler import Compiler
+from lazygt.runtime.compiling.installs import Installs
 from lazygt.runtime.compiling.kernel_group import Dims, KernelGroup
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
@@ -91,6 +93,12 @@ class Tiers:
         self._device = device
         self._cache = cache
         self._compiler = Compiler(device, cache, frozen_after, compile_timeout)
+        self._installs: Installs | None = None
+        if client.link.elsewhere:
+            self._installs = Installs(client.link.elsewhere, cache, device, client.install)
+            client.installs, client.installing = self._installs, self._installs.pending
+        #: plans wait for nothing but other hosts to have their artifacts
+        self._late = False
         self._records: dict[str, Record | None] = {}
         #: plans whose groups have not all been answered, with (node number, key, elements)
         self._waiting: dict[bytes, tuple[PlanRecord, list[list[tuple[int, str, int]]]]] = {}
@@ -108,7 +116,7 @@ class Tiers:
     def built(self, entry: PlanRecord) -> None:
         """A plan is about to run for the first time."""
         if self.mode == "now":
-            self._consider(entry)
+            self._hot.append(entry)
             self.wait()
 
     def ran(self, entry: PlanRecord) -> None:
@@ -124,13 +132,13 @@ class Tiers:
             self._since = self._since or time.monotonic()
         if self._hot and self._since and time.monotonic() - self._since > _PATIENCE:
             self._consider_hot()
-        elif self._waiting and entry.runs == _SETTLED:
+        elif self._waiting and (entry.runs == _SETTLED or self._late):
             self._swap_in()
         self._note_work()
 
     def _note_work(self) -> None:
         swaps = self._client.entries.swapping or self._client.swap_errors
-        self.busy = bool(self._hot or self._compiler.pending or swaps)
+        self.busy = bool(self._hot or self._compiler.pending or swaps or self._late)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled and everything compiled is swapped in.
@@ -143,7 +151,9 @@ class Tiers:
         """
         begin = time.monotonic()
         end = None if timeout is None else begin + timeout
-        self._consider_hot()
+        while self._hot and self.mode != "off":
+            self._consider_hot()
+            self._client.wait_compiled()
         while self._compiler.pending:
             left = _LOOK if end is None else min(end - time.monotonic(), _LOOK)
             if left <= 0:
@@ -151,7 +161,10 @@ class Tiers:
             self._client.wait_beside(self._compiler.descriptor, left)
             self._take(self._compiler.answers() or self._compiler.given_up(begin))
         self._swap_in(now=True)
-        self._client.wait_swapped()
+        self._client.wait_compiled()
+        if self._late:
+            self._swap_in(now=True)
+            self._client.wait_compiled()
         self._report()
         self._note_work()
         return True
@@ -161,6 +174,9 @@ class Tiers:
         self._compiler.close()
 
     def _consider_hot(self) -> None:
+        """Consider what is hot, once it is known that all hosts can run what is compiled here."""
+        if not self._everywhere([""]):
+            return
         while self._hot:
             self._consider(self._hot.pop())
 
@@ -239,8 +255,9 @@ class Tiers:
         if answers:
             self._swap_in()
 
-    def _give_up(self, error: OSError) -> None:
-        """Compile nothing any more: the cache can't be used, or no process can be started."""
+    def _give_up(self, error: OSError | str) -> None:
+        """Compile nothing any more: the cache can't be used, or no process can be started, or a
+        host can't run it."""
         self.mode = "off"
         self._compiler.close()
         self._hot.clear()
@@ -252,15 +269,28 @@ class Tiers:
 
     def _swap_in(self, now: bool = False) -> None:
         """Swap the plans whose groups have all been answered and that are not just passing by."""
+        self._late = False
         for digest, (entry, wanted) in list(self._waiting.items()):
             if entry.runs < _SETTLED and not now:
                 continue
             if any(key not in self._records for groups in wanted for _, key, _ in groups):
                 continue
-            del self._waiting[digest]
             groups = [[one[:2] for one in each if self._saves(*one[1:])] for each in wanted]
+            if not self._everywhere({key for each in groups for _, key in each}):
+                self._late = self.mode != "off"
+                continue
+            del self._waiting[digest]
             if any(groups):
                 self._client.swap(entry, groups)
+
+    def _everywhere(self, keys: Collection[str]) -> bool:
+        """Whether all hosts have these artifacts by now. Where one can't, none gets any."""
+        if self._installs is None:
+            return True
+        there = self._installs.ready(keys)
+        if self._installs.error and self.mode != "off":
+            self._give_up(f"a host can't run it: {self._installs.error}")
+        return there and self.mode != "off"
 
     def _saves(self, key: str, numel: int) -> bool:
         """Whether a group of so many elements is faster with what was compiled for it."""

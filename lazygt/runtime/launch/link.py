@@ -26,6 +26,8 @@ class Link(Protocol):
     upload: Arena | None
     #: how many workers are on each host, by rank
     hosts: tuple[int, ...]
+    #: the first rank on each host but the client's own
+    elsewhere: tuple[int, ...]
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
     #: the name by which `lazygt top` calls the session
@@ -111,6 +113,7 @@ class InlineLink:
     world_size = 1
     upload: Arena | None = None
     hosts: tuple[int, ...] = (1,)
+    elsewhere: tuple[int, ...] = ()
     mirrors = False
     status: StatusFile | None = None
     name = "inline"

@@ -15,7 +15,6 @@ from lazygt.config import Config
 from lazygt.errors import LaunchError
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.cluster import ENGINE_VARIABLES
-from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.launch.link import InlineLink, Link
 from lazygt.runtime.launch.working_directory import in_some_directory, start_directory
 from lazygt.runtime.wire import hand_over
@@ -165,6 +164,8 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     # why: an inline session needs neither sockets nor processes
     from lazygt.runtime.launch.start_plan import LinkSpec
 
+    # else where each host has its own
+    cache = {"LAZYGT_CACHE_DIR": config.cache_dir} if config.cache_dir else {}
     return LinkSpec(
         world_size=config.workers,
         mesh=str(mesh),
@@ -177,7 +178,8 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
         spares=config.spares if config.recover == "auto" else 0,
         start_timeout=config.start_timeout,
         max_message=config.max_message_bytes,
-        environment={
+        environment=cache
+        | {
             "LAZYGT_MAX_MESSAGE_BYTES": str(config.max_message_bytes),
             "LAZYGT_MAX_PLANS": str(config.max_plans),
             "LAZYGT_MAX_PLAN_BYTES": str(config.max_plan_bytes),
@@ -186,7 +188,6 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
             "LAZYGT_CUDA_GRAPHS": config.cuda_graphs,
             "LAZYGT_MAX_CUDA_GRAPH_BYTES": str(config.max_cuda_graph_bytes),
             "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
-            "LAZYGT_CACHE_DIR": str(Cache(config.cache_dir).place),
         },
     )
 

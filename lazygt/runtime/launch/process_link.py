@@ -68,6 +68,7 @@ class ProcessLink:
             raise
         self.world_size = len(spec.here)
         self.hosts: tuple[int, ...] = (self.world_size,)
+        self.elsewhere: tuple[int, ...] = ()
         self.pids = tuple(worker.process.pid for worker in pool.workers)
         self.upload, self.status = pool.upload, pool.status
         self.name = pool.directory.name

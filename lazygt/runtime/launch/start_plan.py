@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from lazygt.cache import cache_place
+from lazygt.config import cache_setting
 from lazygt.runtime.collectives.backends import backend_for, why_host
 from lazygt.runtime.launch import channel
 from lazygt.runtime.launch.base import WORKER_FACTORY, Boot, GroupSpec
@@ -163,7 +165,7 @@ class StartPlan:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Variables of one worker, its GPU among them."""
-        given = dict(self.spec.environment)
+        given = {"LAZYGT_CACHE_DIR": str(cache_place(cache_setting())), **self.spec.environment}
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
             given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())
