@@ -6,6 +6,7 @@ A worker that dies meanwhile is replaced by a recovery, if there is one: nobody 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from time import monotonic
 from typing import Any
 
 from lazygt.errors import ProtocolError, WorkerDied, WorkerFrozen
@@ -88,8 +89,7 @@ class Answers(Reports):
             entry = self.recovery.journal.entry_of(need.seq)
         if entry is None or entry.name(rank) != need.digest:
             raise ProtocolError("it asks for a plan that was never sent")
-        later = self.recovery is not None and self.recovery.journal.swaps_later(entry, need.seq)
-        frames = again_message(entry, rank, not later)
+        frames = again_message(entry, rank, need.seq >= entry.swapped_from)
         self._send("plan", rank, frames, f"worker {rank} had forgotten it")
         self._shipped(entry, frames, 1)
 
@@ -290,14 +290,26 @@ class Answers(Reports):
         while self._in_flight:
             self._take_next()
 
-    def wait_compiled(self) -> None:
+    def wait_compiled(self, until: float | None = None) -> bool:
         """Wait until every rank has answered every swap, and every host has what it was given.
+
+        Args:
+            until: a time of the monotonic clock.
+
+        Returns:
+            False when it was there before that.
 
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
         while self.entries.swapping or self.installing:
-            self._take_next()
+            if until is None:
+                self._take_next()
+            elif (left := until - monotonic()) <= 0:
+                return False
+            elif (message := self._receive(left)) is not None:
+                self._take(message)
+        return True
 
     def wait_snapped(self) -> None:
         """Wait until all workers have taken the snapshot that they were asked for.

@@ -25,7 +25,7 @@ class Orders(Answers):
         """
         if not entry.sent:
             self._send_plan(entry, "swap")
-        entry.swap = tuple(groups)
+        entry.swap, entry.swapped_from = tuple(groups), self.next_run
         if self.recovery is not None:
             self.recovery.journal.entries.append(SwappedIn(entry))
         self.tell_all("swap", self.entries.swap_messages(entry), "compiled")

@@ -38,6 +38,7 @@ class PlanRecord:
         "ships",
         "size",
         "swap",
+        "swapped_from",
         "templates",
     )
 
@@ -59,6 +60,8 @@ class PlanRecord:
         self.ships = self.size = 0
         #: (fused node, artifact) of the compiled tier, for each of ``plans``, once it is there
         self.swap: tuple[Sequence[tuple[int, str]], ...] = ()
+        #: the first run that is run so
+        self.swapped_from = 0
         #: what ranks have said of its CUDA graphs
         self.captures: dict[int, Captured] = {}
         #: whether it has been decided what of it is compiled

@@ -80,7 +80,9 @@ class Reports:
         #: what is compiled, on its way to other hosts; None: there are none
         self.installs: Installs | None = None
         #: its ``pending``
-        self.installing: dict[tuple[str, int], bool] = {}
+        self.installing: Set[tuple[str, int]] = frozenset()
+        #: called when a rank could not swap a plan
+        self.swap_failed: Callable[[], object] = _nothing_to_undo
         #: why workers capture no more CUDA graphs
         self.capture_errors: list[str] = []
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
@@ -175,6 +177,7 @@ class Reports:
         self.entries.swapped(rank, digest)
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
+            self.swap_failed()
 
     def _installed(self, rank: int, told: Installed) -> None:
         if self.installs is None:
@@ -252,11 +255,14 @@ class Reports:
         """An answer comes that will be given again."""
         self._fetches.drop(rank, done)
 
+    def restored(self) -> None:
+        """All ranks are as a snapshot has them, and have not been told what came after it."""
+        if self.installs is not None:
+            self.installs.again()
+
     def recovered(self, record: RecoveryRecord) -> None:
         """Workers were replaced, and all is as it was."""
         self.entries.swapping.clear()
-        if self.installs is not None:
-            self.installs.again()
         self.recoveries.append(record)
         _log.warning("%s", record)
         if self.observer is not None:

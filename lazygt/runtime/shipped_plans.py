@@ -16,7 +16,7 @@ from lazygt.graph.sizes import Sizes, check_sizes
 from lazygt.runtime import graph_codec, heap, kernels
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import toolchain
-from lazygt.runtime.executors.compiled import compiled
+from lazygt.runtime.executors.compiled import compiled, load
 from lazygt.runtime.executors.cuda_graphs import graphs_of
 from lazygt.runtime.executors.eager import EagerExecutor, code_of
 from lazygt.runtime.executors.graphed import GraphedExecutor
@@ -136,17 +136,20 @@ class ShippedPlans:
         return Swapped(digest)
 
     def install(self, message: Install, buffers: Sequence[Buffer]) -> Installed:
-        """Keep an artifact of another host's, or say whether it is here."""
-        key, theirs, here = message.key, message.toolchain, toolchain(self._device.type)
+        """Keep an artifact of another host's, or say whether it is here, and can be loaded."""
+        key, theirs = message.key, message.toolchain
         if not self._takes_code:
             return Installed(key, error="its worker takes no code (LAZYGT_SHIP_CODE=0)")
-        if theirs != here:
-            return Installed(key, error=f"code is compiled for {theirs!r}, and this is {here!r}")
         try:
+            if theirs != (here := toolchain(self._device.type)):
+                raise ValueError(f"code is compiled for {theirs!r}, and this is {here!r}")
             if buffers:
                 record, code = buffers
                 self._cache.take(key, bytes(record), bytes(code))
-            return Installed(key, lacks=bool(key) and self._cache.find(key) is None)
+            lacks = bool(key) and self._cache.find(key) is None
+            if key and not lacks:
+                load(self._cache.code(key), self._device)
+            return Installed(key, lacks)
         except Exception as error:  # noqa: BLE001 - reported to the client; nothing is compiled
             return Installed(key, error=f"{type(error).__name__}: {error}")
 

@@ -32,4 +32,7 @@ def test_a_host_with_another_processor_has_all_run_op_by_op(hosts: Hosts) -> Non
     told = run.told()
     here, _ = run.ended()
     assert told["compiled"] == 0
-    assert "a host can't run it: worker 1: code is compiled for" in " ".join(run.lines) + here
+    assert (
+        "a host can't run it: worker 1: ValueError: code is compiled for"
+        in " ".join(run.lines) + here
+    )

@@ -38,7 +38,7 @@ class MortalLink:
     """
 
     world_size = 1
-    hosts, elsewhere, mirrors = (1,), (), False
+    hosts, elsewhere, mirrors = (1,), dict[int, int](), False
     status, name = None, "mortal"
     encode = staticmethod(encode)
 

@@ -104,13 +104,11 @@ class ClusterLink:
         self._agent: AgentThread | None = None
         self._epoll = select.epoll()
         self._chain = Chain(self.upload, spec.arena_bytes, spec.token)
-        self.elsewhere: tuple[int, ...] = ()
         first = here
         for host, workers in hosts:
             self._take_in(host)
             if not workers:
                 continue
-            self.elsewhere += (first,)
             ranks = tuple(range(first, first + workers))
             host.open(next(_PARTS), replace(spec, ranks=ranks, client_here=False))
             self._host_of |= dict.fromkeys(ranks, host)
@@ -130,6 +128,13 @@ class ClusterLink:
         with suppress(FileExistsError):  # all connections of one listener have its descriptor
             self._epoll.register(host.connection.fd, select.EPOLLIN)
         self._chain.add(host)
+
+    @property
+    def elsewhere(self) -> Mapping[int, int]:
+        """A rank on each host but the client's own, by the number of the host."""
+        numbers = {id(host): number for number, host in enumerate(self._hosts)}
+        ranks = sorted(self._host_of.items(), reverse=True)
+        return {numbers[id(host)]: rank for rank, host in ranks}
 
     # -- what is wrong ---------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ class Cache:
         """The record of an artifact that is there whole; None if it is missing or damaged.
 
         Raises:
+            ValueError: that is no key.
             PermissionError: as ``directory``.
         """
+        _check(key)
         record = self._read(key)
         return None if record is None else record[0]
 
@@ -102,9 +104,13 @@ class Cache:
 
         Raises:
             OSError: it is not there (any more).
+            ValueError: it is damaged.
         """
         record = (self.directory() / f"{key}.json").read_bytes()
-        _, checksum = _decoded(record)
+        try:
+            _, checksum = _decoded(record)
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"its record is none: {error}") from error
         return record, (self.place / _code_name(key, checksum)).read_bytes()
 
     def take(self, key: str, record: bytes, code: bytes) -> None:
@@ -129,7 +135,8 @@ class Cache:
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file so that nobody ever sees half of it."""
-        part = self.directory() / f".{name}.{os.getpid()}"
+        # hosts that share a home directory may write at once, and have equal process ids
+        part = self.directory() / f".{name}.{secrets.token_hex(8)}"
         part.touch(mode=0o600)
         part.write_bytes(data)
         part.replace(self.directory() / name)

@@ -1,13 +1,13 @@
 """Installs: hosts that don't see the client's cache get what was compiled.
 
-One rank of each such host is asked whether its cache has an artifact, and is sent what it lacks;
-the next session finds it there. Only when all hosts have a plan's artifacts is it swapped, on all
-ranks at once: compiled code may round in another way, and no two ranks are to differ in that.
+A rank of each such host is asked whether its cache has an artifact, and is sent what it lacks; the
+next session finds it there. Only when all hosts have a plan's artifacts is it swapped, on all ranks
+at once: compiled code may round in another way, and no two ranks are to differ in that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lazygt.runtime.compiling.artifacts import Cache
@@ -26,62 +26,87 @@ class Installs:
     """Artifacts on other hosts.
 
     Args:
-        ranks: one on each of them.
+        elsewhere: says which hosts there are now, each with a rank that is there.
         cache: the client's.
-        device: ``cpu`` or ``cuda``.
 
     Attributes:
-        pending: (artifact, rank) of which nothing has been heard yet -> whether it was sent.
+        pending: (artifact, host) of which nothing has been heard yet.
         error: why a host can't have compiled code; empty: none has said so.
     """
 
-    def __init__(self, ranks: Sequence[int], cache: Cache, device: str, tell: Tell) -> None:
-        self._ranks, self._cache, self._device, self._tell = ranks, cache, device, tell
-        self._asked: set[str] = set()
-        self.pending: dict[tuple[str, int], bool] = {}
+    def __init__(
+        self, elsewhere: Callable[[], Mapping[int, int]], cache: Cache, device: str, tell: Tell
+    ) -> None:
+        self._elsewhere, self._cache, self._device, self._tell = elsewhere, cache, device, tell
+        self.pending: set[tuple[str, int]] = set()
+        #: those of them whose code was sent
+        self._given: set[tuple[str, int]] = set()
+        self._there: set[tuple[str, int]] = set()
         self.error = ""
 
-    def fits(self) -> bool:
-        """Whether it is known by now if code of this host's runs there; asks, the first time."""
-        return self.ready([""])
-
     def ready(self, keys: Iterable[str]) -> bool:
-        """Whether all hosts have these artifacts; has them asked for what they were not before."""
-        keys = list(keys)
-        for key in keys:
-            if key not in self._asked:
-                self._asked.add(key)
-                self.pending.update({(key, rank): False for rank in self._ranks})
-                for rank in self._ranks:
-                    self._ask(key, rank)
-        return not any((key, rank) in self.pending for key in keys for rank in self._ranks)
+        """Whether all hosts have these artifacts; has them asked for what they were not before.
+
+        Args:
+            keys: of artifacts; an empty one stands for none, which says whether code that is
+                compiled here runs there.
+        """
+        if self.error:
+            return False
+        hosts = self._elsewhere()
+        wanted = [(key, host) for key in keys for host in hosts]
+        for key, host in wanted:
+            if (key, host) not in self._there | self.pending:
+                self.pending.add((key, host))
+                self._ask(key, hosts[host])
+        return self._there.issuperset(wanted)
 
     def _ask(self, key: str, rank: int) -> None:
         self._tell(rank, Install(key, toolchain(self._device)))
 
     def answered(self, rank: int, told: Installed) -> None:
         """A rank has answered."""
-        about = told.key, rank
-        if about not in self.pending or (told.lacks and self.pending[about]):
-            return  # it was asked twice, before a recovery and after it
-        if told.lacks and not told.error:
-            self.pending[about] = True
-            self._give(told.key, rank)
-            return
-        del self.pending[about]
-        if told.error:
-            self.error = self.error or f"worker {rank}: {told.error}"
+        hosts = self._elsewhere()
+        for about in [(told.key, host) for host, asked in hosts.items() if asked == rank]:
+            if about not in self.pending:
+                continue  # it was asked twice, before a recovery and after it
+            if told.lacks and not told.error and about not in self._given:
+                self._given.add(about)
+                self._give(told.key, rank)
+                continue
+            self.pending.discard(about)
+            self._given.discard(about)
+            error = told.error or ("its cache does not keep what it is given" if told.lacks else "")
+            if error:
+                self.error = self.error or f"worker {rank}: {error}"
+            else:
+                self._there.add(about)
 
     def _give(self, key: str, rank: int) -> None:
         try:
-            record, code = self._cache.copy_of(key)
-        except (OSError, ValueError) as error:
-            self.answered(rank, Installed(key, error=f"the cache was emptied meanwhile: {error}"))
-        else:
-            self._tell(rank, Install(key, toolchain(self._device)), (record, code))
+            artifact = self._cache.copy_of(key)
+            self._tell(rank, Install(key, toolchain(self._device)), artifact)
+        except (OSError, ValueError) as error:  # no longer there, or longer than a message may be
+            self.answered(rank, Installed(key, error=f"it could not be sent: {error}"))
 
     def again(self) -> None:
-        """Ask once more what was not answered: workers were replaced."""
-        for key, rank in list(self.pending):
-            self.pending[key, rank] = False
-            self._ask(key, rank)
+        """Workers were replaced, perhaps on hosts that are new; before they are told anything.
+
+        What was not answered is asked once more. What plans run by is given to all hosts that may
+        lack it, without asking: it is there before a plan is.
+        """
+        hosts = self._elsewhere()
+        self._given.clear()
+        known = {key for key, _ in self._there}
+        self.pending &= {(key, host) for key, _ in self.pending for host in hosts}
+        for key, host in self.pending:
+            self._ask(key, hosts[host])
+        for key in known:
+            for host, rank in hosts.items():
+                if (key, host) not in self._there | self.pending:
+                    self.pending.add((key, host))
+                    self._given.add((key, host))
+                    if key:
+                        self._give(key, rank)
+                    else:
+                        self._ask(key, rank)

@@ -93,9 +93,12 @@ class Tiers:
         self._device = device
         self._cache = cache
         self._compiler = Compiler(device, cache, frozen_after, compile_timeout)
+        client.swap_failed = self._has_work
         self._installs: Installs | None = None
-        if client.link.elsewhere:
-            self._installs = Installs(client.link.elsewhere, cache, device, client.install)
+        if client.link.elsewhere and device != "cpu":
+            self.mode = "off"  # a GPU's code names files of the host that has compiled it
+        elif client.link.elsewhere:
+            self._installs = Installs(lambda: client.link.elsewhere, cache, device, client.install)
             client.installs, client.installing = self._installs, self._installs.pending
         #: plans wait for nothing but other hosts to have their artifacts
         self._late = False
@@ -136,6 +139,9 @@ class Tiers:
             self._swap_in()
         self._note_work()
 
+    def _has_work(self) -> None:
+        self.busy = True
+
     def _note_work(self) -> None:
         swaps = self._client.entries.swapping or self._client.swap_errors
         self.busy = bool(self._hot or self._compiler.pending or swaps or self._late)
@@ -151,9 +157,11 @@ class Tiers:
         """
         begin = time.monotonic()
         end = None if timeout is None else begin + timeout
-        while self._hot and self.mode != "off":
+        self._consider_hot()
+        while self._hot:
+            if not self._client.wait_compiled(end):
+                return False
             self._consider_hot()
-            self._client.wait_compiled()
         while self._compiler.pending:
             left = _LOOK if end is None else min(end - time.monotonic(), _LOOK)
             if left <= 0:
@@ -161,13 +169,13 @@ class Tiers:
             self._client.wait_beside(self._compiler.descriptor, left)
             self._take(self._compiler.answers() or self._compiler.given_up(begin))
         self._swap_in(now=True)
-        self._client.wait_compiled()
-        if self._late:
+        while in_time := self._client.wait_compiled(end):
+            self._report()
+            if not self._late and not self._client.entries.swapping:
+                break
             self._swap_in(now=True)
-            self._client.wait_compiled()
-        self._report()
         self._note_work()
-        return True
+        return in_time
 
     def close(self) -> None:
         """End the compile process."""
@@ -300,8 +308,12 @@ class Tiers:
     # -- what goes wrong -----------------------------------------------------------------
 
     def _report(self) -> None:
+        """Say which plans a rank could not swap; all ranks go back to where it is."""
         errors, self._client.swap_errors = self._client.swap_errors, []
         for digest, error in errors:
+            entry = next((each for each in self._client.entries if digest in each.names), None)
+            if entry is not None and entry.swap:
+                self._client.swap(entry, [() for _ in entry.plans])
             self._warn(f"plan {digest.hex()[:12]} stays on the eager tier: {error}")
 
     def _warn(self, what: str) -> None:

@@ -87,7 +87,7 @@ class Compiled:
     """
 
     def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
-        self._run = _runner(str(code), device)
+        self._run = load(code, device)
         self._operands, self._device = len(group.body.inputs), device
         self._flat = group.flat
         values = group.body.values
@@ -122,7 +122,7 @@ class CompiledLanes:
     """
 
     def __init__(self, lanes: Lanes, node: Node, code: Path, device: torch.device) -> None:
-        self._run = _runner(str(code), device)
+        self._run = load(code, device)
         self._device = device
         assert node.body is not None
         self._operands = len(node.body.inputs)
@@ -176,8 +176,13 @@ def _fresh(lanes: Lanes, node: Node) -> int:
 
 
 @cache
-def _runner(code: str, device: torch.device) -> Callable[..., Any]:
-    """torch's own loader of ahead-of-time compiled code; one a file and process."""
+def load(path: Path, device: torch.device) -> Callable[..., Any]:
+    """What an artifact's code does, by torch's own loader; one a file and process.
+
+    Raises:
+        RuntimeError: it can't be loaded here.
+    """
+    code = str(path)
     runner: Any
     if device.type == "cuda":
         runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, 1, str(device), "")

@@ -6,6 +6,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lazygt.errors import LazyGTError, WorkerDied
@@ -26,12 +27,14 @@ class Link(Protocol):
     upload: Arena | None
     #: how many workers are on each host, by rank
     hosts: tuple[int, ...]
-    #: the first rank on each host but the client's own
-    elsewhere: tuple[int, ...]
     #: whether workers read copies of what lies in ``upload``, see ``mirror``
     mirrors: bool
     #: the name by which `lazygt top` calls the session
     name: str
+
+    @property
+    def elsewhere(self) -> Mapping[int, int]:
+        """A rank on each host but the client's own, by the number of the host."""
 
     @property
     def status(self) -> StatusFile | None:
@@ -113,7 +116,7 @@ class InlineLink:
     world_size = 1
     upload: Arena | None = None
     hosts: tuple[int, ...] = (1,)
-    elsewhere: tuple[int, ...] = ()
+    elsewhere: Mapping[int, int] = MappingProxyType({})
     mirrors = False
     status: StatusFile | None = None
     name = "inline"

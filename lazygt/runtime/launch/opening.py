@@ -165,7 +165,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
     from lazygt.runtime.launch.start_plan import LinkSpec
 
     # else where each host has its own
-    cache = {"LAZYGT_CACHE_DIR": config.cache_dir} if config.cache_dir else {}
+    cache = {"LAZYGT_CACHE_DIR": os.path.abspath(config.cache_dir)} if config.cache_dir else {}
     return LinkSpec(
         world_size=config.workers,
         mesh=str(mesh),

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lazygt.errors import LazyGTError, ProtocolError, WorkerDied, WorkerFrozen
@@ -68,7 +68,7 @@ class ProcessLink:
             raise
         self.world_size = len(spec.here)
         self.hosts: tuple[int, ...] = (self.world_size,)
-        self.elsewhere: tuple[int, ...] = ()
+        self.elsewhere: Mapping[int, int] = {}
         self.pids = tuple(worker.process.pid for worker in pool.workers)
         self.upload, self.status = pool.upload, pool.status
         self.name = pool.directory.name

@@ -111,6 +111,8 @@ class StartPlan:
     spec: LinkSpec
     directory: Path
     token: bytes
+    #: where compiled code lies, if the spec does not say so; of those that come later, too
+    cache: str = field(default_factory=lambda: str(cache_place(cache_setting())))
 
     def boot(
         self,
@@ -165,7 +167,7 @@ class StartPlan:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Variables of one worker, its GPU among them."""
-        given = {"LAZYGT_CACHE_DIR": str(cache_place(cache_setting())), **self.spec.environment}
+        given = {"LAZYGT_CACHE_DIR": self.cache, **self.spec.environment}
         if self.spec.device == "cuda":
             gpu = self.spec.gpu_of(rank)
             given["CUDA_VISIBLE_DEVICES"] = visible_gpu(gpu, torch.cuda.device_count())

@@ -97,15 +97,6 @@ class Journal:
         runs = (entry for entry in self.entries if isinstance(entry, tuple))
         return next((plan for number, plan, _ in runs if number == seq), None)
 
-    def swaps_later(self, entry: PlanRecord, seq: int) -> bool:
-        """Whether a plan runs compiled only from some run after this one on."""
-        ran = False
-        for noted in self.entries:
-            ran = ran or (isinstance(noted, tuple) and noted[0] == seq)
-            if ran and isinstance(noted, SwappedIn) and noted.entry is entry:
-                return True
-        return False
-
     def cut(self, seq: int) -> int:
         """A snapshot is about to be asked of every rank, after this run; its number."""
         self._numbers += 1

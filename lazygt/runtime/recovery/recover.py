@@ -120,6 +120,9 @@ class RunsInFlight(Protocol):
     def forget_fetches(self, rank: int) -> None:
         """The arena in which a rank had left values is gone."""
 
+    def restored(self) -> None:
+        """Is told when all ranks are as the snapshot has them, before the journal is done again."""
+
     def recovered(self, record: RecoveryRecord) -> None:
         """Workers were replaced, and all is as it was."""
 
@@ -300,6 +303,7 @@ class Recovery:
                 try:
                     self._restoring = True
                     self._restore()
+                    self._client.restored()
                     self._restoring = False
                     replay_begin = time.monotonic()
                     runs = self._replay()

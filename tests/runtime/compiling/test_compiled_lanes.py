@@ -86,7 +86,7 @@ def test_calls_take_the_tensors_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
         return run
 
-    monkeypatch.setattr(compiled_executor, "_runner", runner)
+    monkeypatch.setattr(compiled_executor, "load", runner)
     monkeypatch.setattr(Cache, "code", lambda cache, key: tmp_path / key)
     executor = compiled(plan, CPU, [(number, group.key("cpu"))], Cache(str(tmp_path)))
     numbers = tuple(0.3 + n / 128 for n in range(len(plan.graph.params)))
