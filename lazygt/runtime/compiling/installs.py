@@ -99,9 +99,9 @@ class Installs:
         self._given.clear()
         known = {key for key, _ in self._there}
         self.pending &= {(key, host) for key, _ in self.pending for host in hosts}
-        for key, host in self.pending:
+        for key, host in sorted(self.pending):
             self._ask(key, hosts[host])
-        for key in known:
+        for key in sorted(known):
             for host, rank in hosts.items():
                 if (key, host) not in self._there | self.pending:
                     self.pending.add((key, host))
