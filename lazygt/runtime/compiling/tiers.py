@@ -312,7 +312,7 @@ class Tiers:
         errors, self._client.swap_errors = self._client.swap_errors, []
         for digest, error in errors:
             entry = next((each for each in self._client.entries if digest in each.names), None)
-            if entry is not None and entry.swap:
+            if entry is not None and any(entry.swap):
                 self._client.swap(entry, [() for _ in entry.plans])
             self._warn(f"plan {digest.hex()[:12]} stays on the eager tier: {error}")
 
