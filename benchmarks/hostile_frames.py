@@ -77,6 +77,7 @@ def attack(address: str, keys: Keys, server: str, count: int, seed: int) -> None
             some = min(count, _A_SOCKET)
             with context.socket(zmq.DEALER) as sock:
                 sock.setsockopt(zmq.LINGER, -1)
+                sock.setsockopt(zmq.RCVTIMEO, 1000 * int(_SECONDS))
                 sock.setsockopt(zmq.ROUTING_ID, b"c" + draw.randbytes(16))
                 sock.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
                 sock.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -84,6 +85,9 @@ def attack(address: str, keys: Keys, server: str, count: int, seed: int) -> None
                 sock.connect(address)
                 for message, _ in zip(messages, range(some), strict=False):
                     sock.send_multipart(message or [b""])
+                # it is refused, once; a close with that unread would have the kernel reset TCP,
+                # and what the listener has not read yet would be lost
+                sock.recv()
             count -= some
 
 
