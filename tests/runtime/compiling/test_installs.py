@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,12 @@ from lazygt.runtime.compiling.artifacts import Cache, Record
 from lazygt.runtime.compiling.installs import Installs
 from lazygt.runtime.compiling.kernel_group import toolchain
 from lazygt.runtime.compiling.tiers import Compile
+from lazygt.runtime.launch import opening
+from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.messages import Install, Installed
 from lazygt.runtime.wire import Buffer, decode, encode
 from lazygt.runtime.worker import Worker
+from tests.runtime.cluster import agents
 from tests.runtime.cluster.agents import Hosts, on_host
 
 pytestmark = pytest.mark.timeout(240)
@@ -214,19 +217,21 @@ def far_cache(tmp_path: Path, near_cache: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path / "far"
 
 
-def launching(hosts: Hosts, far_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions with a worker on either of two hosts, each with a cache of its own."""
-    from lazygt.runtime.launch import opening
-    from tests.runtime.cluster import agents
+@pytest.fixture
+def two_hosts(far_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """Sessions with ``launcher="two-hosts"`` have a worker on either, each with its own cache."""
 
-    def elsewhere(number: int) -> Callable[..., object]:
+    def elsewhere(number: int) -> Callable[..., LinkSpec]:
         return lambda spec: replace(
             on_host(number)(spec),
             environment={**spec.environment, "LAZYGT_CACHE_DIR": str(far_cache)},
         )
 
+    hosts = Hosts()
     monkeypatch.setattr(agents, "on_host", elsewhere)
     monkeypatch.setitem(opening.LAUNCHERS, "two-hosts", hosts.open([1, 1]))
+    yield hosts
+    hosts.close()
 
 
 def step(x: torch.Tensor) -> torch.Tensor:
@@ -255,16 +260,10 @@ def compiled_run(launcher: str, midway: Callable[[], object] = int) -> tuple[tor
 
 
 @pytest.mark.slow
-def test_ranks_on_all_hosts_run_what_was_compiled(
-    near_cache: Path, far_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = Hosts()
-    launching(hosts, far_cache, monkeypatch)
-    try:
-        first, much = compiled_run("two-hosts")
-        again, little = compiled_run("two-hosts")
-    finally:
-        hosts.close()
+@pytest.mark.usefixtures("two_hosts")
+def test_ranks_on_all_hosts_run_what_was_compiled(near_cache: Path, far_cache: Path) -> None:
+    first, much = compiled_run("two-hosts")
+    again, little = compiled_run("two-hosts")
     on_one_host, _ = compiled_run("process")
     assert torch.equal(first, again)
     assert torch.equal(first, on_one_host)
@@ -275,15 +274,8 @@ def test_ranks_on_all_hosts_run_what_was_compiled(
 
 
 @pytest.mark.slow
-def test_where_a_host_is_lost_its_ranks_go_on_with_the_same_code(
-    far_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = Hosts()
-    launching(hosts, far_cache, monkeypatch)
-    try:
-        found, _ = compiled_run("two-hosts", lambda: hosts.lose(0))
-    finally:
-        hosts.close()
+def test_where_a_host_is_lost_its_ranks_go_on_with_the_same_code(two_hosts: Hosts) -> None:
+    found, _ = compiled_run("two-hosts", lambda: two_hosts.lose(0))
     expected, _ = compiled_run("process")
     assert torch.equal(found, expected)
 
@@ -299,72 +291,58 @@ def one_run() -> tuple[list[Compile], int | None]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_hosts")
 def test_where_one_host_s_processor_is_another_nothing_is_compiled(
-    far_cache: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hosts = Hosts()
-    launching(hosts, far_cache, monkeypatch)
     monkeypatch.setattr(kernel_group, "_instructions", lambda: "others")
     toolchain.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="can't run it: worker 1: .* is compiled for"):
             compiles, pid = one_run()
     finally:
-        hosts.close()
         toolchain.cache_clear()
     assert (compiles, pid) == ([], None)
 
 
 @pytest.mark.slow
-def test_what_waits_for_an_answer_outlives_a_failed_step(
-    far_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("two_hosts")
+def test_what_waits_for_an_answer_outlives_a_failed_step() -> None:
     """All is undone, and what hosts were asked with it: they are asked again."""
-    hosts = Hosts()
-    launching(hosts, far_cache, monkeypatch)
-    try:
-        with lazygt.session(
-            compile="auto", launcher="two-hosts", workers=2, mesh={"data": 2}
-        ) as session:
-            installs = session._client.installs
-            assert installs is not None
-            table = torch.ones(4, 4).to("lazygt")
-            session.synchronize()
-            installs.pending.add(("", 0))
-            rows = torch.nn.functional.embedding(torch.tensor([9]).to("lazygt"), table)
-            table.add_(1.0)
-            with pytest.raises(IndexError):
-                rows.sum().item()
-            assert session.compiled(timeout=60)
-            assert installs.pending == set()
-            assert table.sum().item() == 16.0
-    finally:
-        hosts.close()
+    with lazygt.session(
+        compile="auto", launcher="two-hosts", workers=2, mesh={"data": 2}
+    ) as session:
+        installs = session._client.installs
+        assert installs is not None
+        table = torch.ones(4, 4).to("lazygt")
+        session.synchronize()
+        installs.pending.add(("", 0))
+        rows = torch.nn.functional.embedding(torch.tensor([9]).to("lazygt"), table)
+        table.add_(1.0)
+        with pytest.raises(IndexError):
+            rows.sum().item()
+        assert session.compiled(timeout=60)
+        assert installs.pending == set()
+        assert table.sum().item() == 16.0
 
 
 @pytest.mark.slow
-def test_where_one_rank_can_not_swap_none_does(
-    far_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = Hosts()
-    launching(hosts, far_cache, monkeypatch)
-    try:
-        with lazygt.session(
-            compile="now", launcher="two-hosts", workers=2, mesh={"data": 2}, threads=1
-        ) as session:
-            x = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-            x = lazygt.distribute(x.to("lazygt"), {"data": lazygt.Shard(0)})
-            for _ in range(4):
-                x = step(x)
-                session.flush()
-            entry = next(each for each in session._client.entries if each.runs > 1)
-            assert any(entry.swap)
-            for path in far_cache.glob("*.so"):
-                path.unlink()
-            session._client.swap(entry, entry.swap)
-            with pytest.warns(RuntimeWarning, match="stays on the eager tier: worker 1: "):
-                assert session.compiled(timeout=60)
-            assert entry.swap == ((),)
-            assert torch.isfinite(step(x).cpu()).all()
-    finally:
-        hosts.close()
+@pytest.mark.usefixtures("two_hosts")
+def test_where_one_rank_can_not_swap_none_does(far_cache: Path) -> None:
+    with lazygt.session(
+        compile="now", launcher="two-hosts", workers=2, mesh={"data": 2}, threads=1
+    ) as session:
+        x = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
+        x = lazygt.distribute(x.to("lazygt"), {"data": lazygt.Shard(0)})
+        for _ in range(4):
+            x = step(x)
+            session.flush()
+        entry = next(each for each in session._client.entries if each.runs > 1)
+        assert any(entry.swap)
+        for path in far_cache.glob("*.so"):
+            path.unlink()
+        session._client.swap(entry, entry.swap)
+        with pytest.warns(RuntimeWarning, match="stays on the eager tier: worker 1: "):
+            assert session.compiled(timeout=60)
+        assert entry.swap == ((),)
+        assert torch.isfinite(step(x).cpu()).all()
