@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from tests import values
+
 Tensor = torch.Tensor
 
 
@@ -48,6 +50,12 @@ def keep(s: State, t: Tensor) -> None:
 def make(s: State, step: Step) -> None:
     shape = [(2, 3), (3,), (), (2, 1, 3), (4, 2), (0, 3)][step.a % 6]
     keep(s, torch.full(shape, step.number, device=s.device))
+
+
+def extreme(s: State, step: Step) -> None:
+    kind = values.EXTREME[step.a % len(values.EXTREME)]
+    generator = torch.Generator("cpu").manual_seed(step.b)
+    keep(s, values.draw((2, 3), torch.float32, kind, generator).to(s.device))
 
 
 def ramp(s: State, step: Step) -> None:
@@ -160,6 +168,7 @@ def add_from(x: Tensor, s: State, step: Step) -> None:
 
 ACTIONS: dict[str, Any] = {
     "full": make,
+    "extreme": extreme,
     "ramp": ramp,
     "leaf": leaf,
     "random": random,
@@ -203,7 +212,7 @@ ACTIONS: dict[str, Any] = {
 #: Steps whose results have shapes that only the values tell, or that read a value.
 SYNCS = frozenset({"read", "data", "mask", "backward"})
 
-NUMBERS = st.sampled_from([0.5, 2.0, -1.0, 0.0, 3.0])
+NUMBERS = st.sampled_from(values.NUMBERS)
 STEPS = st.builds(
     Step, st.sampled_from(sorted(ACTIONS)), st.integers(0, 7), st.integers(0, 7), NUMBERS
 )

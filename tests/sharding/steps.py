@@ -8,7 +8,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from tests.property.programs import NUMBERS, State, Step
+from tests.property.programs import State, Step
 from tests.sharding.actions import (
     ACTIONS,
     MOVING,
@@ -19,6 +19,7 @@ from tests.sharding.actions import (
     VIEWS,
     WRITES,
 )
+from tests.values import ORDINARY_NUMBERS
 
 Tensor = torch.Tensor
 SIZES = (0, 1, 2, 3, 4, 5, 7)
@@ -35,6 +36,7 @@ KINDS = (POINTWISE, PRODUCTS, REDUCTIONS, NORMALISATIONS, VIEWS, MOVING, WRITES)
 #: Each kind of step is as likely as another, and placements are often.
 NAMES = st.one_of(*(st.sampled_from(sorted(kind)) for kind in KINDS),
                   st.just("place"), st.just("descend"))  # fmt: skip
+NUMBERS = st.sampled_from(ORDINARY_NUMBERS)
 STEPS = st.builds(ShardStep, NAMES, st.integers(0, 7), st.integers(0, 7), NUMBERS)
 PROGRAMS = st.lists(STEPS, min_size=3, max_size=14)
 SHAPES = st.tuples(*[st.sampled_from(SIZES)] * 3)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from lazygt.graph.node import Arg, Node, Ref
+from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement
 from lazygt.passes.sharding.rules import rows
 from lazygt.passes.sharding.rules.base import (
@@ -134,7 +134,8 @@ def _bag(node: Node, metas: Metas, parts: int) -> Sequence[Strategy]:
 
 
 def _own_bags(count: int) -> Lowering:
-    """What this rank's rows add to the bags: those of others have no weight."""
+    """What this rank's rows add to the bags: those of others are zeros, for no weight makes 0 of an
+    infinite number that stands in a row of this rank."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
@@ -142,13 +143,17 @@ def _own_bags(count: int) -> Lowering:
         local, outside = own_indices(build, indices, count)
         if not build.block(count):
             table = build.full((1, build.shape(table)[1]), 0, like=table)
-        if given is None:
-            given = build.full(build.shape(indices), 1, like=table)
-        given = build.op("aten.masked_fill.Scalar", given, outside, 0)
-        of_bags = {**args, "weight": table, "indices": local}
+        if given is not None:
+            given = build.op("aten.masked_fill.Scalar", given, outside, 0)
+        picked = build.op("aten.embedding.default", table, local)
+        outside = build.op("aten.unsqueeze.default", outside, -1)
+        picked = build.op("aten.masked_fill.Scalar", picked, outside, 0)
+        places = build.op("aten.arange.default", build.shape(indices)[0],
+                          dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
+        of_bags = {**args, "weight": picked, "indices": places}
         sums, *others = _bags(build, node, {**of_bags, "mode": _SUM, "per_sample_weights": given})
         if args["mode"] == _MEAN:
-            column = build.slice(table, 1, 0, 1)
+            column = build.slice(picked, 1, 0, 1)
             _, *others = _bags(build, node, {**of_bags, "weight": column})
             sizes = build.op("aten.clamp_min.default", others[1], 1)
             sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))

@@ -115,6 +115,26 @@ def _logsumexp(value: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tens
     return total if keepdim else total.squeeze(dims)
 
 
+def _multi_margin(
+    value: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Tensor:
+    """As the kernel, that adds nothing where a distance is NaN; torch's decomposition does."""
+    value, target = torch.atleast_2d(value), torch.atleast_1d(target).unsqueeze(1)
+    distance = margin - value.gather(1, target) + value
+    other = torch.arange(value.shape[1], device=value.device) != target
+    loss = distance if p == 1 else distance * distance
+    loss = loss if weight is None else loss * weight[target]
+    loss = torch.where(other & (distance > 0), loss, 0)
+    if reduction == _NONE:
+        return loss.mean(1)
+    return loss.mean() if reduction == _MEAN else loss.sum() / value.shape[1]
+
+
 def _nll_backward(
     gradient: Tensor,
     value: Tensor,
@@ -153,6 +173,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.std_mean.correction": _std_mean,
     "aten._safe_softmax.default": _safe_softmax,
     "aten.logsumexp.default": _logsumexp,
+    "aten.multi_margin_loss.default": _multi_margin,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
     "prims.convert_element_type.default": _converted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ def _in_groups(value: Tensor, placement: StridedShard) -> Tensor:
 def summands(whole: Tensor, op: str, parts: int) -> list[Tensor]:
     """Values that reduce to ``whole``, with identities among them."""
     if op == "sum":
-        rest = [(torch.rand(whole.shape) * 8 - 4).to(whole.dtype) for _ in range(parts - 1)]
+        unit = _unit(whole)
+        rest = [((torch.rand(whole.shape) * 8 - 4).round().double() * unit).to(whole.dtype)
+                for _ in range(parts - 1)]  # fmt: skip
         return [whole - sum(rest), *rest]
     assert op in ("max", "min"), op
     if whole.dtype == torch.bool:
@@ -63,6 +66,14 @@ def summands(whole: Tensor, op: str, parts: int) -> list[Tensor]:
     far = whole - 1 if op == "max" else whole + 1
     other = torch.where(torch.rand(whole.shape) < 0.5, none, far)
     return [torch.where(owner == i, whole, other) for i in range(parts)]
+
+
+def _unit(whole: Tensor) -> float:
+    """The power of two beside which no value is large: sums of few multiples lose nothing."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 1.0
+    largest = whole.abs().double().nan_to_num(0, 0, 0).max().item() if whole.numel() else 0.0
+    return 2.0 ** (math.frexp(largest)[1] - 4)
 
 
 def _identity(dtype: torch.dtype, op: str) -> Any:

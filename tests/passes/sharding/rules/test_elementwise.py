@@ -214,3 +214,13 @@ ALL = POINTWISE | MATMUL | REDUCTIONS | SOFTMAX
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
     check_strategies(ALL[name])
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+@pytest.mark.parametrize("order", [0.5, 2.0, -1.0, torch.inf])
+def test_norm_of_run_time_order_stays_infinite_or_nan(order: float, number: float) -> None:
+    value = torch.ones(5, 2, dtype=torch.float64)
+    value[3, 0] = number
+    case = Case("linalg_vector_norm.default", value, Param(0), [0], params=[order])
+    for strategy in case.strategies(3):
+        case.check(3, strategy)

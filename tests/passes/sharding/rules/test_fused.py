@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lazygt.passes.sharding.rules import strategies_of
-from lazygt.passes.sharding.rules.base import P
+from lazygt.passes.sharding.rules.base import P, S
 from tests.passes.sharding.rules import standins
-from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
+from tests.passes.sharding.rules.draws import UNATTENDED, Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
+from tests.values import Kind
 
 aten: Any = torch.ops.aten
 Make = Callable[[Draw], Case]
@@ -20,17 +21,21 @@ LSTM = 2  # the mode of the kernel
 
 
 def queries(d: Draw, grouped: bool) -> list[torch.Tensor]:
-    """Query, key and value; ``grouped``: three queries' heads for each of the keys'."""
+    """Query, key and value; ``grouped``: three queries' heads for each of the keys'.
+
+    Large ones are small enough that a float32 logarithm of a sum keeps its digits.
+    """
     b, i, j = d.shape(3)
     heads = 12 if grouped else d.size()
     shapes = (b, 3 * heads if grouped else heads, i, 8), (b, heads, j, 8), (b, heads, j, 8)
-    return [d.of(*shape).float() for shape in shapes]
+    return [d.of(*shape).float() / (512 if d.kind is Kind.LARGE else 1) for shape in shapes]
 
 
 def flash(backward: bool, causal: bool = False, grouped: bool = False) -> Make:
     op = "_scaled_dot_product_flash_attention"
 
     def make(d: Draw) -> Case:
+        d = d.without(*UNATTENDED)
         q, k, v = queries(d, grouped)
         if not backward:
             return Case(f"{op}.default", q, k, v, 0.0, causal, False)
@@ -47,6 +52,7 @@ def efficient(backward: bool, bias: str = "", causal: bool = False) -> Make:
     op = "_scaled_dot_product_efficient_attention"
 
     def make(d: Draw) -> Case:
+        d = d.without(*UNATTENDED)
         q, k, v = queries(d, grouped=False)
         whole = dict(zip("bhij", (*q.shape[:3], k.shape[2]), strict=True))
         shape = [size if name in bias else 1 for name, size in whole.items()]
@@ -66,6 +72,7 @@ def cudnn_attention(backward: bool, causal: bool) -> Make:
     op = "_scaled_dot_product_cudnn_attention"
 
     def make(d: Draw) -> Case:
+        d = d.without(*UNATTENDED)
         q, k, v = queries(d, grouped=False)
         if not backward:
             return Case(f"{op}.default", q, k, v, None, True, 0.0, causal, False)
@@ -195,3 +202,14 @@ def test_a_workspace_without_bytes_is_no_empty_block() -> None:
     (strategy,) = (strategy for strategy in case.strategies(2) if strategy.outputs[1] == P)
     for graph in case.local(2, strategy)[0]:
         assert case.node.op in [node.op for node in graph.nodes]
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_infinite_row_stays_out_of_bags_without_it(mode: int) -> None:
+    table = torch.ones(4, 2, dtype=torch.float64)
+    table[0], table[2] = torch.inf, torch.nan
+    case = Case("_embedding_bag.default", table, torch.tensor([1, 3]), torch.tensor([0]), False,
+                mode)  # fmt: skip
+    (by_rows,) = [each for each in case.strategies(2) if each.inputs[0] == S(0)]
+    assert case.expected[0].isfinite().all()
+    case.check(2, by_rows)

@@ -150,3 +150,11 @@ def test_every_line_of_the_table_is_a_rule() -> None:
         spatial.RULES | windows.RULES | enlarged.RULES
     )  # the same, and by rows that ranks are sent
     assert all(RULES[op] in (rule, rows.get(op)) for op, rule in table.RULES.items())
+
+
+def test_distances_that_are_nan_add_nothing_to_a_margin_loss() -> None:
+    value = torch.tensor([[0.5, 1.0, torch.nan], [1.0, 0.0, 0.5]], dtype=torch.float64)
+    case = Case("multi_margin_loss.default", value, torch.tensor([0, 1]))
+    assert case.expected[0].isfinite()
+    for strategy in case.strategies(2):
+        case.check(2, strategy)
