@@ -1,10 +1,14 @@
-"""The directory in which code lies that was compiled on this machine, and is loaded from there."""
+"""Cache directory of code that is compiled on this machine and loaded again."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lazygt.files import check_folder, make_folder
 
 
 def cache_place(given: str | None = None) -> Path:
@@ -29,20 +33,24 @@ def private_directory(place: Path) -> Path:
     """The directory, which is made if it is missing.
 
     Raises:
-        PermissionError: it belongs to somebody else, or others may write to it, or have put a
-            link there: code is loaded from there.
+        PermissionError: as ``check_private``.
     """
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(place)
-    return place
+    with _advising(place):
+        return make_folder(place)
 
 
 def check_private(place: Path) -> None:
     """Raise PermissionError unless only this user may write to a directory, or link it."""
-    info = place.stat()
-    user, linked_by = os.getuid(), place.lstat().st_uid  # its own, where it is no link
-    if info.st_uid != user or linked_by not in (user, 0) or info.st_mode & 0o022:
+    with _advising(place):
+        check_folder(place)
+
+
+@contextmanager
+def _advising(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
         raise PermissionError(
-            f"{place}: compiled code is loaded from here, so only you may write to it, "
-            f"or link it; chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
-        )
+            f"{place}: compiled code is loaded from here, so only you may write to it, or link "
+            f"it ({error}); chmod 700 it, or set LAZYGT_CACHE_DIR to a directory of your own"
+        ) from error

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "lazygt"
 # From the bottom up; what stands in one row may import one another, without a circle. A name is a
 # package's or, at the root, a file's; "lazygt" is the package's own __init__.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "cache", "printed", "uncollected"}),
+    frozenset({"errors", "config", "cache", "files", "printed", "uncollected"}),
     frozenset({"native"}),
     frozenset({"graph"}),
     frozenset({"serving"}),

@@ -1,0 +1,175 @@
+"""Files and folders of one user: private from their first moment, never reached by another's link.
+
+Every file that lazygt makes comes from here. Names can be guessed, and folders such as ``/tmp`` are
+shared: a link, a pipe or a file that another user has put under a name is refused, and nothing is
+emptied before it is known to be this user's. Modes are set whatever the umask is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import stat
+from pathlib import Path
+
+#: Permission bits by which others may change a file, and by which they may read it as well.
+WRITABLE, READABLE = 0o022, 0o077
+_ALWAYS = os.O_CLOEXEC | os.O_NOCTTY
+
+
+def make_folder(place: Path) -> Path:
+    """The folder, which is made with mode 0700 if it is missing, as are those above it.
+
+    Raises:
+        PermissionError: as ``check_folder``.
+    """
+    missing = [folder for folder in (place, *place.parents) if not os.path.lexists(folder)]
+    for folder in reversed(missing):
+        try:
+            folder.mkdir(0o700)
+        except FileExistsError:  # another process was quicker; it is checked below
+            continue
+        folder.chmod(0o700)
+    check_folder(place)
+    return place
+
+
+def check_folder(place: Path) -> None:
+    """Raise PermissionError unless this user alone may write to a folder, or link it.
+
+    The system's owner may, too: root can do anything to a process anyway.
+    """
+    status, link = place.stat(), place.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{place} is no folder")
+    _check_owner(place, link)
+    _check_owner(place, status)
+    if status.st_mode & WRITABLE:
+        raise PermissionError(
+            f"others may write to {place}: `chmod go-w {_quoted(place)}`, or name a folder inside "
+            f"it, which is made for you alone"
+        )
+
+
+def create(place: Path, folder: int | None = None) -> int:
+    """A descriptor of a new, empty file of mode 0600.
+
+    Args:
+        folder: a descriptor of the one that a relative path starts from.
+
+    Raises:
+        FileExistsError: there is something of that name, a link among others.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS
+    fd = os.open(place, flags, 0o600, dir_fd=folder)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def replace(place: Path, data: bytes) -> None:
+    """Write a private file in place of an old one; nobody ever sees half of it."""
+    # hosts that share a home directory may write at once, and have equal process ids
+    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    fd = create(part)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def open_own(place: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file that is this user's (or root's), and that no other may write to.
+
+    Args:
+        flags: with ``O_CREAT`` a missing one is made with mode 0600.
+
+    Raises:
+        PermissionError: it is another user's, or others may write to it, or it is a link or no
+            file; says which command mends it.
+    """
+    # without waiting: it may be a pipe
+    fd = _opened(place, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        status = os.fstat(fd)
+        _check_file(place, status, writes=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        if status.st_mode & WRITABLE:
+            raise PermissionError(
+                f"others may write to {place}: `chmod 600 {_quoted(place)}`, if you trust its "
+                f"content"
+            )
+        if flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_output(place: str | os.PathLike[str], append: bool = False, mode: int = 0o666) -> int:
+    """A descriptor of a file that a user has named for output, emptied unless ``append``.
+
+    Links of the user's own are followed, and devices and pipes are written to.
+
+    Args:
+        mode: of a new file; the umask counts.
+
+    Raises:
+        PermissionError: what is there is another user's.
+    """
+    path = Path(place)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0)
+    if path.is_symlink():
+        _check_owner(path, path.lstat())
+    else:
+        flags |= os.O_NOFOLLOW  # none has been put there meanwhile
+    fd = _opened(path, flags, mode)
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            _check_file(path, status, writes=True)
+            if not append:
+                os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _opened(place: Path, flags: int, mode: int) -> int:
+    try:
+        return os.open(place, flags | _ALWAYS, mode)
+    except OSError as error:
+        if place.is_symlink() and flags & os.O_NOFOLLOW:
+            raise PermissionError(
+                f"{place} is a link, which is not followed: `rm {_quoted(place)}`"
+            ) from error
+        raise
+
+
+def _check_file(place: Path, status: os.stat_result, writes: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise PermissionError(f"{place} is no file: remove it, or name another place")
+    _check_owner(place, status)
+    if writes and status.st_nlink > 1:
+        raise PermissionError(
+            f"{place} has another name, under which it would change as well: "
+            f"`rm {_quoted(place)}`, or name another place"
+        )
+
+
+def _check_owner(place: Path, status: os.stat_result) -> None:
+    user = os.geteuid()
+    if status.st_uid not in (user, 0):
+        raise PermissionError(
+            f"{place} belongs to user {status.st_uid}, and this process is of user {user}: "
+            f"`chown -h {user} {_quoted(place)}` as root, if you trust its content, or name "
+            f"another place"
+        )
+
+
+def _quoted(place: Path) -> str:
+    return shlex.quote(str(place))
