@@ -128,12 +128,24 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+#: Types of torch's named constants; a reader of names takes no other attribute of torch.
+TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+#: Those constants by name: a closed table, so that no name from elsewhere reaches ``getattr``.
+_NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, TORCH_NAMES)}
 _LONG = {short: dtype for dtype, short in _SHORT.items()}
+
+
+def torch_name(text: str) -> torch.dtype | torch.layout | torch.memory_format:
+    """The constant that prints as ``torch.NAME``; ValueError for anything else."""
+    value = _NAMED.get(text.removeprefix("torch."))
+    if value is None or not text.startswith("torch."):
+        raise ValueError(f"{text!r} names no dtype, layout or memory format")
+    return value
 
 
 def dtype_of(text: str) -> torch.dtype:
     """The dtype that ``short_dtype`` printed; ValueError for anything else."""
-    dtype = _LONG.get(text) or getattr(torch, text, None)
+    dtype = _LONG.get(text) or _NAMED.get(text)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is not a torch dtype")
     return dtype

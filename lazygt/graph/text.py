@@ -26,9 +26,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern
+from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, torch_name
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 
 
@@ -182,7 +180,7 @@ class _Reader:
         if kind == "param":
             return Param(int(token[1:]))
         if kind == "torch":
-            return getattr(torch, token.removeprefix("torch."))
+            return torch_name(token)
         if kind == "special":
             return _read_spelled(token)
         if kind == "mark" and token == "[":

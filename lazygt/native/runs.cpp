@@ -24,6 +24,11 @@ using Ids = std::vector<int64_t>;
 
 // -- what a run message says -----------------------------------------------------------------------
 
+// Ids above this, which no session reaches, are Python's: sums of two ids then fit 64 bits.
+constexpr int64_t LAST_ID = (int64_t(1) << 62) - 1;
+
+bool is_id(int64_t id) { return id >= 0 && id <= LAST_ID; }
+
 Ids packed_ids(Packed& from) {
   size_t count = from.array();
   Ids ids;
@@ -78,7 +83,7 @@ std::optional<RunMessage> unpacked(const void* bytes, size_t size, int64_t tag) 
   if (fields > 7 && from.array() != 0) return std::nullopt;  // values that are sent along
   if (fields > 8 && from.array() != 0) return std::nullopt;  // room that is given back
   if (fields > 9) message.fetches = packed_ids(from);
-  if (!from.fine() || !from.ended() || message.base < 0 || message.seq < 0) return std::nullopt;
+  if (!from.fine() || !from.ended() || !is_id(message.base) || message.seq < 0) return std::nullopt;
   return message;
 }
 
@@ -144,7 +149,7 @@ class Codec {
     const size_t known = size_t(PyList_GET_SIZE(known_.ptr()));
     if (update.kind == Update::WHOLE) {
       ids = update.ids;
-      return true;
+      return are_ids(ids);
     }
     auto moving = get(python_, NAME(moving));
     ids.resize(known);
@@ -152,12 +157,12 @@ class Codec {
       ids[i] = number_of(PyList_GET_ITEM(known_.ptr(), i));
       if (PyList_GET_ITEM(moving.ptr(), i) == Py_True) ids[i] += base - base_;
     }
-    if (update.kind == Update::EXPECTED) return true;
+    if (update.kind == Update::EXPECTED) return are_ids(ids);
     for (size_t i = 0; i + 1 < update.ids.size(); i += 2) {
       if (update.ids[i] < 0 || size_t(update.ids[i]) >= known) return false;
       ids[size_t(update.ids[i])] = update.ids[i + 1];
     }
-    return update.ids.size() % 2 == 0;
+    return update.ids.size() % 2 == 0 && are_ids(ids);
   }
 
   // Takes note of what was decoded.
@@ -183,6 +188,8 @@ class Codec {
   }
 
  private:
+  static bool are_ids(const Ids& ids) { return std::all_of(ids.begin(), ids.end(), is_id); }
+
   py::object python_, known_;
   int64_t base_ = 0;
 };

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import zmq
 
@@ -39,6 +38,7 @@ from lazygt.runtime.cluster.agent import Connected
 from lazygt.runtime.cluster.connection import Connection, dial
 from lazygt.runtime.cluster.keys import KeyFile
 from lazygt.runtime.launch.channel import MAX_MESSAGE_BYTES
+from lazygt.runtime.launch.status_file import decoded
 from lazygt.runtime.launch.status_reader import Pages
 from lazygt.runtime.wire import Part, decode, encode, received
 
@@ -198,11 +198,9 @@ class Pool:
         """
         self._connection.send(encode(Status(pages=True)))
         report, rest = self._answer_with_frames(Report)
-        try:
-            pages = msgspec.msgpack.decode(rest[0], type=dict[str, Pages])
-        except (IndexError, msgspec.MsgspecError) as error:
-            raise ProtocolError(f"a pool's status pages make no sense: {error}") from error
-        return json.loads(report.text), pages
+        if not rest:
+            raise ProtocolError("a pool's report without its status pages")
+        return json.loads(report.text), decoded(rest[0], dict[str, Pages])
 
     def drain(self) -> None:
         """Have it admit nobody any more; it ends when its last session has. Needs a key that may

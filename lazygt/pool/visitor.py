@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec.structs import replace
 
 from lazygt.errors import PoolError, ProtocolError
@@ -79,10 +78,7 @@ class Visitor:
         """
         if self.session is None or len(frames) != 1 or len(frames[0]) > 2 * CAPACITY:
             raise ProtocolError("a status page of nobody's")
-        try:
-            page = msgspec.msgpack.decode(frames[0], type=Page)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"a status page makes no sense: {error}") from error
+        page = decoded(frames[0], Page)
         decoded(page.message, ClientPage)
         self._page, self._told, self._asked = page, time.monotonic(), None
 

@@ -18,7 +18,15 @@ import msgspec
 import torch
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of, intern, short_dtype
+from lazygt.graph.meta import (
+    TORCH_NAMES,
+    TensorMeta,
+    contiguous_stride,
+    dtype_of,
+    intern,
+    short_dtype,
+    torch_name,
+)
 from lazygt.graph.node import DEVICE, Param, Ref
 from lazygt.graph.sizes import Size
 
@@ -28,7 +36,6 @@ _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META, _SIZE = 1, 2, 3, 4, 5, 6, 7
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
 #: torch's own: a session has another in its place, which minds the default device
 _empty = torch.empty
-TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 #: dtype -> the bytes of a single element, out of what ``item()`` gives and back to it
 NUMBERS = {
@@ -165,10 +172,10 @@ def _integer(data: bytes) -> int:
 
 
 def _torch_name(text: str) -> Any:
-    value = getattr(torch, text.removeprefix("torch."), None)
-    if not text.startswith("torch.") or not isinstance(value, TORCH_NAMES):
-        raise ProtocolError(f"{text!r} names no dtype, layout or memory format")
-    return value
+    try:
+        return torch_name(text)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
 
 
 def _meta_fields(meta: TensorMeta) -> tuple[Any, ...]:

@@ -149,6 +149,16 @@ def test_memory_is_sound(
     assert json.loads(told.read_text())["recorder"] == "native"
 
 
+def test_changed_frames_are_decoded_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_for(ADDRESS, monkeypatch)
+    count = 1_000_000
+    done = watched(ADDRESS, "-m", "tests.native.mutated", str(count), "1")
+    assert (done.returncode, reports(done)) == (0, []), done.stderr[-4000:]
+    told = json.loads(done.stdout)
+    assert all(sum(seen.values()) == count for seen in told.values()), told
+    assert min(told["runs"]["run"], told["numbers"]["a number"], told["mailbox"]["taken"]) > 0
+
+
 def test_threads_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     build_for(THREAD, monkeypatch)
     done = watched(THREAD, "-m", "tests.native.threads", "3", "30")

@@ -99,10 +99,13 @@ class Asker:
         self.connection.close()
 
 
-def start_client(program: str, *arguments: Sequence[str]) -> subprocess.Popen:
+def start_client(
+    program: str, *arguments: Sequence[str], stdin: int | None = None
+) -> subprocess.Popen:
     """Another process that runs a program; its output can be read line by line."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},

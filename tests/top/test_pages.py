@@ -67,6 +67,8 @@ def test_a_page_that_contradicts_its_checksum_is_refused(file) -> None:
         pages.read(1)
     with pytest.raises(ProtocolError, match="makes no sense"):
         decoded(b"\x90", WorkerPage)
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        decoded(b"\x93\x00\x01\xa1\xff", WorkerPage)  # a string that is no UTF-8
 
 
 def test_a_message_has_a_bound(file) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.start_plan import LinkSpec
+from lazygt.runtime.launch.status_file import decoded
 from lazygt.runtime.launch.status_reader import Page
 from lazygt.runtime.wire import Buffer, Count, Part, decode
 
@@ -278,10 +279,7 @@ def pages_of(frame: Buffer) -> tuple[Page | None, ...]:
     Raises:
         ProtocolError: they are none.
     """
-    try:
-        return msgspec.msgpack.decode(frame, type=tuple[Page | None, ...])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"status pages make no sense: {error}") from error
+    return decoded(frame, tuple[Page | None, ...])
 
 
 def read(frames: Sequence[Buffer], kinds: tuple[type[Part], ...]) -> Part:

@@ -148,7 +148,7 @@ class ClientPage(msgspec.Struct, array_like=True, frozen=True):
     ended: bool = False
 
 
-Message = TypeVar("Message", WorkerPage, ClientPage)
+Message = TypeVar("Message")
 
 
 class StatusFile:
@@ -234,13 +234,13 @@ def _slot(page: int, written: int) -> int:
     return page * PAGE + _FIRST_SLOT + written % 2 * _SLOT
 
 
-def decoded(data: bytes, kind: type[Message]) -> Message:
-    """A page's message.
+def decoded(data: bytes | memoryview, kind: type[Message]) -> Message:
+    """A page's message, or several pages.
 
     Raises:
         ProtocolError: it is none.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # a string may be no UTF-8
         raise ProtocolError(f"a status page makes no sense: {error}") from error

@@ -75,7 +75,7 @@ def _page(file: StatusFile, page: int, kind: type[WorkerPage] | type[ClientPage]
     if told is None:
         return None
     when, message = told
-    writer: WorkerPage | ClientPage = decoded(message, kind)  # type: ignore[type-var]
+    writer: WorkerPage | ClientPage = decoded(message, kind)
     there = writer.elsewhere if isinstance(writer, WorkerPage) else None
     process = procfs.state(writer.pid) if there is None else there.process
     unheard = there is not None and there.unheard
