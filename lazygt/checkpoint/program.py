@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lazygt.checkpoint import states
+from lazygt.checkpoint.encoding import encoded
 from lazygt.checkpoint.saved import Contents, Saved, generators, versions
 from lazygt.checkpoint.values import Block, Captured, Rows, are_there, memory_of, sections
 from lazygt.config import Config, seconds_of
@@ -253,10 +254,9 @@ class Checkpoints:
         captured = Captured(self._recorder, self._mesh)
         given = {name: states.state_of(each) for name, each in self._objects.items()}
         texts = {
-            name: states.encoded(name, state, captured.leaf)
-            for name, state in {**given, **values}.items()
+            name: encoded(name, state, captured.leaf) for name, state in {**given, **values}.items()
         }
-        drawn = states.encoded("generators", generators(self._recorder), captured.leaf)
+        drawn = encoded("generators", generators(self._recorder), captured.leaf)
         return captured, texts, drawn
 
     def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from lazygt.checkpoint import states
+from lazygt.checkpoint.encoding import decoded
 from lazygt.checkpoint.states import Leaf
 from lazygt.checkpoint.values import placements_of, tensor_of
 from lazygt.config import VERSION
-from lazygt.errors import CheckpointError
+from lazygt.errors import CheckpointError, LazyGTError
 from lazygt.graph.mesh import Sharding
 from lazygt.graph.placement import Replicate
 from lazygt.record.annotate import mesh_of, restore_sharding
 from lazygt.record.context import current_session
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, storage_of, view_of
-from lazygt.runtime.recovery.checkpoint_file import CheckpointFile
+from lazygt.runtime.recovery.checkpoint_file import CheckpointFile, unpacked
 
 
 class Contents(msgspec.Struct, frozen=True):
@@ -65,14 +66,13 @@ class Saved(Mapping[str, Any]):
         if file is not None:
             self.path = file.path
             _check_versions(file)
-            self.step = int(file.about["step"])
-            self.settings = file.about["settings"]
-            self._contents = msgspec.msgpack.decode(file.section(0), type=Contents)
+            self._contents = _contents(file)
+            self.step, self.settings = _described(file)
 
     # -- reading -------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        return self._state(self._contents.states[name], self._on_cpu)
+        return self._state(name, self._on_cpu)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._contents.states)
@@ -89,18 +89,26 @@ class Saved(Mapping[str, Any]):
         """The names of what was registered; the others are values that came with the step."""
         return frozenset(self._contents.classes)
 
-    def _state(self, data: bytes, tensor: Callable[[int], Any]) -> Any:
+    def _state(self, name: str, tensor: Callable[[int], Any]) -> Any:
+        return self._decoded(repr(name), self._contents.states[name], tensor)
+
+    def _decoded(self, title: str, data: bytes, tensor: Callable[[int], Any]) -> Any:
         try:
-            return states.decoded(data, tensor)
-        except pickle.UnpicklingError as error:
-            assert self.path is not None
-            raise CheckpointError(
-                self.path, f"it has something of class {error}, which no checkpoint has"
-            ) from error
+            return decoded(data, tensor)
+        except ValueError as error:
+            raise self._refused(f"{title} in it is not as a checkpoint has it: {error}") from error
+
+    def _refused(self, why: str) -> CheckpointError:
+        return CheckpointError(self.path or "", f"{why}. Nothing was loaded")
+
+    def _leaf(self, number: int) -> Leaf:
+        if not 0 <= number < len(self._contents.leaves):
+            raise ValueError(f"there is no tensor {number}")
+        return self._contents.leaves[number]
 
     def _on_cpu(self, number: int) -> Tensor:
         assert self._file is not None
-        return tensor_of(self._contents.leaves[number], self._file.section(number + 1))
+        return tensor_of(self._leaf(number), self._file.section(number + 1))
 
     # -- loading -------------------------------------------------------------------------
 
@@ -109,17 +117,34 @@ class Saved(Mapping[str, Any]):
         theirs. What was on the workers goes to the workers of the open session.
 
         Raises:
-            CheckpointError: they are not what was registered then. Nothing was loaded.
+            CheckpointError: they are not what was registered then, and nothing was loaded; or one
+                does not take its state, and then models and optimizers are as they were.
         """
         for name, given in objects.items():
             self._check(name, given)
+        drawn = self._decoded("the random generators", self._contents.generators, self._on_cpu)
         here = self._here()
         # what checks least first: whatever raises leaves models and optimizers as they are
         for name in sorted(objects, key=lambda name: _is_checked(objects[name])):
-            states.load(objects[name], self._state(self._contents.states[name], here))
+            with self._taking(name):
+                states.load(objects[name], self._state(name, here))
         for name, given in objects.items():
             self._place(name, given)
-        set_generators(self._state(self._contents.generators, self._on_cpu))
+        with self._taking("random"):
+            set_generators(drawn)
+
+    @contextmanager
+    def _taking(self, name: str) -> Iterator[None]:
+        """Turn an object's complaint of its state into an error that names file and object."""
+        try:
+            yield
+        except LazyGTError:
+            raise
+        except Exception as error:  # the object's own
+            raise CheckpointError(
+                self.path or "",
+                f"{name!r} does not take the state that was saved: {type(error).__name__}: {error}",
+            ) from error
 
     def _check(self, name: str, given: Any) -> None:
         if name not in self._contents.classes:
@@ -128,8 +153,9 @@ class Saved(Mapping[str, Any]):
                 f"it is of another program: nothing was registered as {name!r}, but "
                 f"{', '.join(map(repr, self._contents.classes)) or 'nothing'}. Nothing was loaded",
             )
-        state = self._state(self._contents.states[name], self._contents.leaves.__getitem__)
-        states.check(self.path, name, given, self._contents.classes[name], state)
+        state = self._state(name, self._leaf)
+        with self._taking(name):
+            states.check(self.path, name, given, self._contents.classes[name], state)
 
     def _here(self) -> Callable[[int], Tensor]:
         """Tensors where they belong; each is brought there once."""
@@ -146,15 +172,34 @@ class Saved(Mapping[str, Any]):
 
     def _place(self, name: str, given: Any) -> None:
         """Have tensors lie as they lay, where nobody has said how they are to."""
-        state = self._state(self._contents.states[name], self._contents.leaves.__getitem__)
+        state = self._state(name, self._leaf)
         for tensor, leaf in states.pairs(states.state_of(given), state):
             if not is_lazy(tensor) or view_of(tensor) is not None:
                 continue
             placements = placements_of(leaf)
-            same_mesh = str(mesh_of(tensor)) == self.settings["mesh"]
+            same_mesh = str(mesh_of(tensor)) == self.settings.get("mesh")
             cut = any(not isinstance(placement, Replicate) for placement in placements)
             if cut and same_mesh and storage_of(tensor).placed is None:
                 restore_sharding(tensor, Sharding(placements))
+
+
+def _contents(file: CheckpointFile) -> Contents:
+    """The first section, with a leaf for each of the others."""
+    _check_versions(file)
+    contents = unpacked(file.path, file.section(0) if len(file) else b"", Contents)
+    if len(contents.leaves) != len(file) - 1:
+        raise CheckpointError(
+            file.path, f"it has {len(file) - 1} values of {len(contents.leaves)} tensors"
+        )
+    return contents
+
+
+def _described(file: CheckpointFile) -> tuple[int, dict[str, str]]:
+    """Step and settings."""
+    step, settings = file.about.get("step"), file.about.get("settings")
+    if not isinstance(step, int) or not isinstance(settings, dict):
+        raise CheckpointError(file.path, "it does not say its step and settings")
+    return step, settings
 
 
 def _is_checked(given: Any) -> bool:
@@ -191,6 +236,7 @@ def generators(recorder: Recorder) -> dict[str, Any]:
 def set_generators(state: dict[str, Any]) -> None:
     """Have the generators go on from these states; no sync point."""
     random.setstate(state["python"])
+    states.check_numpy(state["numpy"][2])
     np.random.set_state(state["numpy"])
     if state["torch"] is not None:
         torch.set_rng_state(state["torch"])

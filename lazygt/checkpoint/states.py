@@ -1,16 +1,14 @@
 """The states of registered objects: nested containers, told apart from the tensors in them.
 
-A state is pickled without its tensors, each of which is a *leaf* with a number. Only classes that
-can do no harm are unpickled: a checkpoint may come from anywhere.
+Each tensor is a *leaf* with a number; `encoding` has the rest as bytes.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,17 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lazygt.errors import CheckpointError
+from lazygt.graph.meta import dtype_of
 
-#: What states may hold besides numbers, strings, lists, tuples, dicts and tensors.
-_CLASSES = {
-    "builtins": {"set", "frozenset", "complex", "slice", "range", "bytearray",
-                 "bool", "int", "float", "str", "list", "dict"},
-    "collections": {"OrderedDict", "defaultdict", "deque", "Counter"},
-    "torch": {"Size", "device"},
-    "numpy": {"ndarray", "dtype"},
-}  # fmt: skip
-#: numpy's own, in whatever module of it
-_NUMPYS = {"_reconstruct", "_frombuffer", "scalar"}
+#: Sizes or strides of a tensor; torch has 64 dimensions at most.
+Sizes = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...], msgspec.Meta(max_length=64)
+]
 
 
 class Leaf(msgspec.Struct, frozen=True):
@@ -40,16 +33,23 @@ class Leaf(msgspec.Struct, frozen=True):
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: Sizes
+    stride: Sizes
     lazy: bool = False
-    placements: tuple[str, ...] = ()
+    placements: tuple[Annotated[str, msgspec.Meta(pattern=r"^(R|[SH]\(\d{1,6}\))$")], ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """As torch has it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        """As torch has it; ValueError: torch has none of that name."""
+        return dtype_of(self.dtype)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a tensor of this dtype, shape and stride takes exactly so many bytes."""
+        if len(self.shape) != len(self.stride):
+            return False
+        numel = math.prod(self.shape)
+        extent = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return numel * self.torch_dtype.itemsize == nbytes and numel in (0, extent)
 
 
 # -- one object ----------------------------------------------------------------------------
@@ -73,6 +73,20 @@ def _set_tensor(given: Tensor, state: Tensor) -> None:
         given.copy_(state)
 
 
+def check_numpy(position: Any, words: int = 624) -> None:
+    """Raise ValueError for a place outside a generator's words: NumPy reads there unchecked."""
+    if not 0 <= position <= words:
+        raise ValueError(f"the place {position} among {words} words of a NumPy generator")
+
+
+def _set_numpy(given: np.random.Generator, state: dict[str, Any]) -> None:
+    if isinstance(given.bit_generator, np.random.MT19937):
+        check_numpy(state["state"]["pos"])
+    elif "buffer_pos" in state:
+        check_numpy(state["buffer_pos"], len(state["buffer"]))
+    given.bit_generator.state = state
+
+
 _WAYS = (
     _Way(Tensor, lambda t: t.detach(), _set_tensor),
     _Way(torch.Generator, lambda g: g.get_state(), lambda g, state: g.set_state(state)),
@@ -80,7 +94,7 @@ _WAYS = (
     _Way(
         np.random.Generator,
         lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
+        _set_numpy,
     ),
     _Way(dict, dict, _set_dict),
 )
@@ -124,72 +138,6 @@ def class_of(given: Any) -> str:
         return Tensor.__qualname__
     kind: type = getattr(type(given), "__plain_class__", type(given))
     return kind.__qualname__
-
-
-# -- texts ---------------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, leaf: Callable[[Tensor], int]) -> None:
-        super().__init__(file, protocol=5)
-        self._leaf = leaf
-
-    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
-        if isinstance(value, Tensor):
-            return "tensor", self._leaf(value)
-        if isinstance(value, torch.dtype):
-            return "dtype", str(value).removeprefix("torch.")
-        return None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensor: Callable[[int], Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensor = tensor
-
-    def persistent_load(self, told: tuple[str, Any]) -> Any:
-        kind, value = told
-        return self._tensor(value) if kind == "tensor" else getattr(torch, value)
-
-    def find_class(self, module: str, name: str) -> Any:
-        room = module.partition(".")[0]
-        if name in _CLASSES.get(module, ()) or (room == "numpy" and name in _NUMPYS):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
-    """A state without its tensors.
-
-    Args:
-        leaf: is given each of them; its number.
-
-    Raises:
-        TypeError: there is something in it that would not be loaded again.
-    """
-    file = io.BytesIO()
-    try:
-        _Pickler(file, leaf).dump(state)
-        data = file.getvalue()
-        decoded(data, lambda number: None)
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"the state of {name!r} can't be saved: {error}. It may hold tensors, numbers, "
-            f"strings, NumPy arrays, and lists, tuples, sets and dicts of them"
-        ) from error
-    return data
-
-
-def decoded(data: bytes, tensor: Callable[[int], Any]) -> Any:
-    """A state again.
-
-    Args:
-        tensor: number of a leaf -> what is to stand there.
-
-    Raises:
-        UnpicklingError: it has something that no checkpoint has.
-    """
-    return _Unpickler(data, tensor).load()
 
 
 # -- whose state it is ---------------------------------------------------------------------

@@ -200,7 +200,13 @@ def _bytes(t: Tensor) -> memoryview:
 
 
 def tensor_of(leaf: Leaf, data: memoryview) -> Tensor:
-    """The tensor that lies on a section's bytes."""
+    """The tensor that lies on a section's bytes.
+
+    Raises:
+        ValueError: it would lie on others.
+    """
+    if not leaf.fits(len(data)):
+        raise ValueError(f"{leaf.dtype}{list(leaf.shape)} does not take {len(data)} bytes")
     if not len(data):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.torch_dtype, device="cpu")
     flat = torch.frombuffer(data, dtype=torch.uint8).view(leaf.torch_dtype)

@@ -2,10 +2,10 @@
 
     python -m tests.recovery.killed --kills 500 --layout "fully sharded"
 
-Workers are killed while the client waits, while it records, while a recovery is under way, one or
-all at once; some are stopped instead, or crash. Losses, weights, the optimizer's state and the
-generator must have the bits of a training that nobody disturbed; no process, descriptor or memory
-may be left. Prints counts as JSON.
+Workers are killed while the client waits, while it records, while a recovery is under way, while
+compiled code is swapped in, one or all at once; some are stopped instead, or crash. Losses,
+weights, the optimizer's state and the generator must have the bits of a training that nobody
+disturbed; no process, descriptor or memory may be left. Prints counts as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
 import lazygt
+from lazygt.runtime.compiling import compiler
 from lazygt.runtime.recovery import recover
 from tests import forking
-from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
+from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, chaotic, digest
 
 #: Deaths that one wait may see: the third at the same run would be poison.
 MOST = 2
@@ -62,7 +63,8 @@ class Killer:
         """Kill workers while a wait lasts, or soon after it."""
         # all that are left, spread over the waits that are left
         most = MOST - self._late
-        count = min(most, self._left, round(self._left / self._waits + self._draw.uniform(-1, 1)))
+        share = self._left / max(self._waits, 1)
+        count = min(most, self._left, round(share + self._draw.uniform(-1, 1)))
         self._waits -= 1
         ended: list[float] = []
         delays = [self._draw.uniform(0, each) for each in (SOON, LATER)[: max(count, 0)]]
@@ -88,13 +90,16 @@ class Killer:
             self._left -= 1
 
 
-def train(layout: Layout, steps: int, around: Callable[[Callable[[], Any]], Any]) -> str:
+def train(
+    session: lazygt.Session, layout: Layout, steps: int, around: Callable[[Callable[[], Any]], Any]
+) -> str:
     """Some steps, with several waits each; what they come to as SHA-256.
 
     Args:
         around: calls each wait.
     """
     torch.manual_seed(7)
+    compiles = session.config.compile != "off"
     model = MLP()
     layout.lay(model)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -111,6 +116,10 @@ def train(layout: Layout, steps: int, around: Callable[[Callable[[], Any]], Any]
         opt.step()
         norm = sum(p.detach().square().sum() for p in model.parameters())
         told.append(torch.tensor(around(norm.item), device="cpu"))
+        if compiles:  # swapped in at the same step of each run
+            large = chaotic(large)
+            session.flush()
+            assert around(session.compiled)
         if step % 4 == 1:  # large values go through shared memory, both ways
             large = large + torch.randn(100_000, device="cpu").to("lazygt")
             told.append(around(large.cpu))
@@ -141,6 +150,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--steps", type=int, default=0, help="0: so many that all fit")
     parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--compile", choices=("off", "now", "auto"), default="off")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--anew", action="store_true", help="start processes as users do")
     given = parser.parse_args()
@@ -150,19 +160,23 @@ def main() -> None:
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     torch.set_num_threads(1)
     recover._LEAST_SECONDS = 0.2  # snapshots are taken, and often
+    # a compile process at idle priority never ends on a busy machine
+    compiler.leave_only_spare_time = lambda pid: None
     layout = LAYOUTS[given.layout]
-    settings = dict(layout.settings)
+    settings = {**layout.settings, "compile": given.compile}
     if given.workers:
         settings["mesh"] = dict.fromkeys(settings["mesh"], given.workers)
     steps = given.steps or max(given.kills * 2 // 5, 4)
-    with lazygt.session(**settings):
-        expected = train(layout, steps, lambda wait: wait())
+    for _ in range(1 if given.compile == "off" else 2):  # the first one fills the compiler's cache
+        with lazygt.session(**settings) as session:
+            expected = train(session, layout, steps, lambda wait: wait())
     before = Leftovers()
     more = {"spares": given.spares, "frozen_after": FROZEN}
     with lazygt.session(**settings, **more) as session:
-        waits = steps * 5 // 2
+        waits = steps * 5 // 2 + steps * (given.compile != "off") - 2  # a few for the last kills
         killer = Killer(session, given.kills, waits, given.seed)
-        actual = train(layout, steps, killer.around)
+        actual = train(session, layout, steps, killer.around)
+        swapped = sum(bool(entry.swap) for entry in session.entries())
         within = Leftovers()
     after = Leftovers()
     assert actual == expected, "other bits"
@@ -175,6 +189,7 @@ def main() -> None:
     print(json.dumps({
         "kills": sum(killer.seen.values()), "by kind": killer.seen,
         "recoveries": len(session.recoveries),
+        "plans on compiled code": swapped,
         "runs again": sum(each.runs for each in session.recoveries),
         "slowest": round(slowest, 2), "steps": steps,
         "descriptors": [len(each.files) for each in (before, within, after)],

@@ -72,12 +72,21 @@ class Layout(NamedTuple):
     cut: bool = False
 
 
+def chaotic(x: torch.Tensor) -> torch.Tensor:
+    """A pointwise group that amplifies the last bits, in which its compiled code differs."""
+    for _ in range(3):
+        y = (x * 3.0 + 0.25).tanh().abs()
+        x = y * 3.9 * (1.0 - y)
+    return x
+
+
 def _on(ranks: int, axis: str = "ranks", **more: Any) -> dict[str, Any]:
     return {"mesh": {axis: ranks}, "threads": 1, "compile": "off", **more}
 
 
 LAYOUTS = {
     "one worker": Layout(_on(1), alone),
+    "replicated": Layout(_on(2), alone),
     "data parallel": Layout(_on(2), data_parallel, True),
     "fully sharded": Layout(_on(2), fully_sharded, True),
     "tensor parallel": Layout(_on(2), tensor_parallel),

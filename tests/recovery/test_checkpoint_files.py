@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import pytest
 
 from lazygt.errors import CheckpointError
+from lazygt.runtime.crc32 import crc32
 from lazygt.runtime.recovery import checkpoint_folder
 from lazygt.runtime.recovery.checkpoint_file import CheckpointFile, write
 from lazygt.runtime.recovery.checkpoint_folder import CheckpointFolder, newest
@@ -189,3 +193,80 @@ def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="can't be written"):
         CheckpointFolder(tmp_path / "file")
+
+
+def test_folder_and_files_are_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = save(CheckpointFolder(tmp_path / "a" / "run"), 1)
+    finally:
+        os.umask(before)
+    made = [path, path.with_name("lazygt.lock"), path.parent, path.parent.parent]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in made] == [0o600, 0o600, 0o700, 0o700]
+
+
+@pytest.mark.parametrize("content", ["", "12\n", "precious"])
+def test_lock_of_another_content_is_not_emptied(tmp_path: Path, content: str) -> None:
+    lock = tmp_path / "lazygt.lock"
+    lock.write_text(content)
+    if content == "precious":
+        with pytest.raises(CheckpointError, match=r"lazygt\.lock in it is no lock of lazygt"):
+            CheckpointFolder(tmp_path)
+        assert lock.read_text() == content
+    else:
+        CheckpointFolder(tmp_path).close()
+        assert lock.read_text() == f"{os.getpid()}\n"
+
+
+def test_lock_that_is_a_link_empties_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("12\n")
+    (tmp_path / "lazygt.lock").symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"lazygt\.lock is a link, which is not followed"):
+        CheckpointFolder(tmp_path)
+    assert target.read_text() == "12\n"
+
+
+def test_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    save(CheckpointFolder(tmp_path), 1)
+    tmp_path.chmod(0o777)
+    with pytest.raises(CheckpointError, match=f"`chmod go-w {tmp_path}`"):
+        newest(tmp_path)
+    (tmp_path / "lazygt.lock").unlink()
+    with pytest.raises(CheckpointError, match=f"`chmod go-w {tmp_path}`"):
+        CheckpointFolder(tmp_path)
+    assert names(tmp_path) == ["checkpoint-000001.lazygt"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_checkpoint_of_another_user_is_not_read(tmp_path: Path, which: str) -> None:
+    folder = CheckpointFolder(tmp_path / "run")
+    path = save(folder, 1)
+    folder.close()
+    given = path if which == "file" else path.parent
+    os.chown(given, 65534, 65534)
+    with pytest.raises(CheckpointError, match=f"{given} belongs to user 65534.*`chown -h 0"):
+        newest(path.parent)
+
+
+def test_file_that_others_may_write_to_is_not_read(tmp_path: Path) -> None:
+    path = save(CheckpointFolder(tmp_path), 1)
+    path.chmod(0o620)
+    with pytest.raises(CheckpointError, match=f"`chmod 600 {path}`"):
+        newest(tmp_path)
+
+
+def test_overlapping_sections_are_refused(tmp_path: Path) -> None:
+    """A file of a megabyte could else have the same bytes checked a million times."""
+    path = save(CheckpointFolder(tmp_path), 1)
+    data = path.read_bytes()
+    begin = struct.unpack_from("<Q", data, 24)[0]
+    index = msgspec.msgpack.decode(data[begin:])
+    index["sections"] = [index["sections"][0]] * 2
+    packed = msgspec.msgpack.encode(index)
+    fields = struct.pack("<QQQQ8x", begin + len(packed), begin, len(packed), crc32(packed))
+    header = data[:16] + fields
+    path.write_bytes(header + struct.pack("<Q", crc32(header)) + data[64:begin] + packed)
+    with pytest.raises(CheckpointError, match="section 1 is not where it must be"):
+        newest(tmp_path)

@@ -23,7 +23,7 @@ import torch
 import lazygt
 from lazygt.runtime.launch import worker_pool
 from lazygt.runtime.launch.worker_pool import WorkerPool, WorkerProcess
-from tests.memory_group import memory_group
+from tests.control_group import control_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
 
@@ -214,7 +214,7 @@ finally:
 
 @pytest.mark.anew  # all of a group's memory is its own
 def test_a_worker_that_the_kernel_kills_for_its_memory(tmp_path: Path) -> None:
-    with memory_group() as group:
+    with control_group("memory") as group:
         client = [sys.executable, "-c", IN_A_GROUP, str(group), str(tmp_path / "once")]
         ended = subprocess.run(client, capture_output=True, text=True, timeout=600, check=False)
         expected = f"{[6.0 * n + 1 for n in range(8)]} out of memory (signal SIGKILL)"

@@ -13,14 +13,17 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar
 
 import msgspec
 
 from lazygt.errors import CheckpointError
+from lazygt.files import open_own
 from lazygt.runtime.crc32 import crc32
 
-_MAGIC = b"lazygt checkpt 1"
+T = TypeVar("T")
+_FAMILY, _FORMAT = b"lazygt checkpt ", b"2"
+_MAGIC = _FAMILY + _FORMAT
 #: magic, bytes of the file, where the index begins, its bytes, its checksum; the header's own
 _HEADER, _HEADER_CRC = struct.Struct("<16sQQQQ8x"), struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _HEADER_CRC.size
@@ -29,16 +32,21 @@ _ALIGNMENT = 64
 _BLOCK = 1 << 20
 
 
+#: Plain values that describe a checkpoint.
+About = dict[str, int | str | dict[str, str]]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Section(msgspec.Struct, frozen=True):
     """Where it begins, its bytes, and the checksum of these and of what fills up after them."""
 
-    offset: int
-    nbytes: int
-    crc: int
+    offset: Count
+    nbytes: Count
+    crc: Count
 
 
 class _Index(msgspec.Struct, frozen=True):
-    about: dict[str, Any]
+    about: About
     sections: list[_Section]
 
 
@@ -83,11 +91,23 @@ def _next(section: _Section) -> int:
     return -(-(section.offset + section.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
+def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
+    """A section or the index of a file as what it is to be; CheckpointError: it is not."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(path, f"its content can't be read: {error}") from error
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is one of these, or the beginning of one."""
-    with path.open("rb") as file:
-        head = file.read(len(_MAGIC))
-    return _MAGIC.startswith(head) or not any(head)
+    """Whether a file is one of these, of any format, or the beginning of one.
+
+    Raises:
+        PermissionError: it is another user's, or no file.
+    """
+    with open(open_own(path), "rb") as file:
+        head = file.read(len(_FAMILY))
+    return _FAMILY.startswith(head) or not any(head)
 
 
 class CheckpointFile:
@@ -103,7 +123,7 @@ class CheckpointFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        with self._opened() as file:
             size = os.fstat(file.fileno()).st_size
             begin, length, crc = self._header(file.read(_HEADER_BYTES), size)
             # private, so that tensors may lie on it
@@ -111,22 +131,42 @@ class CheckpointFile:
         index = self._data[begin : begin + length]
         if crc32(index) != crc:
             raise self._damaged("its index")
-        told = msgspec.msgpack.decode(index, type=_Index)
-        self.about, self._sections = told.about, told.sections
+        self.about, self._sections = self._read_index(index, begin)
         for number, section in enumerate(self._sections):
             if crc32(self._data[section.offset : _next(section)]) != section.crc:
                 raise self._damaged(f"section {number}")
+
+    def _opened(self) -> IO[bytes]:
+        try:
+            return open(open_own(self.path), "rb")
+        except PermissionError as error:
+            raise CheckpointError(self.path, f"it is not read: {error}") from error
+
+    def _read_index(self, index: memoryview, end: int) -> tuple[About, list[_Section]]:
+        """The description and the sections, which follow one another up to the index."""
+        told = unpacked(self.path, index, _Index)
+        begin = _HEADER_BYTES
+        for number, section in enumerate(told.sections):
+            if section.offset != begin or _next(section) > end:
+                raise CheckpointError(self.path, f"section {number} is not where it must be")
+            begin = _next(section)
+        return told.about, told.sections
 
     def _header(self, header: bytes, size: int) -> tuple[int, int, int]:
         """Where the index begins, its bytes and its checksum."""
         if len(header) < _HEADER_BYTES or not any(header):
             raise CheckpointError(self.path, "it was never written to its end", torn=True)
         magic, nbytes, begin, length, crc = _HEADER.unpack(header[: _HEADER.size])
-        if (
-            magic != _MAGIC
-            or _HEADER_CRC.pack(crc32(header[: _HEADER.size])) != (header[_HEADER.size :])
-        ):
+        whole = _HEADER_CRC.pack(crc32(header[: _HEADER.size])) == header[_HEADER.size :]
+        if not (whole and magic.startswith(_FAMILY)):
             raise self._damaged("its header")
+        if magic != _MAGIC:
+            raise CheckpointError(
+                self.path,
+                f"its format is {magic[len(_FAMILY) :].decode(errors='replace')}, and this lazygt "
+                f"reads format {_FORMAT.decode()} alone. Nothing was loaded. Resume it with the "
+                f"lazygt that saved it, or remove it to begin anew",
+            )
         if size < nbytes:
             raise CheckpointError(self.path, f"it has lost {nbytes - size:,} bytes", torn=True)
         if size > nbytes:

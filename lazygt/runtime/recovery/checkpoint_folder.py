@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: the last two are kept, and one session at a time writes them.
 
 The folder may be the user's, with other things in it: only files of this name are touched, and only
-if they begin as checkpoints do.
+if they begin as checkpoints do. Others may not write to it: they could put files there to be read.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lazygt.errors import CheckpointError
+from lazygt.files import check_folder, create, make_folder, open_own
 from lazygt.runtime.recovery.checkpoint_file import CheckpointFile, is_checkpoint, write
 
 _NAME = re.compile(r"checkpoint-(\d{6,})\.lazygt(\.part)?")
 _LOCK = "lazygt.lock"
+#: Content of the lock: a process, or nothing yet.
+_OWNER = re.compile(rb"(\d{1,20}\n?)?")
 _KEPT = 2
 
 
@@ -33,8 +37,8 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folder(self.path)
+            lock = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise CheckpointError(self.path, f"it can't be written: {error}") from error
         self._closer = weakref.finalize(self, os.close, lock)
@@ -73,7 +77,7 @@ class CheckpointFolder:
         path = self.path / f"checkpoint-{number:06}.lazygt"
         part = path.with_name(f"{path.name}.part")
         try:
-            with part.open("xb") as file:
+            with open(create(part), "wb") as file:
                 write(file, {**about, "number": number}, sections)
             part.rename(path)
         except BaseException:
@@ -106,8 +110,9 @@ class CheckpointFolder:
 
     def _remove(self, name: str) -> None:
         path = self.path / name
-        if path.is_file() and not path.is_symlink() and is_checkpoint(path):
-            path.unlink()
+        with suppress(PermissionError):  # not ours: it stays
+            if is_checkpoint(path):
+                path.unlink()
 
 
 #: those of this process
@@ -126,6 +131,8 @@ os.register_at_fork(after_in_child=_forked)
 def _take_lock(path: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _OWNER.fullmatch(os.pread(lock, 32, 0)):
+            raise CheckpointError(path, f"{_LOCK} in it is no lock of lazygt: rename that file")
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError as error:
@@ -149,8 +156,13 @@ def newest(folder: Path) -> CheckpointFile | None:
     """The last checkpoint in a folder that is not torn; None: it has no checkpoint at all.
 
     Raises:
-        CheckpointError: that one is damaged, or all are torn.
+        CheckpointError: that one is damaged, or all are torn, or another user could have written
+            it.
     """
+    try:
+        check_folder(folder)
+    except PermissionError as error:
+        raise CheckpointError(folder, f"nothing is read from it: {error}") from error
     names = sorted(filter(_is_whole_name, os.listdir(folder)), key=_number, reverse=True)
     torn: list[CheckpointError] = []
     for name in names:
