@@ -77,6 +77,7 @@ BY_DEVICE = frozenset(
         "aten._native_batch_norm_legit_no_training.default",
         "aten.linalg_eig.default",
         "aten.native_batch_norm.default",
+        "aten.native_group_norm.default",
         "aten.native_layer_norm.default",
     }
 )

@@ -11,6 +11,7 @@ import lazygt
 from lazygt.errors import ProtocolError
 from lazygt.graph.shapes import layouts
 from lazygt.runtime.messages import Relaid
+from lazygt.submit import Submitter
 
 ROWS, TURNED = (3, 1), (1, 2)
 
@@ -50,6 +51,33 @@ def test_strides_are_the_kernels_once_a_worker_has_made_them(ops: object) -> Non
     assert found[0] == (ROWS, [0, 2, 4, 6, 8, 10])
     assert found[1:] == [(TURNED, [0, 6, 2, 8, 4, 10])] * 3
     assert (stats["plans_built"], stats["plan_hits"]) == (3, 2)
+
+
+def _summed(device: str) -> list[torch.Tensor]:
+    """Sums over a result that gradient and input lay out otherwise, and views of it."""
+    torch.manual_seed(0)
+    grad, x = torch.randn(2, 16, 32).to(device), torch.randn(2, 32, 16).to(device)
+    made = torch.ops.aten.softplus_backward(grad, x.transpose(1, 2), 1, 20)
+    made.transpose(1, 2)[0].add_(1)
+    flat = (made * 3).transpose(1, 2).flatten(1)  # a view of the recorded layout alone
+    return [made.sum(-1), (made * 2).sum((0, 2)), flat, made]
+
+
+@pytest.mark.parametrize("code", ["auto", "python"])
+def test_first_run_sums_in_the_order_of_the_kernels_strides(
+    monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.delitem(layouts._EVERYWHERE, "aten.softplus_backward.default")
+    monkeypatch.setattr(Submitter, "_learn_layouts", lambda submitter: None)
+    expected = _summed("cpu")
+    with lazygt.session(launcher="inline", compile="off", plan_code=code) as s:
+        s.flush()
+        for _ in range(3):  # checked, then as code
+            found = _summed("lazygt")
+            assert found[-1].stride() == (512, 1, 16)
+            for mine, theirs in zip([t.cpu() for t in found], expected, strict=True):
+                assert torch.equal(mine, theirs)
+        assert s.stats()["plan_hits"] == 4  # of the upload and of the sums, twice each
 
 
 def test_what_eager_torch_lets_one_view_may_be_viewed(ops: object) -> None:

@@ -37,6 +37,8 @@ def relaid(
     if layouts is None:
         return list(fresh)
     metas = list(fresh)
+    if name.startswith("aten._foreach_"):
+        layouts *= len(metas)
     for number, layout in enumerate(layouts[: len(metas)]):
         meta = metas[number]
         if meta is not None and layout is not None and meta.shape:
@@ -51,29 +53,47 @@ def _rows(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
 
 
 def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-    """As torch's own loop over elements lays out what it makes of two operands.
+    """Strides that torch's loop over elements (TensorIterator) gives a result of up to three.
 
-    One of them may be a number, which torch makes a tensor of: it is on the CPU, where a meta
+    A lone operand goes with a number. torch makes a tensor of it: it is on the CPU, where a meta
     kernel leaves it out, and so keeps strides of dims of one element that the loop does not.
     """
-    other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
-    return torch.ne(operands[0], other).stride()
-
-
-def _selected(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-    """The same of up to three operands of any dtypes."""
     if len(operands) < 3:
-        return _iterated(operands, shape)
-    floats = [
-        torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
-        for t in operands
-    ]
-    return torch.lerp(*floats).stride()
+        other = operands[-1] if len(operands) > 1 else torch.empty((), device="meta")
+        return torch.ne(_single(operands[0]), _single(other)).stride()
+    return torch.lerp(*map(_floats, operands)).stride()
+
+
+def _single(t: torch.Tensor) -> torch.Tensor:
+    """In single precision if of half: meta kernels convert halves, and lose strides of 0."""
+    return _floats(t) if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def _floats(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device="meta")
+
+
+def _iterated_over(*positions: int) -> Layout:
+    """The same over some of the operands, in the order in which the kernel names them."""
+
+    def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+        return _iterated([operands[position] for position in positions], shape)
+
+    return layout
 
 
 def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """The first operand times a power of a number, which is row-major."""
     return _iterated((operands[0], torch.empty(operands[1].shape, device="meta")), shape)
+
+
+def _negated(position: int) -> Layout:
+    """As torch's loop over elements lays out what it makes of that operand alone."""
+
+    def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+        return _floats(operands[position]).neg().stride()
+
+    return layout
 
 
 def _format_of(position: int) -> Layout:
@@ -93,7 +113,7 @@ def _like(position: int) -> Layout:
         source = operands[position]
         if tuple(source.shape) != shape:
             return contiguous_stride(shape)
-        return torch.empty_like(source, device="meta").stride()
+        return source.clone().stride()  # meta ``empty_like`` mends strides that find no element
 
     return layout
 
@@ -124,29 +144,42 @@ def _table(
 _EVERYWHERE = _table(
     (
         (_iterated,),
-        """copysign.Tensor div.Tensor_mode floor_divide.default heaviside.default
-        logaddexp.default logaddexp2.default logical_and.default logical_or.default
-        logical_xor.default native_dropout_backward.default special_xlog1py.default
-        xlogy.Tensor""",
-    ),
-    (
-        (_iterated,),
         """_conj_physical.default add.Scalar add.Tensor bitwise_and.Scalar
         bitwise_and.Scalar_Tensor bitwise_left_shift.Scalar_Tensor
         bitwise_left_shift.Tensor_Scalar bitwise_or.Scalar bitwise_or.Scalar_Tensor
-        bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
-        bitwise_xor.Scalar_Tensor clamp_max.Tensor clamp_min.Tensor copysign.Scalar
-        deg2rad.default div.Scalar div.Tensor eq.Scalar fmod.Scalar ge.Scalar gt.Scalar
-        hardtanh.default isfinite.default isinf.default lcm.default le.Scalar lt.Scalar
-        mul.Scalar mul.Tensor nan_to_num.default ne.Scalar rad2deg.default relu6.default
-        remainder.Scalar remainder.Scalar_Tensor rsub.Scalar special_xlog1py.other_scalar
-        special_xlog1py.self_scalar special_zeta.other_scalar special_zeta.self_scalar
-        sub.Scalar sub.Tensor true_divide.Tensor xlogy.Scalar_Other xlogy.Scalar_Self""",
+        bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor_Scalar
+        bitwise_xor.Scalar bitwise_xor.Scalar_Tensor clamp.Tensor clamp_max.Tensor
+        clamp_min.Tensor complex.default copysign.Scalar copysign.Tensor div.Scalar
+        div.Tensor div.Tensor_mode elu_backward.default eq.Scalar floor_divide.default
+        fmod.Scalar ge.Scalar gt.Scalar hardsigmoid_backward.default
+        hardswish_backward.default hardtanh_backward.default heaviside.default
+        isfinite.default lcm.default le.Scalar logaddexp.default logaddexp2.default
+        logical_and.default logical_or.default logical_xor.default
+        logit_backward.default lt.Scalar mul.Scalar mul.Tensor
+        native_dropout_backward.default ne.Scalar polar.default remainder.Scalar
+        remainder.Scalar_Tensor rsub.Scalar softplus_backward.default
+        special_xlog1py.default special_xlog1py.other_scalar special_xlog1py.self_scalar
+        special_zeta.other_scalar special_zeta.self_scalar sub.Scalar sub.Tensor
+        true_divide.Tensor where.self xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor""",
     ),
-    ((_selected,), "clamp.Tensor where.self"),
-    ((_rows,), "pow.Scalar"),
+    (
+        (_rows,),
+        """_foreach_pow.ScalarAndTensor _weight_norm_interface.default isin.Tensor_Scalar
+        isin.Tensor_Tensor pow.Scalar renorm.default tril.default triu.default""",
+    ),
+    ((_iterated_over(1, 0),), "leaky_relu_backward.default threshold_backward.default"),
+    ((_iterated_over(2, 0),), "rrelu_with_noise_backward.default"),
+    ((_iterated_over(1, 2, 0),) * 2, "_prelu_kernel_backward.default"),
+    ((_negated(0),), "abs.default isinf.default neg.default pow.Tensor_Scalar"),
+    ((_negated(2),), "soft_margin_loss_backward.default"),
+    ((_like(0), _like(0)), "frexp.Tensor sort.default"),
     ((_power,), "ldexp.Tensor"),
-    ((_like(0),), "binary_cross_entropy.default resize_as.default"),
+    (
+        (_like(0),),
+        """_prelu_kernel.default binary_cross_entropy.default deg2rad.default fill.Scalar
+        flip.default hardtanh.default nan_to_num.default rad2deg.default relu6.default
+        resize_as.default zero.default""",
+    ),
     ((_like(1),), "binary_cross_entropy_backward.default"),
 )
 
@@ -156,6 +189,7 @@ _ON_CPU = _table(
         """_log_softmax_backward_data.default huber_loss_backward.default
         mse_loss_backward.default normal.Tensor_Tensor smooth_l1_loss_backward.default""",
     ),
+    ((_like(0),), "log_sigmoid_backward.default"),
     ((_rows, _rows), "log_sigmoid_forward.default"),
     ((_rows, _rows, _rows), "native_layer_norm_backward.default"),
     (
@@ -164,8 +198,8 @@ _ON_CPU = _table(
         _native_batch_norm_legit.default _native_batch_norm_legit.no_stats
         _native_batch_norm_legit_no_training.default channel_shuffle.default
         max_unpool2d.default native_batch_norm.default native_group_norm.default
-        pixel_shuffle.default reflection_pad2d.default
-        reflection_pad3d.default replication_pad2d.default replication_pad3d.default""",
+        pixel_shuffle.default reflection_pad2d.default reflection_pad3d.default
+        replication_pad2d.default replication_pad3d.default roll.default""",
     ),
     (
         (_format_of(1),),

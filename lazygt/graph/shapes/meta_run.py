@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lazygt.graph.flags import nondeterministic
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
@@ -57,7 +58,7 @@ def run_on_metas(
 
     # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks
     mode = FakeTensorMode(allow_fallback_kernels=not f.foreign) if by_device else nullcontext()
-    with undispatched(), torch.no_grad(), mode:
+    with undispatched(), torch.no_grad(), nondeterministic(), mode:
         margs = [leaf(arg) for arg in args]
         mkwargs = {name: leaf(arg) for name, arg in kwargs}
         try:
@@ -105,6 +106,8 @@ def _corrected(
     """What torch's meta kernels get wrong, put right."""
     if f.name in _NORMS and device_type == "cpu":
         _mixed_statistics(operands, fresh)
+    if f.name == _GROUP_NORM_BACKWARD and fresh[0] is not None:
+        fresh[0] = TensorMeta(fresh[0].shape, fresh[0].stride, operands[1].dtype)
     if f.name == _CPU_ATTENTION and operands[0].dtype == torch.float64 and fresh[1] is not None:
         fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
     return relaid(f.name, device_type, operands, fresh)
@@ -176,6 +179,9 @@ def _check_cast(f: OpFacts, args: Sequence[Any]) -> None:
 
 #: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+#: The input's gradient has the input's dtype; torch's meta kernel promotes it with the weights'.
+_GROUP_NORM_BACKWARD = "aten.native_group_norm_backward.default"
 
 #: Norms whose results 1 and 2 are the mean and the inverse deviation.
 _NORMS = frozenset(name for name in BY_DEVICE if "norm" in name)

@@ -170,6 +170,7 @@ class CapturedPlan:
         copies = copied([outputs[position] for position in self._copied])
         for position, copy in zip(self._copied, copies, strict=True):
             outputs[position] = copy
+        self._interpreter.lay_out(outputs, check=True)
         return outputs
 
     def _stopped(self, number: int, values: dict[int, Any]) -> Stopped:

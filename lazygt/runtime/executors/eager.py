@@ -118,7 +118,7 @@ class EagerExecutor:
     def _made_code(self) -> Code:
         template, name = self._template, self.plan.digest.hex()[:12]
         make = self._make_code or code_of("auto")
-        if make is not NativeCode or template is None or self.interpreter.restrided:
+        if make is not NativeCode or template is None or self.interpreter.lays_out:
             return make(self.schedule, self.interpreter, name)
         code = NativeCode(self.schedule, self.interpreter, name, template.code)
         template.code = template.code or code
@@ -130,7 +130,7 @@ class EagerExecutor:
         if template is None or not template.checked or self._make_code is not NativeCode:
             outcome = self._run_checked(inputs, params)
             if template is not None:
-                template.checked |= self._checked and not self.interpreter.restrided
+                template.checked |= self._checked and not self.interpreter.lays_out
             return outcome
         code = self._made_code()
         assert isinstance(code, NativeCode)
@@ -156,7 +156,7 @@ class EagerExecutor:
         if not outcome.failures:
             self._checked = True
             # a program that lays something out otherwise is made anew
-            self.code = None if self.interpreter.restrided else code
+            self.code = None if self.interpreter.lays_out else code
         return outcome
 
     def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
@@ -179,6 +179,7 @@ class EagerExecutor:
         for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
             outputs[position] = value if type(value) is Failed else clone(value)  # type: ignore[arg-type]
+        self.interpreter.lay_out(outputs, check)
         return Outcome(outputs, failures, self.interpreter.returned, self.interpreter.written)
 
 

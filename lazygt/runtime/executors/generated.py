@@ -82,14 +82,17 @@ class _Generator:
             if self.schedule.frees[number]:
                 dead = ", ".join(f"v{value}" for value in self.schedule.frees[number])
                 self.emit(number, f"del {dead}")
-        copied = set(self.schedule.writes.copied_outputs)
-        outputs = ", ".join(
-            f"clone(v{value})" if position in copied else f"v{value}"
-            for position, value in enumerate(graph.outputs)
-        )
+        outputs = ", ".join(map(self.output, range(len(graph.outputs))))
         self.emit(max(len(graph.nodes) - 1, 0), f"return [{outputs}]")
         code = _compiled("\n".join(self.source)).replace(co_filename=f"<plan {self.name}>")
         return FunctionType(code, self.names), self.lines
+
+    def output(self, position: int) -> str:
+        value = f"v{self.schedule.graph.outputs[position]}"
+        if position in self.schedule.writes.copied_outputs:
+            value = f"clone({value})"
+        stride = self.interpreter.relaid_outputs.get(position)
+        return value if stride is None else f"restride({value}, {self.constant(stride)})"
 
     def emit(self, number: int, line: str) -> None:
         self.source.append("    " + line)

@@ -15,6 +15,7 @@ from lazygt.graph.ops import OPAQUE_RESULTS
 from lazygt.graph.placement import COLLECTIVE_OPS, COLLECTIVES, POINT_TO_POINT, WAIT
 from lazygt.runtime import kernels
 from lazygt.runtime.collectives import group
+from lazygt.runtime.executors.kernel_layouts import lies_as, may_stay
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Failure
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Failed, Value
@@ -42,7 +43,8 @@ class CheckedInterpreter:
         compiled: number of a fused node that is one step -> its callable.
 
     Attributes:
-        restrided: node number -> positions of results whose strides the kernel gets wrong.
+        restrided: node number -> positions of results that are laid out anew, as was recorded.
+        relaid_outputs: position of an output that is -> its strides.
         relaid: (node number, result, strides that its kernel gave it) of such results, as found
             since the worker looked last.
         returned, written: of the data-dependent last node of the last run.
@@ -56,12 +58,20 @@ class CheckedInterpreter:
     ) -> None:
         self.schedule, self.device = schedule, device
         self.restrided: dict[int, tuple[int, ...]] = {}
+        self.relaid_outputs: dict[int, tuple[int, ...]] = {}
         self.relaid: list[tuple[int, int, tuple[int, ...]]] = []
+        #: values with other strides than were recorded
+        self._loose: set[int] = set()
         self.returned: Any = None
         self.written: list[Any] = []
         self._results = [results for _, results in schedule.graph.numbered()]
         self._compiled = compiled or {}
         self._kernels: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether some value has to be laid out anew in each run."""
+        return bool(self.restrided or self.relaid_outputs)
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
         """The callable of a node."""
@@ -176,6 +186,8 @@ class CheckedInterpreter:
         modes = self.schedule.writes.modes[number]
         if node.op == WRITE_BACK:
             values[results[0]] = self._write_back(node, modes[0], values, params)
+            if node.args[0].index in self._loose:
+                self._loose.add(results[0])
             return
         copies = {
             target: kernels.clone(values[target])
@@ -253,25 +265,64 @@ class CheckedInterpreter:
         ]
 
     def _checked(self, number: int, node: Node, made: list[Any]) -> list[Any]:
-        """Compare results with what the client inferred; lay out anew what only differs there."""
+        """Compare results with what the client inferred; only their strides may differ.
+
+        A result stays as its kernel laid it out where the rest of the plan allows it, else it is
+        laid out as was recorded.
+        """
         wrong = []
-        f = op_facts(node)
         for position, (value, meta) in enumerate(zip(made, node.results, strict=True)):
             if meta is None or value is None or _is_as_promised(value, meta):
                 continue
             if position in OPAQUE_RESULTS.get(node.op, ()):
                 continue
             self._same_kind(node, value, meta)
-            if not _same_layout(value, meta):
-                if position >= len(node.fresh) or (f is not None and f.views):
-                    # a copy would no longer share its memory
-                    raise _broken_promise(node, value, meta)
+            if not self._stays(number, node, position, value, meta):
                 wrong.append(position)
-                self.relaid.append((number, position, value.stride()))
                 made[position] = kernels.restride(value, meta.stride)
         if wrong:
             self.restrided[number] = tuple(wrong)
         return made
+
+    def _stays(
+        self, number: int, node: Node, position: int, value: torch.Tensor, meta: TensorMeta
+    ) -> bool:
+        """Whether a result with other strides than were recorded may keep them.
+
+        Raises:
+            GraphError: it may not, and a copy would no longer share its memory.
+        """
+        slot, f = self._results[number][position], op_facts(node)
+        derived = not self._loose.isdisjoint(node.refs())
+        shares = position >= len(node.fresh) or (f is not None and f.views)
+        if shares and not derived and not lies_as(value, meta):
+            raise _broken_promise(node, value, meta)
+        if not (shares or derived):  # else another node is the cause
+            self.relaid.append((number, position, value.stride()))
+        graph = self.schedule.graph
+        if lies_as(value, meta) or shares or may_stay(graph, number, slot, value, self._fresh):
+            self._loose.add(slot)
+            return True
+        return False
+
+    def lay_out(self, outputs: list[Value], check: bool = False) -> None:
+        """Lay outputs out as was recorded: the client knows them by their strides.
+
+        Args:
+            check: note which of them need it.
+        """
+        if check:
+            slots = self.schedule.graph.outputs
+            for position, (slot, value) in enumerate(zip(slots, outputs, strict=True)):
+                meta = self.schedule.graph.values[slot]
+                if slot not in self._loose or not isinstance(value, torch.Tensor) or meta is None:
+                    continue
+                if not lies_as(value, meta):
+                    self.relaid_outputs[position] = meta.stride
+        for position, stride in self.relaid_outputs.items():
+            value = outputs[position]
+            if isinstance(value, torch.Tensor):
+                outputs[position] = kernels.restride(value, stride)
 
     @staticmethod
     def _same_kind(node: Node, value: torch.Tensor, meta: TensorMeta) -> None:
@@ -302,10 +353,3 @@ def _poison(node: Node, values: Mapping[int, Value]) -> Failed | None:
 def _is_as_promised(value: torch.Tensor, meta: TensorMeta) -> bool:
     """Whether nothing differs, not even a stride that no element is found by."""
     return value.shape == meta.shape and value.dtype is meta.dtype and value.stride() == meta.stride
-
-
-def _same_layout(value: torch.Tensor, meta: TensorMeta) -> bool:
-    if value.numel() <= 1:
-        return True
-    strides = zip(value.shape, value.stride(), meta.stride, strict=True)
-    return all(size == 1 or have == want for size, have, want in strides)

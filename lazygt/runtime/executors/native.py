@@ -103,11 +103,13 @@ class _Builder:
         ]
 
     def outputs(self) -> list[int]:
-        """The values to give; what something else shares is copied first."""
+        """The values to give: copies of what something else shares, laid out as was recorded."""
         slots = list(self.schedule.graph.outputs)
         last = max(len(self.schedule.graph.nodes) - 1, 0)
         for position in self.schedule.writes.copied_outputs:
             slots[position] = self.copy(last, slots[position])
+        for position, stride in self.interpreter.relaid_outputs.items():
+            self.program.restride(last, slots[position], list(stride))
         return slots
 
     def copy(self, number: int, value: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import islice, permutations, product
 
 import pytest
 import torch
@@ -72,6 +72,20 @@ def test_half_precision_products_with_expanded_operands_are_not_row_major() -> N
         made = one.expand(2, 3) * x
         assert made.stride() == (1, 2)
         assert made.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("op", ["mul", "floor_divide", "maximum", "copysign", "logaddexp"])
+def test_half_precision_results_of_expanded_operands_have_the_kernels_strides(op: str) -> None:
+    whole = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+
+    def strides(device: str) -> tuple[int, ...]:
+        x = whole.to(device)
+        one, other = x[:1].expand(2, 3, 4), x.reshape(4, 3, 2).permute(2, 1, 0)
+        made: torch.Tensor = getattr(torch, op)(one, other)
+        return made.stride()
+
+    with lazygt.session(launcher="dry"):
+        assert strides("lazygt") == strides("cpu")
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -144,6 +158,50 @@ def test_strides_that_find_no_element_are_those_of_the_kernel(name: str, first: 
 
     with lazygt.session(launcher="dry"):
         assert strides("lazygt") == strides("cpu")
+
+
+#: Backwards that torch's loop over elements computes: call, operands.
+ITERATED_BACKWARDS = {
+    "elu": (lambda f, g, x: f(g, 1.0, 1.0, 1.0, False, x), 2),
+    "hardsigmoid": (lambda f, *t: f(*t), 2),
+    "hardswish": (lambda f, *t: f(*t), 2),
+    "hardtanh": (lambda f, *t: f(*t, -1.0, 1.0), 2),
+    "leaky_relu": (lambda f, *t: f(*t, 0.1, False), 2),
+    "log_sigmoid": (lambda f, *t: f(*t), 3),
+    "logit": (lambda f, *t: f(*t), 2),
+    "rrelu_with_noise": (lambda f, *t: f(*t, 0.1, 0.3, True, False), 3),
+    "soft_margin_loss": (lambda f, *t: f(*t, 0), 3),
+    "softplus": (lambda f, *t: f(*t, 1.0, 20.0), 2),
+    "threshold": (lambda f, *t: f(*t, 0.0), 2),
+}
+
+
+def _laid_out(whole: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of shape (2, 3, 4, 5), each with other strides."""
+    return [
+        whole.reshape(2, 3, 4, 5),
+        whole.reshape(2, 4, 5, 3).permute(0, 3, 1, 2),
+        whole.reshape(5, 4, 3, 2).permute(3, 2, 1, 0),
+        whole.repeat(2).reshape(2, 3, 4, 10)[..., 1::2],
+        whole[:12].reshape(1, 3, 4, 1).expand(2, 3, 4, 5),
+    ]
+
+
+@pytest.mark.parametrize("name", ITERATED_BACKWARDS)
+def test_backwards_of_mixed_layouts_have_the_kernels_strides_and_bits(name: str) -> None:
+    call, operands = ITERATED_BACKWARDS[name]
+    function = getattr(torch.ops.aten, f"{name}_backward")
+    wholes = [torch.linspace(0.1, 0.9, 120).roll(7 * n) for n in range(operands)]
+
+    def run(device: str) -> list[torch.Tensor]:
+        laid = [_laid_out(whole.to(device)) for whole in wholes]
+        return [call(function, *tensors) for tensors in islice(product(*laid), 0, None, operands)]
+
+    expected = run("cpu")
+    with lazygt.session(launcher="inline", compile="off"):
+        for mine, theirs in zip(run("lazygt"), expected, strict=True):
+            assert mine.stride() == theirs.stride()
+            assert torch.equal(mine.cpu(), theirs)
 
 
 @pytest.mark.parametrize("op", ["add_", "sub_", "mul_"])
