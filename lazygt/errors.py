@@ -24,6 +24,7 @@
     ├── MachineError        a machine file with a figure that is missing or absurd, or no machine
     └── GraphError          a graph or plan that breaks its own rules (a bug in lazygt)
 
+    CompileWarning (UserWarning) a function of torch.compile runs uncompiled in a session
     GatherWarning (UserWarning)  an op took whole what lay in blocks, which nobody asked for
     PipelineWarning (UserWarning)  stages take one microbatch after the other, and wait meanwhile
 
@@ -464,6 +465,13 @@ class GraphError(LazyGTError):
     """A graph or plan breaks its own rules: a bug in lazygt, not in the user's code."""
 
 
+class CompileWarning(UserWarning):
+    """A function that ``torch.compile`` has been given runs uncompiled, because a session is open.
+
+    The numbers are those of eager torch. Said once a process, with the line.
+    """
+
+
 class GatherWarning(UserWarning):
     """What lay in blocks was gathered for an op, and nobody had asked for that.
 
@@ -490,3 +498,13 @@ class PipelineWarning(UserWarning):
 
 def _indent(text: str) -> str:
     return "\n".join("    " + line for line in text.rstrip().splitlines())
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and message without line breaks, for a log or a table.
+
+    Compilers write pages: after the first line only the first one that names an error is kept.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines[1:] if "error:" in line]
+    return ": ".join([type(error).__name__, *lines[:1], *named[:1]])[:400]

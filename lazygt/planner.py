@@ -25,7 +25,7 @@ from lazygt.record.bridge import shown_of
 from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
-from lazygt.record.trie import TrieNode, build_graph, line_of, makers, sites_of
+from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, makers, sites_of
 from lazygt.runtime.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
@@ -192,7 +192,7 @@ class Planner:
             sizes = tuple([new[size] for size in earlier.sizes])
             plan = self.templates.resize(earlier.template, sizes, self._config.check_passes)
             if plan is not None:
-                plan = plan.with_backward(earlier.kept.entry.plan.backward)
+                plan = plan.recorded(earlier.kept.entry.plan.backward, flags_of(steps))
                 entry = self._client.entries.of((plan,))
                 return earlier.kept._replace(entry=entry, origins=(plan.origins,))
         return None
@@ -269,7 +269,7 @@ class Planner:
         if marked:
             recorded = without_places(recorded, MARKS)
         optimised = self.templates.optimised(recorded, self._config.check_passes, stages)
-        plan = optimised.plan.with_backward(_backward(steps))
+        plan = optimised.plan.recorded(_backward(steps), flags_of(steps))
         return (plan,), (None,) * len(recorded.outputs), optimised
 
     def _sharded(
@@ -307,7 +307,10 @@ class Planner:
         self._gathered(gathers(decided))
         self._in_turn(made.why_in_turn)
         workers = self._mesh.workers
-        plans = by_class(lambda graph: Plan(graph, mesh=workers, backward=backward), made.graphs)
+        flags = flags_of(steps)
+        plans = by_class(
+            lambda graph: Plan(graph, mesh=workers).recorded(backward, flags), made.graphs
+        )
         whole = Sharding((Replicate(),) * len(workers.names))
         shardings = tuple([None if each == whole else each for each in made.outputs])
         alike = len(classes(made.graphs)) == 1

@@ -39,6 +39,9 @@ recover._LEAST_SECONDS = 1e9
 # Tests compare bits with eager torch, and a sum over two threads adds in another order.
 torch.set_num_threads(1)
 
+# torch.testing._internal freezes the flags of the process that imports it; programs set theirs.
+torch.backends.disable_global_flags = lambda: None  # type: ignore[attr-defined]
+
 CHILD_EXIT_SECONDS = 5.0
 #: A test's limit is for one that hangs; this is how much slower a busy machine may be.
 BUSY = 10

@@ -2,6 +2,7 @@
 #include "recorder.h"
 #include "runs.h"
 
+#include <ATen/Context.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
@@ -141,6 +142,8 @@ bool Recorder::blank(const Facts& f, Stack& stack) {
   auto kind = dtype.isNone() ? c10::get_default_dtype_as_scalartype() : dtype.toScalarType();
   auto cell = c10::make_intrusive<Cell>(this, 0, 0, intern(sizes, strides, 0, kind));
   cell->blank = true;
+  const auto& context = at::globalContext();  // where torch fills new memory, it is no longer blank
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) enter(cell);
   replace(stack, f.arguments(), new_handle(cell->meta, cell));
   return true;
 }

@@ -1,4 +1,5 @@
-"""What a notebook shows of a tensor and of a session. Nothing here computes or waits."""
+"""Displays of notebooks: a tensor's values, as ``print`` shows them, with its card; a session's
+counts, without a sync point."""
 
 from __future__ import annotations
 
@@ -47,16 +48,15 @@ def _place(t: LazyTensor) -> tuple[str, CallSite | None]:
 
 
 def tensor_html(t: LazyTensor) -> str:
-    """A tensor's card."""
-    return _table(_title(t), summary(t))
+    """Values and card of a tensor. A sync point, as ``print`` is."""
+    return tensor_bundle(t)["text/html"]
 
 
 def tensor_bundle(t: LazyTensor) -> dict[str, str]:
-    """What IPython displays. It asks for the plain text as well, and ``repr`` would compute."""
-    rows = summary(t)
-    kept = ", ".join(f"{key}={rows[key]}" for key in ("shape", "dtype", "value"))
-    text = f"{_title(t)}({kept}, made at {rows['made at']})"
-    return {"text/plain": text, "text/html": tensor_html(t)}
+    """Text and HTML for IPython, of one fetch. A sync point, as ``print`` is."""
+    rows, text = summary(t), repr(t)
+    rows["value"] = storage_of(t).state.value  # since then it has been computed
+    return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>{_table(_title(t), rows)}"}
 
 
 def session_html(session: Session) -> str:

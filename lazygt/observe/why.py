@@ -127,7 +127,7 @@ class Why:
         return rows + [
             f"{each.line}  {each.ops} ops stay eager: {_trouble(each)}"
             for each in self.compiles
-            if each.took and each.tier == "eager"
+            if each.status == "failed" or (each.took and each.tier == "eager")
         ]
 
 
@@ -147,5 +147,5 @@ def _capture_row(entry: PlanRecord, rank: int, told: Captured) -> str:
 
 def _trouble(compile: Compile) -> str:
     if compile.status == "failed":
-        return compile.error.strip().partition("\n")[0]
+        return f"{compile.error} ({compile.names})"
     return f"compiled they would be {compile.gain:.2f}x as fast"

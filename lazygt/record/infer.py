@@ -155,11 +155,11 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
 
 
 # -- what runs teach -----------------------------------------------------------------------
-# A worker compares what it makes in a plan's first run with what was recorded. Where only strides
-# differ it lays the result out as promised, so that every view of it means what it meant when it
-# was recorded, and reports the strides that its kernel gave. The client infers those from then on,
-# and forgets the steps that were recorded with others: they are recorded anew, as on the workers'
-# own device, and the copy is gone.
+# A worker compares what it makes in a plan's first run with what was recorded. A result of other
+# strides stays as its kernel laid it out, for later sums to have eager torch's bits, unless a later
+# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs are laid out as
+# was recorded. The worker reports the strides, the client infers those from then on, and forgets
+# the steps that were recorded with others: they are recorded anew, as on the workers' own device.
 
 #: (node of a plan's steps, result, strides that its kernel gave it).
 Relaid = tuple[int, int, tuple[int, ...]]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazygt.errors import ProtocolError
+from lazygt.graph.flags import Flags
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, params_in
 from lazygt.graph.ops import OpFacts, title
@@ -36,6 +37,7 @@ class TrieNode:
         node: the op with Ref numbers as in the trace (inputs negative); None for an input.
         numbers: ints that the op returns besides tensors.
         input: the meta of the input that enters here; None for an op.
+        key: see above; of a root the flags under which traces begin there.
         forward: for a backward op, the number of the forward op in the same trace, or -1.
         backward: autograd ran it.
         nbytes: bytes that what was made up to here may hold on a rank, those of handles that are
@@ -146,7 +148,9 @@ class TraceTrie:
         max_bytes: int,
         ranks: int = 1,
     ) -> None:
-        self.root = TrieNode(None, None)
+        #: where traces begin under each of torch's flags that were met
+        self._roots: dict[Flags, TrieNode] = {}
+        self.begin_under(())
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self.places = Places()
@@ -161,6 +165,10 @@ class TraceTrie:
         )
         #: says that the plan of this id was used
         self.touch = self._recent.touch
+
+    def begin_under(self, flags: Flags) -> None:
+        """Have traces begin where those under these flags did."""
+        self.root = self._roots.setdefault(flags, TrieNode(None, flags))
 
     def add(self, step: TrieNode, alive: Callable[[], int] | None = None) -> TrieNode:
         """Remember a step below its parent.
@@ -241,7 +249,7 @@ class TraceTrie:
 
     def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
         """Forget the steps for which ``stale`` holds, and all below; the plans that stood there."""
-        todo, dropped = [self.root], []
+        todo, dropped = [*self._roots.values()], []
         while todo:
             step = todo.pop()
             for child in list(step.children.values()):
@@ -309,6 +317,14 @@ def build_graph(
     numbers.update({~value: value for value in range(shift)})
     nodes = tuple([renumbered(node, numbers) for node in recorded])
     return Graph(inputs, kinds, nodes, tuple([numbers[value] for value in outputs]), lines)
+
+
+def flags_of(steps: list[TrieNode]) -> Flags:
+    """torch's flags under which a path through the trie was recorded."""
+    root = steps[0].parent
+    assert root is not None
+    flags: Flags = root.key
+    return flags
 
 
 def makers(steps: list[TrieNode]) -> list[int]:

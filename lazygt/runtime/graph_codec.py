@@ -1,4 +1,4 @@
-"""Graphs as they travel, without their source lines, and what plans are called. Versioned."""
+"""Graphs as they travel, without their source lines, and names of plans. Versioned."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from typing import Any
 import msgspec
 
 from lazygt.errors import ProtocolError
-from lazygt.graph.meta import TensorMeta
+from lazygt.graph.flags import Flags, check_flags
+from lazygt.graph.meta import TORCH_NAMES, TensorMeta
 from lazygt.graph.node import DEVICE, Graph, Node, Param, Ref
 from lazygt.graph.sizes import Size
-from lazygt.runtime.wire import TORCH_NAMES, Buffer, Count, Part, pack, unpack
+from lazygt.runtime.wire import Buffer, Count, Part, pack, unpack
 
 #: Both sides compare it in their hello.
-VERSION = 5
+VERSION = 6
 
 
-def encode_graph(graph: Graph) -> bytes:
-    """A graph without its source lines."""
-    return pack((VERSION, *_graph_fields(graph)))
+def encode_graph(graph: Graph, flags: Flags = ()) -> bytes:
+    """A graph without its source lines.
+
+    Args:
+        flags: that it runs under.
+    """
+    return pack((VERSION, *_graph_fields(graph), *([flags] if flags else ())))
 
 
 def _graph_fields(graph: Graph) -> tuple[Any, ...]:
@@ -32,8 +37,13 @@ def _graph_fields(graph: Graph) -> tuple[Any, ...]:
     return graph.inputs, graph.params, nodes, graph.outputs
 
 
-def decode_graph(data: Buffer, symbolic: bool = False) -> Graph:
-    """The graph that ``encode_graph`` encoded.
+def decode_graph(data: Buffer) -> Graph:
+    """The graph that ``encode_graph`` encoded; see ``decode_program``."""
+    return decode_program(data)[0]
+
+
+def decode_program(data: Buffer, symbolic: bool = False) -> tuple[Graph, Flags]:
+    """The graph that ``encode_graph`` encoded, and the flags that it runs under.
 
     Args:
         symbolic: it may have symbols for sizes (``graph.sizes``).
@@ -49,7 +59,9 @@ def decode_graph(data: Buffer, symbolic: bool = False) -> Graph:
         raise ProtocolError(f"a plan of wire version {version}, expected {VERSION}")
     takes = _SYMBOLIC if symbolic else _ARGUMENTS
     try:
-        return _graph_from(msgspec.convert(fields, _GraphFields), takes)
+        program = msgspec.convert(fields, _ProgramFields)
+        check_flags(program.flags)
+        return _graph_from(program, takes), program.flags
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a graph: {error}") from error
 
@@ -70,6 +82,10 @@ class _GraphFields(Part):
     params: tuple[str, ...]
     nodes: tuple[_NodeFields, ...]
     outputs: tuple[Count, ...]
+
+
+class _ProgramFields(_GraphFields):
+    flags: tuple[tuple[str, Any], ...] = ()
 
 
 def _graph_from(fields: _GraphFields, takes: tuple[type, ...]) -> Graph:

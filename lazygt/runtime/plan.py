@@ -13,6 +13,7 @@ from typing import Any
 
 from lazygt.graph.alias import Writes, analyse, draws, last_uses
 from lazygt.graph.collectives import Communication, communications
+from lazygt.graph.flags import Flags, shown_flags
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.node import Graph, print_graph
@@ -20,7 +21,7 @@ from lazygt.graph.ops import Foreign
 from lazygt.graph.sizes import Sizes, SymbolicGraph
 from lazygt.graph.verify import verify
 from lazygt.runtime.foreign import schema
-from lazygt.runtime.graph_codec import decode_graph, encode_graph, plan_name, template_name
+from lazygt.runtime.graph_codec import decode_program, encode_graph, plan_name, template_name
 from lazygt.runtime.wire import Buffer
 from lazygt.uncollected import uncollected
 
@@ -58,19 +59,22 @@ class PlanTemplate:
 
     Attributes:
         symbolic: the graph, with symbols for sizes.
+        flags: torch's, that its plans run under.
         told: ranks that have been sent it.
         keeps: what has to live as long as it does.
         checked: a plan of it has run in a worker, and all that it made was as promised.
         code: what that worker runs of it, for plans in other sizes.
     """
 
-    def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"") -> None:
-        self.symbolic = symbolic
+    def __init__(self, symbolic: SymbolicGraph, encoded: bytes = b"", flags: Flags = ()) -> None:
+        self.symbolic, self.flags = symbolic, flags
         self.told: set[int] = set()
         self.keeps: Sequence[object] = ()
         self.checked = False
         self.code: Any = None
         self._encoded = encoded
+        #: the same under other flags
+        self._under: dict[Flags, PlanTemplate] = {}
 
     @staticmethod
     @uncollected()
@@ -81,16 +85,24 @@ class PlanTemplate:
             ProtocolError: there is no graph in it.
             GraphError: the graph breaks its own rules.
         """
-        graph = decode_graph(data, symbolic=True)
+        graph, flags = decode_program(data, symbolic=True)
         verify(graph)
         symbolic = SymbolicGraph(graph)
         symbolic.check()
-        return PlanTemplate(symbolic, bytes(data))
+        return PlanTemplate(symbolic, bytes(data), flags)
+
+    def under(self, flags: Flags) -> PlanTemplate:
+        """The same program under these flags."""
+        if flags == self.flags:
+            return self
+        if flags not in self._under:
+            self._under[flags] = PlanTemplate(self.symbolic, flags=flags)
+        return self._under[flags]
 
     @cached_property
     def encoded(self) -> bytes:
         """As it travels."""
-        return self._encoded or encode_graph(self.symbolic.graph)
+        return self._encoded or encode_graph(self.symbolic.graph, self.flags)
 
     @cached_property
     def digest(self) -> bytes:
@@ -174,7 +186,8 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return (self.graph, self.decided) == (other.graph, other.decided)
+        mine, others = (self.graph, self.decided), (other.graph, other.decided)
+        return mine == others and self.flags == other.flags
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -197,9 +210,19 @@ class Plan:
         """Those that make a plan of its template."""
         return self._split[1]
 
-    def with_backward(self, ops: frozenset[int]) -> Plan:
-        """The same plan; autograd ran the recorded ops of these numbers."""
-        return Plan(self._graph, self.decided, self.mesh, ops, form=self._split)
+    @property
+    def flags(self) -> Flags:
+        """torch's flags that it runs under."""
+        return self.template.flags
+
+    def recorded(self, backward: frozenset[int], flags: Flags) -> Plan:
+        """The same plan, recorded under some flags.
+
+        Args:
+            backward: numbers of the recorded ops that autograd ran.
+        """
+        form = self.template.under(flags), self.sizes
+        return Plan(self._graph, self.decided, self.mesh, backward, form=form)
 
     def resized(self, sizes: Sizes) -> Plan:
         """The same program in other sizes."""
@@ -272,7 +295,8 @@ class Plan:
 
     def __str__(self) -> str:
         shown = Schedule.of(self.graph)
-        return print_graph(self.graph, f"plan {self.digest.hex()[:12]}", shown.notes())
+        flags = f" under {shown_flags(self.flags)}" if self.flags else ""
+        return print_graph(self.graph, f"plan {self.digest.hex()[:12]}{flags}", shown.notes())
 
 
 def _frees(graph: Graph) -> tuple[tuple[int, ...], ...]:

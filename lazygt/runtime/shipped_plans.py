@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from lazygt.config import Config
-from lazygt.errors import GraphError, ProtocolError
+from lazygt.errors import GraphError, ProtocolError, in_one_line
 from lazygt.graph.recent import Recent
 from lazygt.graph.sizes import Sizes, check_sizes
 from lazygt.runtime import graph_codec, heap, kernels
@@ -132,7 +132,7 @@ class ShippedPlans:
             made = compiled(plan, self._device, message.groups, self._cache, self.make_code)
             self._keep(digest, made, plan.outline.nbytes)
         except Exception as error:  # noqa: BLE001 - reported to the client; the tier below stays
-            return Swapped(digest, f"{type(error).__name__}: {error}")
+            return Swapped(digest, in_one_line(error))
         return Swapped(digest)
 
     def install(self, message: Install, buffers: Sequence[Buffer]) -> Installed:
@@ -151,7 +151,7 @@ class ShippedPlans:
                 load(self._cache.code(key), self._device)
             return Installed(key, lacks)
         except Exception as error:  # noqa: BLE001 - reported to the client; nothing is compiled
-            return Installed(key, error=f"{type(error).__name__}: {error}")
+            return Installed(key, error=in_one_line(error))
 
     def _keep(self, digest: bytes, executor: EagerExecutor, size: int) -> None:
         """Have a plan run by this executor; where there are CUDA graphs, until it is captured."""

@@ -12,6 +12,7 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import ProtocolError
+from lazygt.graph.flags import Flags, read_flags, write_flags
 from lazygt.runtime import kernels
 from lazygt.runtime.collectives import desync, group
 from lazygt.runtime.dynamic_results import DYNAMIC_IDS, DynamicResults
@@ -117,6 +118,10 @@ class Worker:
         self._dynamic = DynamicResults(self.store)
         self._copies = WeightCopies(self.store, self.device, copier)
         self._random = RandomStream(self.device, inline)
+        #: torch's flags as they are; None: they are the client's own, which says when they change
+        self._flags: Flags | None = None if inline else read_flags()
+        #: of kernels, unless flags say otherwise
+        self._threads = torch.get_num_threads()
         self._waiting: list[list[Buffer]] = []
         #: number of the process group, and the one that the client knows to be broken
         self._group, self._left = 0, -1
@@ -273,6 +278,8 @@ class Worker:
         frees = known.frees.decode(run.frees, run.base)
         if run.params is not None:
             known.params = run.params
+        if self._flags is not None and self._flags != executor.plan.flags:
+            self._use(executor.plan.flags)
         graph = executor.plan.outline
         if len(ids) != len(graph.inputs) or len(known.params) != len(graph.params):
             raise ProtocolError("a run with the wrong number of inputs or parameters")
@@ -295,6 +302,13 @@ class Worker:
         lends = self._random.is_lent and executor.plan.draws
         if self.known_runs is not None and known.mismatch is None and not (run.timed or lends):
             self.known_runs.keep(run.digest, known, executor)
+
+    def _use(self, flags: Flags) -> None:
+        """Run plans under these flags of torch's; known runs are of plans under others."""
+        if self.known_runs is not None:
+            self.known_runs.forget()
+        write_flags(flags, self._threads)
+        self._flags = flags
 
     def _settle(self, plan: Plan, seq: int, base: int, outcome: Outcome, done: Done) -> None:
         """Keep what a run has made, and note what is to be said of it."""

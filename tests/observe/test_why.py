@@ -190,7 +190,7 @@ def test_compiles_are_shown_and_what_gains_nothing_is_a_fallback() -> None:
     compiles = [
         Compile("k1", 3, "a.py:1", "compiled", seconds=1.5, gain=2.0, took=2.0),
         Compile("k2", 4, "a.py:2", "compiled", seconds=0.5, gain=0.9, took=2.0),
-        Compile("k3", 5, "a.py:3", "failed", error="OSError: no compiler\nmore", took=2.0),
+        Compile("k3", 5, "a.py:3", "failed", error="OSError: no compiler", names="mul x4, add"),
         Compile("k4", 6, "a.py:4", "compiling"),
     ]
     why = Why((Flush("item", None, 0, None, False, 1),), 1, (), compiles)
@@ -202,7 +202,7 @@ def test_compiles_are_shown_and_what_gains_nothing_is_a_fallback() -> None:
     ]
     assert _rows(why, "fallbacks") == [
         "a.py:2  4 ops stay eager: compiled they would be 0.90x as fast",
-        "a.py:3  5 ops stay eager: OSError: no compiler",
+        "a.py:3  5 ops stay eager: OSError: no compiler (mul x4, add)",
     ]
 
 

@@ -50,7 +50,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, wrapped)
 
-    for name in ("decode_graph", "verify", "analyse", "last_uses", "expand_fused"):
+    for name in ("decode_program", "verify", "analyse", "last_uses", "expand_fused"):
         counted(plan, name)
     counted(kernels, "check")
     return counts

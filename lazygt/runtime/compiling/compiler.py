@@ -16,6 +16,7 @@ from typing import IO
 
 import msgpack
 
+from lazygt.graph.flags import Flags
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup
@@ -60,8 +61,8 @@ class Compiler:
         """Of the compile process; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def request(self, key: str, group: KernelGroup) -> None:
-        """Have a group compiled; does not wait.
+    def request(self, key: str, group: KernelGroup, flags: Flags = ()) -> None:
+        """Have a group compiled under some flags of torch's; does not wait.
 
         Raises:
             OSError: the process can't be started, or the cache can't be used.
@@ -71,7 +72,7 @@ class Compiler:
         self.pending.add(key)
         request = {
             "key": key,
-            "body": graph_codec.encode_graph(group.body),
+            "body": graph_codec.encode_graph(group.body, flags),
             "writes": group.writes,
             "fresh": group.fresh,
             "flat": group.flat,

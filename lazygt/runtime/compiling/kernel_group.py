@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lazygt.graph.exact import exact
+from lazygt.graph.flags import Flags
 from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
 from lazygt.graph.lanes import LANES, Lanes, abreast, lanes_of
 from lazygt.graph.meta import TensorMeta
@@ -166,9 +167,14 @@ class KernelGroup:
         shape = ["?" if dim in some else str(size) for dim, size in enumerate(meta.shape)]
         return f"{meta.dtype}[{', '.join(shape)}]"
 
-    def key(self, device: str) -> str:
-        """The artifact's name: 32 hexadecimal digits."""
-        text = f"{VERSION}\n{toolchain(device)}\n{self.structure()}"
+    def key(self, device: str, flags: Flags = ()) -> str:
+        """The artifact's name: 32 hexadecimal digits.
+
+        Args:
+            flags: torch's, that its code depends on.
+        """
+        under = f"\n{flags}" if flags else ""
+        text = f"{VERSION}\n{toolchain(device)}\n{self.structure()}{under}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def skeleton(self) -> str:

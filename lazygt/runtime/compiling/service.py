@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.loop_body import LoopBody
 
+from lazygt.errors import in_one_line
+from lazygt.graph.flags import write_flags
 from lazygt.graph.lanes import vectors, widened
 from lazygt.runtime import graph_codec
 from lazygt.runtime.compiling.artifacts import Cache, Record
@@ -41,8 +44,24 @@ def begin(directory: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         directory: the cache's.
     """
     torch.set_num_threads(1)
+    mend_outer_loop_fusion()
     cache = Cache(directory)
     return lambda request: answer(request, cache)
+
+
+def mend_outer_loop_fusion() -> None:
+    """Make Inductor compile groups that overwrite an operand after a reduction has read it.
+
+    Its scheduler counts the loop that overwrites an operand among the users of all that earlier
+    readers of the operand computed. Outer-loop fusion takes each user for one that loads the
+    buffer, and looks up at which index: ``KeyError: 'buf1'`` (pytorch issue 196570). Without an
+    index the buffer stays in memory, as upstream's own mend has it.
+    """
+
+    def read_index(body: LoopBody, buffer: str) -> Any:
+        return next(iter(body.get_all_read_expr(buffer)), None)
+
+    LoopBody.get_read_expr = read_index  # type: ignore[method-assign]
 
 
 def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
@@ -53,8 +72,10 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
     """
     begin = time.perf_counter()
     try:
+        body, flags = graph_codec.decode_program(request["body"])
+        write_flags(flags, torch.get_num_threads())
         group = KernelGroup(
-            graph_codec.decode_graph(request["body"]),
+            body,
             tuple((operand, output) for operand, output in request["writes"]),
             request["fresh"],
             request["flat"],
@@ -67,8 +88,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
         record = Record(seconds, times(group, code, device))
         cache.keep(request["key"], code.read_bytes(), record)
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the client is told
-        text = f"{type(error).__name__}: {error}".strip()
-        return {"key": request["key"], "error": text[:2000]}
+        return {"key": request["key"], "error": in_one_line(error)}
     return {"key": request["key"], "error": ""}
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lazygt.graph.flags import Flags, flags_of_code
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
 from lazygt.runtime.client import Client
@@ -46,9 +48,10 @@ class Compile:
         status: compiling, compiled, cached or failed.
         seconds: that the compile took, by itself.
         gain: how many times faster than its members one by one; 0.0 while unknown.
-        error: why it failed.
+        error: why it failed, in one line.
         at: when it was asked for, in seconds of the monotonic clock.
         took: seconds from then to the answer.
+        names: of its members' ops, see ``named_ops``.
     """
 
     key: str
@@ -60,6 +63,7 @@ class Compile:
     error: str = ""
     at: float = field(default_factory=time.monotonic)
     took: float = 0.0
+    names: str = ""
 
     @property
     def tier(self) -> str:
@@ -209,11 +213,12 @@ class Tiers:
             OSError: the cache can't be used, or no process can be started.
         """
         wanted = []
+        flags = flags_of_code(plan.flags)
         for number, group, line in self._groups(plan):
-            key = group.key(self._device)
+            key = group.key(self._device, flags)
             wanted.append((number, key, group.numel))
             if key not in self._records and key not in self._compiler.pending:
-                self._order(key, group, line)
+                self._order(key, group, line, flags)
         return wanted
 
     def _groups(self, plan: Plan) -> Iterator[tuple[int, KernelGroup, str]]:
@@ -232,12 +237,13 @@ class Tiers:
             others.append(node)
         return open_dims([other.body.inputs for other in others if other.body is not None])
 
-    def _order(self, key: str, group: KernelGroup, line: str) -> None:
-        compile = Compile(key, len(group.body.nodes), line, "compiling")
+    def _order(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
+        names = named_ops(group.body.nodes)
+        compile = Compile(key, len(group.body.nodes), line, "compiling", names=names)
         self.compiles[key] = compile
         record = self._cache.find(key)
         if record is None:
-            self._compiler.request(key, group)
+            self._compiler.request(key, group, flags)
             return
         self._records[key] = record
         compile.status, compile.seconds = "cached", record.seconds
@@ -255,8 +261,8 @@ class Tiers:
             compile.took = time.monotonic() - compile.at
             if record is None:
                 compile.status, compile.error = "failed", error or "the cache was emptied meanwhile"
-                self._warn(f"a fused group of {compile.ops} ops ({compile.line}) could not be "
-                           f"compiled: {compile.error}")  # fmt: skip
+                self._warn(f"a fused group of {compile.ops} ops ({compile.names}; {compile.line}) "
+                           f"could not be compiled: {compile.error}")  # fmt: skip
             else:
                 compile.status, compile.seconds = "compiled", record.seconds
                 compile.gain = max(record.gain(rows[0]) for rows in record.times)
@@ -327,6 +333,12 @@ class Tiers:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def named_ops(nodes: Sequence[Node]) -> str:
+    """The ops of a group as torch names them, the most frequent first: ``mul x4, add_``."""
+    counts = Counter(node.op.split(".")[1] for node in nodes)
+    return ", ".join(f"{op} x{count}" if count > 1 else op for op, count in counts.most_common())
 
 
 def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:

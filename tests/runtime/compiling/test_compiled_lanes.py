@@ -69,6 +69,12 @@ def test_lanes_are_lowered_to_the_same_arithmetic() -> None:
     agree(group, inputs_for(group.body), numbers)
 
 
+def test_code_compiled_under_other_flags_has_another_name() -> None:
+    group = KernelGroup.of(fused(plan_of_a_step().graph))
+    flags = (("deterministic_algorithms", "on"),)
+    assert len({group.key("cpu"), group.key("cpu", ()), group.key("cpu", flags)}) == 2
+
+
 def test_calls_take_the_tensors_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With Members in the place of what they are compiled to."""
     plan = plan_of_a_step()

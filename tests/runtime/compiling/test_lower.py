@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch._inductor.exc import CppCompileError, InductorError
+from torch._inductor.loop_body import LoopBody
 
 from lazygt.graph import Graph, Param
 from lazygt.graph.fusion import NUMBERS, REDUCTIONS, is_fusible, is_pointwise, pure_form
@@ -18,10 +21,11 @@ from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
 from lazygt.passes.fuse import Fuse
 from lazygt.runtime import graph_codec
+from lazygt.runtime.compiling import service
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.by_tensor import BY_TENSOR
 from lazygt.runtime.compiling.kernel_group import KernelGroup, Members, packed
-from lazygt.runtime.compiling.service import answer
+from lazygt.runtime.compiling.service import begin
 from lazygt.runtime.executors.compiled import Compiled
 from lazygt.runtime.executors.eager import EagerExecutor
 from lazygt.runtime.plan import Plan
@@ -229,11 +233,7 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for group, numbers in some_groups(3):
         key = group.key("cpu")
-        told = answer({
-            "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
-            "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
-            "lanes": group.lanes, "device": "cpu",
-        }, cache)  # fmt: skip
+        told = service.answer(request_of(group), cache)
         assert told == {"key": key, "error": ""}, group.body
         operands = [t.nan_to_num(posinf=2.0, neginf=-2.0) for t in inputs_for(group.body)]
         wanted = one_by_one(group, operands, numbers)
@@ -243,6 +243,61 @@ def test_drawn_groups_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         found = [made] if group.fresh == 1 else list(made)
         for one, other in zip([*found, *(mine[n] for n, _ in group.writes)], wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_operand_overwritten_after_a_softmax_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's ``KeyError: 'buf1'``: the writer of %0 does not load the exponentials."""
+    monkeypatch.setattr(LoopBody, "get_read_expr", LoopBody.get_read_expr)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    answer = begin(str(tmp_path))
+    group = fused("""
+        %0: f32[64, 100] = input
+        %1: f32[64, 100] = aten._softmax.default(%0, -1, False)
+        %2: f32[64, 100] = aten.mul.out(%1, %1, out=%0) writes %0
+        return %2
+    """)
+    assert group.writes == ((0, 0),)
+    assert answer(request_of(group)) == {"key": group.key("cpu"), "error": ""}
+    assert Cache(str(tmp_path)).find(group.key("cpu"))  # results were compared with the members'
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            InductorError(KeyError("buf12"), inspect.currentframe()),
+            "InductorError: KeyError: 'buf12'",
+        ),
+        (CppCompileError(["c++", "a.cpp"], "1\n" * 999 + "a.cpp:3:9: error: no member 'x'\n2"),
+         "CppCompileError: C++ compile error: a.cpp:3:9: error: no member 'x'"),
+        (RecursionError(), "RecursionError"),
+        (MemoryError("\n\n"), "MemoryError"),
+    ],
+)  # fmt: skip
+def test_error_of_a_compiler_is_one_line(
+    error: Exception, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(service, "compile_group", failing)
+    body = graph_of("%0: f32[9] = input\n%1: f32[9] = aten.exp.default(%0)\nreturn %1")
+    told = service.answer(request_of(group_of(body)), Cache(str(tmp_path)))
+    assert told == {"key": group_of(body).key("cpu"), "error": line}
+
+
+def request_of(group: KernelGroup) -> dict[str, Any]:
+    """The compile process is asked for a group by this."""
+    return {
+        "key": group.key("cpu"), "body": graph_codec.encode_graph(group.body),
+        "writes": group.writes, "fresh": group.fresh, "flat": group.flat,
+        "open_dims": group.open_dims, "lanes": group.lanes, "device": "cpu",
+    }  # fmt: skip
 
 
 def some_groups(count: int) -> list[tuple[KernelGroup, tuple[Any, ...]]]:

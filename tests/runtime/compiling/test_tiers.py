@@ -146,20 +146,28 @@ def test_sizes_that_vary_become_open() -> None:
 
 @pytest.mark.anew
 def test_a_failed_compile_is_said_once_and_costs_nothing(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", "/bin/false")
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nseq 1000 >&2\necho 'a.cpp:1: error: mine' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CXX", str(broken))
     with lazygt.session(compile="auto") as s, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = results("lazygt", [SIZE] * 2)
         assert s.compiled(timeout=200)
         found += results("lazygt", [SIZE])
         (made,) = s.compiles()
+        (row,) = [row for row in str(lazygt.why(s)).splitlines() if "stay eager" in row]
     assert all(torch.equal(a, b) for a, b in zip(found, results("cpu", [SIZE] * 3), strict=True))
     assert (made.status, made.tier) == ("failed", "eager")
-    assert made.error
+    assert made.names == "mul_ x8, abs_ x4, add_ x3, add"
+    assert "\n" not in made.error
+    assert row.endswith(f"{made.line}  16 ops stay eager: {made.error} ({made.names})")
     (warned,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
-    assert "could not be compiled" in str(warned.message)
+    assert f"({made.names}; {made.line}) could not be compiled: {made.error}\n" in str(
+        warned.message
+    )
     assert "compile='off'" in str(warned.message)
 
 

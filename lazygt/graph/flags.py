@@ -1,0 +1,232 @@
+"""torch's process-wide flags that decide bits or errors of ops: read, checked, set.
+
+A plan is recorded under some flags and runs under the same ones, in whatever process. They are
+written as differences to torch's defaults, so that a program without any has none to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: (name, value) of each flag that differs from torch's default, in the order of ``TABLE``.
+Flags = tuple[tuple[str, Any], ...]
+
+#: The number of threads that kernels use, where the program has set it.
+THREADS = "num_threads"
+#: Flags that no compiled code depends on: they are heeded when it runs.
+_AT_RUN_TIME = frozenset({THREADS, "flush_denormal"})
+_MOST_THREADS = 1024
+#: torch's threads as the process has begun.
+_THREADS_AT_IMPORT = torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        default: torch's.
+        choices: the values it may have; a hostile peer sends others.
+        get, set: torch's own functions, not what a session puts in their place.
+    """
+
+    default: Any
+    choices: tuple[Any, ...]
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def _switch(default: bool, name: str) -> Flag:
+    """A flag that ``torch._C`` has a getter and a setter of."""
+    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    return Flag(default, (False, True), get, put)
+
+
+def _reduction(dtype: str) -> Flag:
+    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
+    put = getattr(torch._C, f"_set_{name}")
+    pairs = tuple([(reduced, split) for reduced in (False, True) for split in (False, True)])
+    return Flag((True, True), pairs, getattr(torch._C, f"_get_{name}"), lambda pair: put(*pair))
+
+
+def _precision(backend: str, op: str) -> Flag:
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    default = "tf32" if backend == "cuda" and op in ("conv", "rnn") else "none"
+    return Flag(
+        default,
+        ("none", "ieee", "tf32", "bf16"),
+        lambda: get(backend, op),
+        lambda value: put(backend, op, value),
+    )
+
+
+def _matmul_precision() -> str:
+    """torch refuses to name it where backends were given precisions of their own."""
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return (
+            "high" if torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32" else "highest"
+        )
+
+
+def _cudnn_allows_tf32() -> bool:
+    """torch refuses to say where cuDNN's ops were given precisions of their own."""
+    try:
+        return torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+
+
+def flushes_denormals() -> bool:
+    """torch has no getter: a product of this thread's tells."""
+    smallest = torch.finfo(torch.float64).tiny
+    return smallest * 0.5 == 0.0
+
+
+def _deterministic() -> Flag:
+    get, warns = (
+        torch._C._get_deterministic_algorithms,
+        torch._C._get_deterministic_algorithms_warn_only,
+    )
+    put = torch._C._set_deterministic_algorithms
+    return Flag(
+        "off",
+        ("off", "warn", "on"),
+        lambda: ("warn" if warns() else "on") if get() else "off",
+        lambda value: put(value != "off", warn_only=value == "warn"),
+    )
+
+
+def _default_dtype() -> Flag:
+    put = torch._C._set_default_dtype
+    return Flag(
+        "float32",
+        ("float16", "bfloat16", "float32", "float64"),
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda name: put(getattr(torch, name)),
+    )
+
+
+#: Set in any case, and first: they set precisions of backends, too, and torch compares them.
+_LEGACY = frozenset({"float32_matmul_precision", "cudnn.allow_tf32"})
+#: In the order in which they are set.
+TABLE: Mapping[str, Flag] = {
+    "deterministic_algorithms": _deterministic(),
+    "fill_uninitialized_memory": _switch(True, "deterministic_fill_uninitialized_memory"),
+    "default_dtype": _default_dtype(),
+    "flush_denormal": Flag(False, (False, True), flushes_denormals, torch._C.set_flush_denormal),
+    "float32_matmul_precision": Flag(
+        "highest",
+        ("highest", "high", "medium"),
+        _matmul_precision,
+        torch._C._set_float32_matmul_precision,
+    ),
+    "cudnn.allow_tf32": Flag(
+        True, (False, True), _cudnn_allows_tf32, torch._C._set_cudnn_allow_tf32
+    ),
+    **{
+        f"fp32_precision.{backend}.{op}": _precision(backend, op)
+        for backend, ops in (
+            ("generic", ("all",)),
+            ("cuda", ("all", "matmul", "conv", "rnn")),
+            ("mkldnn", ("all", "matmul", "conv", "rnn")),
+        )
+        for op in ops
+    },
+    "matmul.allow_fp16_reduced_precision_reduction": _reduction("fp16"),
+    "matmul.allow_bf16_reduced_precision_reduction": _reduction("bf16"),
+    "matmul.allow_fp16_accumulation": _switch(False, "cublas_allow_fp16_accumulation"),
+    "cudnn.enabled": _switch(True, "cudnn_enabled"),
+    "cudnn.benchmark": _switch(False, "cudnn_benchmark"),
+    "cudnn.deterministic": _switch(False, "cudnn_deterministic"),
+    "mkldnn.enabled": _switch(True, "mkldnn_enabled"),
+    "mkldnn.deterministic": _switch(False, "mkldnn_deterministic"),
+    "nnpack.enabled": _switch(True, "nnpack_enabled"),
+}
+
+
+def read_flags(threads: bool = False) -> Flags:
+    """The flags of this process; of those that threads have, this thread's.
+
+    Args:
+        threads: with the number of threads, if it is another one than the process began with.
+    """
+    values = [(name, flag.get(), flag.default) for name, flag in TABLE.items()]
+    flags = tuple([(name, value) for name, value, default in values if value != default])
+    number = torch.get_num_threads()
+    if not threads or number == _THREADS_AT_IMPORT:
+        return flags
+    return (*flags, (THREADS, min(number, _MOST_THREADS)))
+
+
+def write_flags(flags: Flags, threads: int) -> None:
+    """Have these flags in this process, on this thread.
+
+    Args:
+        threads: of kernels, where the flags do not say.
+    """
+    given = dict(flags)
+    for name, flag in TABLE.items():
+        value = given.get(name, flag.default)
+        if name in _LEGACY or flag.get() != value:
+            flag.set(value)
+    wanted = given.get(THREADS, threads)
+    if torch.get_num_threads() != wanted:
+        torch._C.set_num_threads(wanted)
+
+
+def check_flags(flags: Flags) -> None:
+    """Refuse what ``read_flags`` never returns.
+
+    Raises:
+        ValueError: a flag that is unknown, has no such value, or stands there twice.
+    """
+    for name, value in flags:
+        if name == THREADS:
+            allowed = type(value) is int and 1 <= value <= _MOST_THREADS
+        else:
+            flag = TABLE.get(name)
+            allowed = flag is not None and any(
+                value == choice and type(value) is type(choice) for choice in flag.choices
+            )
+        if not allowed:
+            raise ValueError(f"no flag {name!r} with the value {value!r}")
+    if len(dict(flags)) != len(flags):
+        raise ValueError("a flag is given twice")
+
+
+def flags_of_code(flags: Flags) -> Flags:
+    """Those that compiled code depends on."""
+    return tuple([flag for flag in flags if flag[0] not in _AT_RUN_TIME])
+
+
+def shown_flags(flags: Flags) -> str:
+    """For a plan's title."""
+    return ", ".join(f"{name}={value}" for name, value in flags)
+
+
+def fills_new_memory() -> bool:
+    """Whether ``torch.empty`` is not left as it is."""
+    c = torch._C
+    return c._get_deterministic_algorithms() and c._get_deterministic_fill_uninitialized_memory()
+
+
+@contextmanager
+def nondeterministic() -> Iterator[None]:
+    """Let ops that have no deterministic kernel on this device pass: no kernel runs."""
+    flag = TABLE["deterministic_algorithms"]
+    before = flag.get()
+    if before == "off":
+        yield
+        return
+    flag.set("off")
+    try:
+        yield
+    finally:
+        flag.set(before)
