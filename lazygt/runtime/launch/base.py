@@ -17,6 +17,7 @@ from typing import Any
 from lazygt.errors import ProtocolError
 from lazygt.runtime.launch.channel import Address, Keys
 from lazygt.runtime.launch.mailbox import MailboxFiles
+from lazygt.runtime.launch.procfs import Usage
 
 WORKER_FACTORY = "lazygt.runtime.worker:Worker"
 
@@ -154,8 +155,8 @@ class Process(ABC):
         """How it ended (``signal SIGKILL``, ``exit code 1``), or None while it runs."""
 
     @abstractmethod
-    def processor_time(self) -> float:
-        """Seconds of processor time that it has used; always the same where nobody can tell."""
+    def usage(self) -> Usage:
+        """Its use of the processor until now; always the same where nobody can tell."""
 
     @abstractmethod
     def stderr_tail(self) -> str:

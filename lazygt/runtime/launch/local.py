@@ -81,8 +81,8 @@ class LocalProcess(Process):
             return None
         return f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
 
-    def processor_time(self) -> float:
-        return procfs.processor_time(self.pid)
+    def usage(self) -> procfs.Usage:
+        return procfs.Usage.of(self.pid)
 
     def stderr_tail(self) -> str:
         size = os.fstat(self._output).st_size

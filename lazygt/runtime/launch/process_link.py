@@ -22,13 +22,11 @@ from lazygt.runtime.launch.base import Launcher
 from lazygt.runtime.launch.interrupts import DEFER_INTERRUPT
 from lazygt.runtime.launch.local import LocalLauncher
 from lazygt.runtime.launch.mailbox import Frame, spin
+from lazygt.runtime.launch.procfs import Usage
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.launch.worker_pool import HostMemory, WorkerPool
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.wire import encode
-
-_WORK_SECONDS = 0.05
-"""Of processor time: more than threads use that only ask for the interpreter again and again."""
 
 
 class ProcessLink:
@@ -85,8 +83,8 @@ class ProcessLink:
         self._errors: deque[LazyGTError] = deque()
         #: rank -> why it listens to us no more
         self._refused: dict[int, str] = {}
-        #: rank -> processor time at its ping, or when it was last seen to work
-        self._used: dict[int, float] = {}
+        #: rank -> use of the processor at its ping, or when it was last looked at since
+        self._used: dict[int, Usage] = {}
         self._turn = 0
         self._closed = False
 
@@ -348,10 +346,10 @@ class ProcessLink:
     def _look_for_work(self, now: float) -> None:
         """A worker that does not answer and works is busy."""
         for rank in self._watch.asked:
-            used = self._pool.workers[rank].process.processor_time()
-            if used - self._used[rank] >= _WORK_SECONDS:
-                self._used[rank] = used
-                self._watch.handle(supervise.Worked(rank), now)
+            before, self._used[rank] = self._used[rank], self._pool.workers[rank].process.usage()
+            used = self._used[rank]
+            runnable = used.is_runnable_since(before)
+            self._watch.handle(supervise.Used(rank, used.seconds - before.seconds, runnable), now)
 
     def _take_pongs(self) -> None:
         for rank, worker in enumerate(self._pool.workers):
@@ -368,7 +366,7 @@ class ProcessLink:
             match instruction:
                 case supervise.Ping(rank):
                     worker = self._pool.workers[rank]
-                    self._used[rank] = worker.process.processor_time()
+                    self._used[rank] = worker.process.usage()
                     worker.control.send(channel.PING)
                 case supervise.ReportDied(rank):
                     self._errors.append(self._died(rank))

@@ -9,25 +9,67 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int) -> list[str]:
+def _stat(pid: int, root: Path = Path("/")) -> list[str]:
     """The fields of its stat file after the name: the first is the state. Empty: it has gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = (root / f"proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return []
     return text.rpartition(")")[2].split()
 
 
-def processor_time(pid: int) -> float:
-    """Seconds of processor time that it has used, in all its threads; 0 once it has gone."""
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else 0.0
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Use of the processor by a process at one moment.
+
+    Attributes:
+        seconds: of processor time, in all its threads; 0 once it has gone.
+        runnable: threads that run or wait for a processor, with how often each has slept so far.
+    """
+
+    seconds: float = 0.0
+    runnable: Mapping[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(pid: int, root: Path = Path("/")) -> Usage:
+        """The usage of a process now."""
+        fields = _stat(pid, root)
+        if not fields:
+            return Usage()
+        seconds = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
+        return Usage(seconds, dict(_runnable(root / f"proc/{pid}/task")))
+
+    def is_runnable_since(self, earlier: Usage) -> bool:
+        """Whether a thread has been runnable all the time since then.
+
+        Threads that wait for the interpreter's lock wake again and again, and sleep in between.
+        """
+        return any(earlier.runnable.get(thread) == slept for thread, slept in self.runnable.items())
+
+
+_SLEPT = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
+
+
+def _runnable(threads: Path) -> Iterator[tuple[int, int]]:
+    """The runnable threads of a process, with how often each has slept."""
+    try:
+        statuses = [each / "status" for each in threads.iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for status in statuses:
+        with suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
+            text = status.read_text()
+            slept = _SLEPT.search(text)
+            if slept and "\nState:\tR" in text:
+                yield int(status.parent.name), int(slept[1])
 
 
 def is_stopped(pid: int) -> bool:

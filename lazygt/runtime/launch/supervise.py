@@ -5,8 +5,9 @@ come out. There is no clock, socket or thread here; `process_link` has those.
 
 Death needs no judgement: the kernel tells it. Frozen means: for the whole deadline nothing came
 from a worker, although it answers pings on a thread of its own and was sent one early enough, and
-meanwhile it did not use the processor either. One that does is busy, inside code that keeps the
-interpreter to itself, or gets little of a crowded processor: it has some deadlines more.
+meanwhile it neither used the processor nor waited for one. A worker that does is busy inside code
+that keeps the interpreter to itself, or its machine is crowded, or its cgroup throttled: it has
+some deadlines more, counted in the processor time that it gets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ TICK_SECONDS = 0.5
 """While something waits, a `Tick` comes at least this often."""
 
 _LONGEST_SILENCE = 5.0  # seconds until a quiet worker is pinged
-_BUSY_DEADLINES = 6  # that a worker has which works and does not answer
+_BUSY_DEADLINES = 6  # of processor time, for a worker that works and does not answer
+_WORK_SECONDS = 0.05  # more than threads use that only ask for the interpreter again and again
 _ABSENT_AFTER = 3 * TICK_SECONDS
 
 
@@ -29,10 +31,17 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
-    """The worker's process has used the processor since its ping, or since this was last said."""
+class Used:
+    """Use of the processor by the worker's process since its ping, or since the last of these.
+
+    Attributes:
+        seconds: of processor time, in all its threads.
+        runnable: whether a thread ran or waited for a processor all the while.
+    """
 
     rank: int
+    seconds: float
+    runnable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class ReportFrozen:
     deadline: float
 
 
-Event = Heard | Worked | Started | Ended | Tick
+Event = Heard | Used | Started | Ended | Tick
 Instruction = Ping | ReportDied | ReportFrozen
 
 
@@ -86,9 +95,12 @@ class _State:
     dead: bool = False
     frozen: bool = False
     heard: float = 0.0
-    #: once it was pinged: when it counts as frozen, and until when work puts that off
+    #: once it was pinged: when it counts as frozen, and the processor time that puts that off
     due: float | None = None
-    latest: float = 0.0
+    patience: float = 0.0
+    #: when its use of the processor was last looked at, and of that what has put nothing off
+    seen: float = 0.0
+    used: float = 0.0
 
 
 class Watch:
@@ -134,8 +146,8 @@ class Watch:
         match event:
             case Heard(rank):
                 self._hear(rank, now)
-            case Worked(rank):
-                self._see_work(self._states[rank], now)
+            case Used(rank, seconds, runnable):
+                self._see_use(self._states[rank], seconds, runnable, now)
             case Started(rank):
                 self._states[rank] = _State(heard=now)
             case Ended(rank):
@@ -148,10 +160,17 @@ class Watch:
         state = self._states[rank]
         state.started, state.heard, state.due, state.frozen = True, now, None, False
 
-    def _see_work(self, state: _State, now: float) -> None:
-        if state.due is not None:
-            longer = now + self._deadline(state) - self.silence
-            state.due = max(state.due, min(longer, state.latest))
+    def _see_use(self, state: _State, seconds: float, runnable: bool, now: float) -> None:
+        if state.due is None:
+            return
+        # threads side by side use more than has passed
+        seconds, state.seen = min(seconds, now - state.seen), now
+        state.patience -= seconds
+        state.used += seconds
+        if runnable or state.used >= _WORK_SECONDS:
+            state.used = 0.0
+            longer = min(self._deadline(state) - self.silence, state.patience)
+            state.due = max(state.due, now + longer)
 
     def _end(self, rank: int) -> list[Instruction]:
         state = self._states[rank]
@@ -174,7 +193,7 @@ class Watch:
             if now - state.heard < self.silence:
                 return []
             state.due = now + deadline - self.silence
-            state.latest = now + _BUSY_DEADLINES * deadline
+            state.patience, state.seen, state.used = _BUSY_DEADLINES * deadline, now, 0.0
             return [Ping(rank)]
         if now < state.due or now < self._patient_until:
             return []

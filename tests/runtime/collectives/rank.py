@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import reduce
 
 import torch
 
@@ -18,6 +19,8 @@ from lazygt.graph.placement import shard_bounds
 from lazygt.runtime.collectives import group, ops, peer_backend, shared_backend
 from lazygt.runtime.collectives.backends import HOST
 from lazygt.runtime.launch.base import GroupSpec
+from tests.bits import assert_same_bits
+from tests.values import Kind, draw
 
 SIZES = (1, 3, 4, 7)  # even, uneven, and with ranks that have nothing
 LARGE = (67, 53)  # many slots of memory
@@ -118,6 +121,39 @@ def check_dtypes(axis: str) -> None:
         check_moves(axis, values[0], line)
 
 
+REDUCTIONS = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}
+LIMITS = {
+    torch.float64: (Kind.NAN,),
+    torch.float32: (Kind.INFINITE, Kind.NAN, Kind.LIMIT),
+    torch.bfloat16: (Kind.INFINITE,),
+    torch.float16: (Kind.LIMIT,),
+    torch.complex64: (Kind.NAN,),
+    torch.int64: (Kind.LIMIT,),
+    torch.int16: (Kind.LIMIT,),
+    torch.uint8: (Kind.LIMIT,),
+}
+
+
+def check_limits(axis: str) -> None:
+    """Ranks reduce in their order, so infinities, NaN, zeros and overflow have the same bits.
+
+    The maximum of zeros of both signs is either: torch's vectorised loop takes another than the
+    loop over the elements that remain.
+    """
+    line = group.line(axis)
+    for dtype, kind in ((dtype, kind) for dtype, kinds in LIMITS.items() for kind in kinds):
+        values = [draw((4, 7), dtype, kind) for _ in range(line.size)]
+        ops_of = {"sum": torch.add} if dtype.is_complex else REDUCTIONS
+        for op, reduction in ops_of.items():
+            sent = [value + 0 for value in values] if op in ("max", "min") else values
+            expected = reduce(reduction, sent)
+            assert_same_bits(ops.all_reduce(sent[line.index], op, axis), expected)
+            block = cut(expected, 1, line.size, line.index)
+            assert_same_bits(ops.reduce_scatter(sent[line.index], 1, op, axis), block)
+        assert_same_bits(ops.all_gather(values[0][:1], 0, line.size, axis),
+                         values[0][:1].expand(line.size, -1))  # fmt: skip
+
+
 def main() -> None:
     rank, mesh = int(sys.argv[1]), Mesh.parse(sys.argv[2])
     spec = GroupSpec(HOST, sys.argv[3], SECONDS, str(mesh), *sys.argv[5:])
@@ -134,6 +170,7 @@ def main() -> None:
                 check_scatters(axis, values, line)
                 check_moves(axis, torch.randint(100, shape), line)
         check_dtypes(mesh.names[-1])
+        check_limits(mesh.names[-1])
     group.wait()
     print("ok")
     group.leave()

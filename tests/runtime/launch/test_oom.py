@@ -10,7 +10,7 @@ import pytest
 
 from lazygt.errors import WorkerDied
 from lazygt.runtime.launch.procfs import OOMKills
-from tests.memory_group import memory_group
+from tests.control_group import control_group
 
 KILLED = "signal SIGKILL"
 #: (what /proc/self/cgroup says, where the count stands)
@@ -84,7 +84,7 @@ def test_the_error_says_what_to_do() -> None:
 @pytest.mark.anew  # all of a group's memory is its own
 @pytest.mark.timeout(100)
 def test_a_worker_that_the_kernel_kills() -> None:
-    with memory_group() as group:
+    with control_group("memory") as group:
         client = [sys.executable, "-c", IN_A_GROUP, str(group)]
         ended = subprocess.run(client, capture_output=True, text=True, timeout=600, check=False)
         assert ended.stdout.strip() == f"out of memory ({KILLED})", ended.stderr

@@ -20,6 +20,7 @@ from lazygt.runtime.launch.local import TAIL_BYTES
 from lazygt.runtime.launch.process_link import ProcessLink
 from lazygt.runtime.launch.start_plan import LinkSpec
 from lazygt.runtime.shared_memory import tensor_over
+from tests.control_group import control_group
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.patience import patience
 
@@ -381,6 +382,31 @@ def test_a_worker_that_keeps_the_interpreter_to_itself_is_frozen_unless_it_works
     order(link, "hold", 3)
     with pytest.raises(WorkerFrozen):
         link.receive(None)
+
+
+def test_worker_that_gets_a_hundredth_of_a_processor_is_not_frozen(opened):
+    link = opened(frozen_after=1.0)
+    ask(link, "echo", "up")
+    with control_group("cpu") as group:
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text("1000")
+        (group / "cgroup.procs").write_text(str(link.pids[0]))
+        before = throttled(group)
+        try:
+            order(link, "count", 1_000_000_000)
+            assert link.receive(3.0) is None  # four deadlines from the ping
+            assert throttled(group) > before
+            os.kill(link.pids[0], signal.SIGSTOP)  # it gives no sign any more
+            with pytest.raises(WorkerFrozen):
+                link.receive(None)
+        finally:
+            link.close()
+
+
+def throttled(group):
+    """How often a cgroup had used up its share."""
+    counts = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    return int(counts["nr_throttled"])
 
 
 def test_a_descriptor_beside_ends_a_wait(opened):

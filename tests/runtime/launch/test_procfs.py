@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lazygt.runtime.launch.procfs import cpu_quota, is_stopped, memory_left, processor_time
+from lazygt.runtime.launch.procfs import Usage, cpu_quota, is_stopped, memory_left
 
 # a name that looks like the end of a name
 CHILD = """
@@ -25,10 +25,52 @@ sys.stdin.read()
 
 
 def test_processor_time_grows_with_work_only() -> None:
-    begun, until = processor_time(os.getpid()), time.process_time() + 0.1
+    begun, until = Usage.of(os.getpid()).seconds, time.process_time() + 0.1
     while time.process_time() < until:
         pass
-    assert processor_time(os.getpid()) - begun >= 0.05
+    assert Usage.of(os.getpid()).seconds - begun >= 0.05
+
+
+def usage(root: Path, ticks: int, threads: dict[int, tuple[str, int]]) -> Usage:
+    """The usage of process 7 with these threads: state and how often each has slept."""
+    (root / "proc/7").mkdir(parents=True, exist_ok=True)
+    (root / "proc/7/stat").write_text("7 (a) T 1 (b) S 1" + " 0" * 9 + f" {ticks} 0 0")
+    for thread, (state, slept) in threads.items():
+        status = root / f"proc/7/task/{thread}/status"
+        status.parent.mkdir(parents=True, exist_ok=True)
+        switches = f"voluntary_ctxt_switches:\t{slept}\nnonvoluntary_ctxt_switches:\t9\n"
+        status.write_text(f"Name:\tR\nState:\t{state}\n{switches}")
+    return Usage.of(7, root)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "runnable"),
+    [
+        pytest.param({7: ("R (running)", 3)}, {7: ("R (running)", 3)}, True, id="all the while"),
+        pytest.param({7: ("R (running)", 3)}, {7: ("R (running)", 4)}, False, id="slept between"),
+        pytest.param({7: ("S (sleeping)", 3)}, {7: ("R (running)", 3)}, False, id="just woken"),
+        pytest.param({7: ("S (sleeping)", 3)}, {7: ("S (sleeping)", 3)}, False, id="in a lock"),
+        pytest.param({7: ("T (stopped)", 3)}, {7: ("T (stopped)", 3)}, False, id="stopped"),
+        pytest.param({7: ("D (disk sleep)", 3)}, {7: ("D (disk sleep)", 3)}, False, id="disk"),
+        pytest.param({7: ("S (sleeping)", 3), 8: ("R (running)", 1)},
+                     {7: ("S (sleeping)", 3), 8: ("R (running)", 1)}, True, id="another thread"),
+        pytest.param({8: ("R (running)", 1)}, {9: ("R (running)", 1)}, True, id="and a new one"),
+    ],
+)  # fmt: skip
+def test_thread_that_is_runnable_all_the_while(
+    tmp_path: Path, before: dict[int, tuple[str, int]], now: dict[int, tuple[str, int]],
+    runnable: bool,
+) -> None:  # fmt: skip
+    first, second = usage(tmp_path, 100, before), usage(tmp_path, 150, now)
+    assert second.is_runnable_since(first) == runnable
+    assert second.seconds - first.seconds == pytest.approx(50 / os.sysconf("SC_CLK_TCK"))
+
+
+def test_thread_that_ended_is_none(tmp_path: Path) -> None:
+    usage(tmp_path, 1, {7: ("R (running)", 1)})
+    (tmp_path / "proc/7/task/8").mkdir()
+    assert Usage.of(7, tmp_path).runnable == {7: 1}
+    assert Usage.of(6, tmp_path) == Usage()
 
 
 def test_a_process_that_is_stopped_and_one_that_has_gone() -> None:
@@ -38,7 +80,7 @@ def test_a_process_that_is_stopped_and_one_that_has_gone() -> None:
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stdout.readline() == b"named\n"
-    assert processor_time(child.pid) > 0.02
+    assert Usage.of(child.pid).seconds > 0.02
     assert not is_stopped(child.pid)
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
@@ -46,7 +88,7 @@ def test_a_process_that_is_stopped_and_one_that_has_gone() -> None:
     child.kill()
     child.communicate()
     assert not is_stopped(child.pid)
-    assert processor_time(child.pid) == 0
+    assert Usage.of(child.pid) == Usage()
 
 
 @pytest.mark.parametrize(

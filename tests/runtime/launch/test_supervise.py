@@ -12,8 +12,8 @@ from lazygt.runtime.launch.supervise import (
     ReportDied,
     ReportFrozen,
     Tick,
+    Used,
     Watch,
-    Worked,
 )
 
 
@@ -52,17 +52,37 @@ def test_a_worker_that_was_not_asked_before_has_time_to_answer():
 
 
 def test_a_worker_that_works_has_longer():
-    busy = [*ticks(0, 7), (7.0, Worked(0)), *ticks(7.5, 14.5)]
+    busy = [*ticks(0, 7), (7.0, Used(0, 0.1, runnable=False)), *ticks(7.5, 14.5)]
     assert run(started(), busy) == [(2.5, Ping(0)), (14.5, ReportFrozen(0, 10.0))]
 
 
 def test_a_worker_that_works_and_never_answers_is_frozen_all_the_same():
-    busy = [(now, event) for now, tick in ticks(0, 70) for event in (Worked(0), tick)]
+    work = Used(0, TICK_SECONDS, runnable=True)
+    busy = [(now, event) for now, tick in ticks(0, 70) for event in (work, tick)]
     assert run(started(), busy)[:2] == [(2.5, Ping(0)), (62.5, ReportFrozen(0, 10.0))]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "runnable", "frozen"),
+    [
+        pytest.param(0.0, False, 10.0, id="still: stopped, in a lock, or in a disk's driver"),
+        pytest.param(0.001, False, 10.0, id="asks for the interpreter again and again"),
+        pytest.param(0.0, True, None, id="waits for a processor, or its cgroup is throttled"),
+        pytest.param(0.005, True, None, id="a hundredth of a processor"),
+        pytest.param(0.05, False, None, id="a tenth of a processor, with waits in between"),
+        pytest.param(0.5, True, 62.5, id="a whole processor: six deadlines, then it spins"),
+        pytest.param(8.0, True, 62.5, id="sixteen processors"),
+    ],
+)
+def test_silence_with_use_of_the_processor(seconds, runnable, frozen):
+    use = Used(0, seconds, runnable)
+    events = [(now, event) for now, tick in ticks(0, 200) for event in (use, tick)]
+    reports = [now for now, step in run(started(), events) if isinstance(step, ReportFrozen)]
+    assert reports[:1] == ([] if frozen is None else [frozen])
+
+
 def test_work_before_the_question_is_no_answer():
-    events = [(2.0, Worked(0)), *ticks(2.5, 10.0)]
+    events = [(2.0, Used(0, 2.0, runnable=True)), *ticks(2.5, 10.0)]
     assert run(started(), events) == [(2.5, Ping(0)), (10.0, ReportFrozen(0, 10.0))]
 
 
