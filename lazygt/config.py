@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 #: Of lazygt.
 VERSION = "0.1.0"
@@ -118,7 +119,7 @@ _RENAMED = {"executor": "launcher"}
 OF_POOLS = frozenset({"on", "key", "grace", "detach"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Settings of a session. A keyword of ``lazygt.session`` wins over ``LAZYGT_<NAME>``."""
 
@@ -232,8 +233,7 @@ class Config:
         known = {f.name: f for f in fields(Config)}
         unknown = sorted(set(given) - set(known))
         if unknown:
-            now = _RENAMED.get(unknown[0])
-            hint = f"write {now}=..." if now else f"it takes: {', '.join(known)}"
+            hint = _keyword_hint(unknown[0], known)
             raise TypeError(f"lazygt.session got an unexpected keyword {unknown[0]!r}; {hint}")
         for old, now in _RENAMED.items():
             if os.environ.get(f"LAZYGT_{old.upper()}"):
@@ -249,7 +249,7 @@ class Config:
                 values[name] = given[name]
             elif text and not (elsewhere and name in OF_POOLS):
                 values[name] = _parse(name, text, f.metadata["parse"])
-        for name in ("checkpoint", "machine", "key"):
+        for name in ("checkpoint", "machine", "key", "cache_dir", "log"):
             if name in values:
                 values[name] = os.fspath(values[name])
         if values.get("mesh"):
@@ -348,6 +348,83 @@ class Config:
                 f"lazygt.session(checkpoint={self.checkpoint!r}, launcher='dry'): "
                 f"nothing is computed, so there is nothing to save"
             )
+
+
+Path = str | os.PathLike[str]
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class Settings(TypedDict, total=False):
+    """Keywords of ``lazygt.session``, for type checkers and editors; None counts as not given."""
+
+    workers: int | None
+    mesh: Mapping[str, int] | str | None
+    invariant: bool | int | Mapping[str, int] | None
+    launcher: str | None
+    device: str | None
+    default_device: bool | None
+    flush_on_backward: bool | None
+    max_graph_nodes: int | None
+    max_graph_bytes: int | None
+    max_plans: int | None
+    max_plan_bytes: int | None
+    max_trie_nodes: int | None
+    max_ahead: int | None
+    threads: int | None
+    transport: str | None
+    max_message_bytes: int | None
+    shm_threshold: int | None
+    frozen_after: float | None
+    start_timeout: float | None
+    recover: str | None
+    snapshot_cost: float | None
+    journal_bytes: int | None
+    spares: int | None
+    checkpoint: Path | None
+    checkpoint_every: int | str | None
+    on: str | None
+    key: Path | None
+    detach: bool | None
+    grace: float | None
+    keep_stages: bool | None
+    check_passes: bool | None
+    plan_code: str | None
+    compile: str | None
+    cuda_graphs: str | None
+    max_cuda_graph_bytes: int | None
+    compile_timeout: float | None
+    cache_dir: Path | None
+    ship_code: bool | None
+    bucket_cap_mb: float | None
+    machine: Path | None
+    log: Path | None
+
+
+def takes_settings(init: Init) -> Init:
+    """Give an ``__init__`` of any keywords the settings as its signature and in its help."""
+    types, settings = get_type_hints(Settings), fields(Config)
+    init.__signature__ = Signature([  # type: ignore[attr-defined]
+        Parameter("self", Parameter.POSITIONAL_ONLY),
+        *(
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
+            for f in settings
+        ),
+    ])  # fmt: skip
+    about = (f"    {f.name}: {f.metadata['about']}." for f in settings)
+    init.__doc__ = "\n".join(["Open a session.", "", "Args:", *about])
+    return init
+
+
+def _keyword_hint(name: str, known: Mapping[str, object]) -> str:
+    """Advise on a keyword that is no setting."""
+    # why: only a wrong keyword needs it
+    from difflib import get_close_matches
+
+    if name in _RENAMED:
+        return f"write {_RENAMED[name]}=..."
+    near = get_close_matches(name, known, 1)
+    asked = f"did you mean {near[0]!r}? " if near else ""
+    return f"{asked}It takes: {', '.join(known)}"
 
 
 def _ranks(mesh: Mapping[Any, Any] | str, workers: int | None) -> tuple[dict[str, int], int]:

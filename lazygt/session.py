@@ -6,9 +6,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack
 
 import torch
 from torch.optim.optimizer import (
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lazygt import native
 from lazygt.checkpoint.program import CheckpointRecord, Checkpoints
 from lazygt.checkpoint.saved import Saved
-from lazygt.config import Config
+from lazygt.config import Config, Settings, takes_settings
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.history import History, Probe
@@ -65,11 +65,19 @@ class Session:
 
     Use it as a context manager. Inside, new tensors are made on device ``lazygt`` (unless
     ``default_device=False``), ops are recorded, and sync points ship them.
+
+    Each setting is also read from the variable ``LAZYGT_<NAME>``; a keyword wins.
+
+    Raises:
+        TypeError: a keyword is no setting.
+        ValueError: a setting is out of its range.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    @takes_settings
+    def __init__(self, **settings: Unpack[Settings]) -> None:
         native.check_choice()
-        self.config = config = Config.load(**by_engine(_overseer.settings(settings)))
+        native.warn_of_python()
+        self.config = config = Config.load(**by_engine(_overseer.settings({**settings})))
         #: the workers as a grid with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
@@ -77,6 +85,19 @@ class Session:
         self.machine = _machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
         self._link = _open(config, self.mesh)
+        #: takes the hooks away, at the latest when nobody has the session any more
+        hooks: list[RemovableHandle] = []
+        self._unhook = weakref.finalize(self, _remove, hooks)
+        try:
+            self._connect(config, hooks)
+            _overseer.opened(self)
+        except BaseException:
+            self._unhook()
+            self._link.close()
+            raise
+
+    def _connect(self, config: Config, hooks: list[RemovableHandle]) -> None:
+        """Put recorder, planner and client together, on top of the link."""
         #: the same costs, with those of the network where workers are on several hosts. Plans are
         #: not made by these: wherever the workers are, plans, and so the bits, are the same
         self.costs = self.machine
@@ -93,7 +114,7 @@ class Session:
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
             config.max_graph_nodes, config.max_graph_bytes, self.mesh.world_size,
         )  # fmt: skip
-        self.recorder = new_recorder(trie, kind, config.ship_code)
+        self.recorder = new_recorder(trie, kind, config.ship_code, config.threads is None)
         self._tiers = Tiers(
             self._client, kind, config.compile, Cache(config.cache_dir), config.frozen_after,
             config.compile_timeout,
@@ -112,12 +133,10 @@ class Session:
             self._checkpoints.connect(self.recorder, self._client, mesh, config)
         self._owner = os.getpid()
         self._closing = threading.Lock()
+        self._opened = False
         self._weight_source: SessionSource | None = None
-        self._idle = self._submitter.idle = Idle(self, config.default_device)
-        hooks = [
-            register_optimizer_step_pre_hook(self._submitter.before_step),
-            register_optimizer_step_post_hook(self._submitter.after_step),
-        ]
+        hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
+        hooks.append(register_optimizer_step_post_hook(self._submitter.after_step))
         self._status: StatusWriter | None = None
         if self._link.status is not None:
             # why: it loads the mailboxes, which `import lazygt` does without
@@ -125,16 +144,31 @@ class Session:
 
             self._status = StatusWriter(self, self._link.status, self._link.name)
             self._status.start()
-        #: takes the hooks away, at the latest when nobody has the session any more
-        self._unhook = weakref.finalize(self, _remove, hooks)
-        _overseer.opened(self)
+        self._idle = self._submitter.idle = Idle(self, config.default_device)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse a copy.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a lazygt.session can't be copied or pickled: it owns worker processes. Leave it out "
+            "of copied objects, or ask lazygt.current() for the open one"
+        )
 
     # -- the context ---------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        """Record ops here until the block ends; nests, also inside itself."""
         self._idle.entered = True
         self._check_open()
-        device.open_session(self)
+        try:
+            device.open_session(self)
+        except BaseException:
+            if self not in session_stack:
+                self._end()
+            raise
         return self
 
     def __exit__(
@@ -143,17 +177,40 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close the session at the end of its outermost block."""
+        if session_stack.count(self) > 1:
+            device.leave_session(self)
+            return
         try:
-            if kind is None and not self.recorder.closed:
+            if kind is None and not self.recorder.closed and os.getpid() == self._owner:
                 self.synchronize()
                 if self._checkpoints is not None:
                     self._checkpoints.end_well()
                 self.recorder.generator.restore_host_state()
         finally:
-            self.close()
+            self._end()
+
+    def open(self) -> Session:
+        """Record ops from here until ``close``: a session over several cells of a notebook.
+
+        Opened once already, it stays as it is.
+        """
+        if self not in session_stack:
+            self.__enter__()
+        self._opened = True
+        return self
 
     def close(self) -> None:
-        """End the workers. Their values are lost. May be called twice."""
+        """End the workers. Their values are lost. May be called twice.
+
+        What ``open`` began ends as a block does: what is recorded is done, and errors are raised.
+        """
+        opened, self._opened = self._opened, False
+        if opened:
+            self.__exit__(None, None, None)
+        self._end()
+
+    def _end(self) -> None:
         try:
             with self._closing, DEFER_INTERRUPT:
                 self._close()
@@ -165,20 +222,21 @@ class Session:
         if self.recorder.closed:
             return
         self.recorder.closed = True
-        self.recorder.generator.close()
-        self._idle.close()
-        device.close_session(self)
-        self._unhook()
-        if os.getpid() == self._owner:
-            if self._status is not None:
-                self._status.close()
-            self._tiers.close()
-            if self._checkpoints is not None:
-                self._checkpoints.close()
-            self._link.close()
-        self._client.close()
-        if self._console is not None:
-            self._console.close()
+        with ExitStack() as ends:  # last first; each is reached, though another raises
+            if self._console is not None:
+                ends.callback(self._console.close)
+            ends.callback(self._client.close)
+            if os.getpid() == self._owner:
+                ends.callback(self._link.close)
+                if self._checkpoints is not None:
+                    ends.callback(self._checkpoints.close)
+                ends.callback(self._tiers.close)
+                if self._status is not None:
+                    ends.callback(self._status.close)
+            ends.callback(self._unhook)
+            ends.callback(self._idle.close)
+            ends.callback(device.close_session, self)
+            ends.callback(self.recorder.generator.close)
 
     # -- sync points ---------------------------------------------------------------------
 
@@ -337,6 +395,11 @@ class Session:
     def _check_open(self) -> None:
         if self.recorder.closed:
             raise NoSession("this session is closed; open a new one with lazygt.session()")
+        if os.getpid() != self._owner:
+            raise NoSession(
+                f"this session is of process {self._owner}, from which this one was forked; its "
+                f"workers answer that process only. Open a session of its own here"
+            )
 
     # -- seeing --------------------------------------------------------------------------
 
@@ -445,7 +508,7 @@ class Session:
             "plans_resized": history.plans_resized,
             "plan_hits": history.plan_hits,
             "plan_misses": [miss.summary() for miss in history.misses],
-            "ops_inferred": self.recorder.inference.runs,
+            "ops_inferred": self.recorder.ops_inferred,
             "messages_sent": counts.messages_sent,
             "messages_received": counts.messages_received,
             "bytes_sent": counts.bytes_sent,

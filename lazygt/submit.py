@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from lazygt.record.idle import Idle
 from lazygt.record.infer import learn
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
-from lazygt.record.trace import Trace
+from lazygt.record.trace import Trace, closed_error
 from lazygt.record.trie import Provenance, TrieNode
 from lazygt.rewind import Recorded, Rewind
 from lazygt.runtime.client import Client
@@ -84,6 +85,7 @@ class Submitter:
         #: a value may have several blocks on a worker
         self._in_blocks = bool(config.invariant)
         self._flushes_on_backward = config.flush_on_backward
+        self._process = os.getpid()
         #: what undoes a failed step; None: nothing does
         self.rewind: Rewind | None = None
         if client.recovery is not None and not self._in_blocks:
@@ -130,7 +132,12 @@ class Submitter:
 
         Returns:
             The fetched CPU tensor, the reply to a data-dependent op, or None.
+
+        Raises:
+            NoSession: this is a forked child; the workers answer its parent.
         """
+        if os.getpid() != self._process:
+            raise closed_error()
         with DEFER_INTERRUPT:
             if self._history.probe is None:
                 return self._submit(trace, reason, fetch, ask, as_number)
@@ -186,7 +193,7 @@ class Submitter:
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
         recorder = self._recorder
-        if not self._flushes_on_backward or recorder.closed:
+        if not self._flushes_on_backward or recorder.closed or os.getpid() != self._process:
             return
         if self._step_is_sharded == sharded:
             recorder.flush(reason)

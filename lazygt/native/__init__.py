@@ -8,6 +8,7 @@ does the same work.
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -102,3 +103,17 @@ def check_choice() -> None:
         raise LazyGTError(
             f"LAZYGT_RECORDER=native, but {choice().reason}; {ADVICE}, or leave LAZYGT_RECORDER out"
         )
+
+
+@cache
+def warn_of_python() -> None:
+    """Warn once a process where ops are recorded in Python though nobody asked for that."""
+    if choice().recorder == "native" or recorder_setting() == "python":
+        return
+    warnings.warn(
+        f"lazygt: ops are recorded in Python, about five times slower than by the C++ extension: "
+        f"{choice().reason}. To build it {ADVICE}. LAZYGT_RECORDER=python asks for the recorder in "
+        f"Python, without this warning",
+        RuntimeWarning,
+        stacklevel=3,
+    )

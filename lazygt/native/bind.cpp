@@ -173,6 +173,7 @@ void bind_recorder(py::module_& m) {
     set_library_test(std::move(is_library));
   });
   m.def("register_device", &register_device);
+  m.def("host_generator", &host_generator);
   m.def("unboxed_ops", &unboxed_ops);
   m.def("record_boxed", [](const std::string& name, const std::string& overload, const py::args& args,
                            const py::kwargs& kwargs) {

@@ -2,9 +2,11 @@
 
 #include "recorder.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/library.h>
 
@@ -27,7 +29,17 @@ void refuse(const Facts& f, Stack& stack) {
   push_results(f.op, result, stack);
 }
 
+// A meta tensor that only claims to be of this device: torch's FakeTensor detaches such ones.
+bool is_of_fake(const Facts& f, const Stack& stack) {
+  const auto& first = stack[stack.size() - f.arguments()];
+  return first.isTensor() && first.toTensor().defined() && !is_lazy(first.toTensor());
+}
+
 void record_boxed(Facts& f, Stack& stack) {
+  if (C10_UNLIKELY(f.road == Road::TWIN && is_of_fake(f, stack))) {
+    f.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    return;
+  }
   Recorder* recorder = active_recorder();
   if (C10_UNLIKELY(recorder == nullptr)) {
     refuse(f, stack);
@@ -131,13 +143,53 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, lazy_device()); }
 };
 
+// A generator of this device: one of the CPU in all but its device. What draws through it draws in
+// the client, so that a seed gives the numbers that it gives on a CPU.
+struct Generator final : c10::GeneratorImpl {
+  const at::Generator host;
+
+  // without a key: an op goes where its tensors are, and the CPU's kernels refuse it in torch's words
+  explicit Generator(at::Generator host)
+      : c10::GeneratorImpl(lazy_device(), c10::DispatchKeySet()), host(std::move(host)) {}
+  void set_current_seed(uint64_t seed) override { host.unsafeGetGeneratorImpl()->set_current_seed(seed); }
+  // torch asks for it when a generator is copied; one of the CPU has none
+  uint64_t get_offset() const override { return 0; }
+  void set_offset(uint64_t offset) override {
+    if (offset != 0) host.unsafeGetGeneratorImpl()->set_offset(offset);
+  }
+  uint64_t current_seed() const override { return host.unsafeGetGeneratorImpl()->current_seed(); }
+  uint64_t seed() override { return host.unsafeGetGeneratorImpl()->seed(); }
+  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return host.unsafeGetGeneratorImpl()->get_state();
+  }
+
+ private:
+  Generator* clone_impl() const override { return new Generator(host.clone()); }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<Generator>(at::detail::createCPUGenerator());
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static const auto* shared =
+        new at::Generator(at::make_generator<Generator>(at::detail::getDefaultCPUGenerator()));
+    return *shared;
+  }
 };
 }  // namespace
+
+py::object host_generator(py::object generator) {
+  auto given = THPGenerator_Unwrap(generator.ptr());
+  if (given.device().type() != c10::DeviceType::PrivateUse1) return generator;
+  const auto* ours = static_cast<Generator*>(given.unsafeGetGeneratorImpl());
+  return py::reinterpret_steal<py::object>(THPGenerator_Wrap(ours->host));
+}
 
 void register_device(const std::set<std::string>& elsewhere, const std::set<std::string>& composite,
                      py::object no_session) {

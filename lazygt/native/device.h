@@ -18,6 +18,8 @@ namespace lazygt {
 //   no_session: called with (op, args, kwargs) of an op while no session is open.
 void register_device(const std::set<std::string>& elsewhere, const std::set<std::string>& composite,
                      py::object no_session);
+// The generator of the CPU that one of this device draws from; any other generator itself.
+py::object host_generator(py::object generator);
 // Records a call as the kernel of boxed arguments does.
 void record_boxed(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 // The ops of aten (with overload) that have a kernel which takes arguments without boxes.

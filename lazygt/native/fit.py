@@ -111,12 +111,18 @@ def file_name() -> str:
 
 
 def builds_place() -> Path:
-    """Where builds lie, one directory each, named by their facts."""
-    return cache_place(cache_setting()) / "native"
+    """Return the directory for new builds, one directory each, named by their facts."""
+    return builds_places()[0]
+
+
+def builds_places() -> list[Path]:
+    """Return the directories of builds: LAZYGT_CACHE_DIR's, if it is set, then the user's."""
+    places = (cache_place(given) / "native" for given in (cache_setting(), None))
+    return list(dict.fromkeys(places))
 
 
 def find() -> Build:
-    """The build to load: of an installed wheel, else of this machine's cache.
+    """Find the build to load: of an installed wheel, else of this machine's caches.
 
     Raises:
         Misfit: there is none that fits; says why.
@@ -129,14 +135,16 @@ def find() -> Build:
         except Misfit as misfit:
             reasons.append(f"the wheel {PACKAGE} was {misfit}")
     here = facts_here()
-    place = builds_place() / here.key
-    try:
-        if not place.is_dir():
-            raise Misfit(f"there is no build for torch {here.torch} and {here.python} in {place}")
-        check_private(place)
-        return check(place)
-    except (Misfit, PermissionError) as misfit:
-        reasons.append(str(misfit))
+    for builds in builds_places():
+        place = builds / here.key
+        try:
+            if not place.is_dir():
+                what = f"torch {here.torch} and {here.python}"
+                raise Misfit(f"there is no build for {what} in {place}")
+            check_private(place)
+            return check(place)
+        except (Misfit, PermissionError) as misfit:
+            reasons.append(str(misfit))
     raise Misfit("; ".join(reasons))
 
 

@@ -416,7 +416,13 @@ def shown_of(
     return None if NATIVE is None else NATIVE.Outputs(numbers, makers, shardings)
 
 
-def new_recorder(trie: TraceTrie, worker_device: str, ship_code: bool) -> Recorder:
-    """The recorder of a session."""
+def new_recorder(
+    trie: TraceTrie, worker_device: str, ship_code: bool, heeds_threads: bool
+) -> Recorder:
+    """The recorder of a session.
+
+    Args:
+        heeds_threads: workers use as many threads as the program has set in torch.
+    """
     kind = Recorder if NATIVE is None else NativeRecorder
-    return kind(trie, worker_device, ship_code)
+    return kind(trie, worker_device, ship_code, heeds_threads)

@@ -27,6 +27,18 @@ class OpenSession(Protocol):
 
 #: Innermost last.
 session_stack: list[OpenSession] = []
+_used = False
+
+
+def note_use() -> None:
+    """Note that this process has opened a session."""
+    global _used
+    _used = True
+
+
+def was_used() -> bool:
+    """Whether this process, or one that it was forked from, has opened a session."""
+    return _used
 
 
 def current_session() -> OpenSession | None:

@@ -36,7 +36,7 @@ def deep_copy(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
             "protocol at the moment."
         )
     twin = _copied(t, memo)
-    twin.requires_grad_(t.requires_grad)
+    twin.requires_grad = t.requires_grad
     memo[id(t)] = twin
     if t.grad is not None:
         twin.grad = copy.deepcopy(t.grad, memo)
@@ -61,7 +61,7 @@ def _copied(t: LazyTensor, memo: dict[int, Any]) -> LazyTensor:
     twin = memo.get(id(storage))
     if twin is None:
         base = wrapper(storage.meta, storage, None)
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableFuncTorch():  # a transform would wrap the copy
             copied = cast(LazyTensor, base.clone())
         storage.owner.keep_sharding(copied, storage)
         twin = storage_of(copied)

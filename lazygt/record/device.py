@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -29,14 +31,17 @@ from lazygt.record import (
     copies,
     dataloader,
     factories,
+    flag_changes,
     host_rng,
     methods,
     rng,
+    sending,
     subclasses,
     swap,
     tensor,
+    torch_compile,
 )
-from lazygt.record.context import NAME, OpenSession, recorder, session_stack
+from lazygt.record.context import NAME, OpenSession, note_use, recorder, session_stack
 from lazygt.record.foreign import registry
 from lazygt.record.formulas import optimizers
 from lazygt.record.formulas.autocast import fall_through, register_autocast
@@ -60,37 +65,60 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 #: While no session is open, too: what torch asks here is answered as torch itself would then.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
-                  *optimizers.PATCHES, *registry.PATCHES,
+                  *optimizers.PATCHES, *registry.PATCHES, *sending.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
-_IN_SESSIONS = Patches(*swap.IN_SESSIONS)
+_IN_SESSIONS = Patches(*swap.IN_SESSIONS, *flag_changes.IN_SESSIONS)
+#: Of the stack of sessions, and of what follows from it.
+_adapting = threading.RLock()
 
 
 # -- sessions ------------------------------------------------------------------------------
 
 
 def open_session(session: OpenSession) -> None:
-    """Make a session the one that ops go to."""
-    DEFER_INTERRUPT.adopt()
-    session_stack.append(session)
-    _activate()
-    _IN_SESSIONS.apply()
-    if session.config.default_device:
-        factories.patch()
-    if session.device_type == "cpu":
-        host_rng.install()
+    """Make a session the one that ops go to; inside itself, one more time.
+
+    Raises:
+        BaseException: Ctrl-C, or an error of a module that factories are replaced in. Torch is as
+            it was before.
+    """
+    try:
+        with DEFER_INTERRUPT, _adapting:
+            session_stack.append(session)
+            note_use()
+            _adapt()
+        session.recorder.take_flags()
+    except BaseException:
+        leave_session(session)
+        raise
+
+
+def leave_session(session: OpenSession) -> None:
+    """Undo the last ``open_session`` of a session."""
+    with DEFER_INTERRUPT, _adapting:
+        for place in reversed(range(len(session_stack))):
+            if session_stack[place] is session:
+                del session_stack[place]
+                break
+        _adapt()
 
 
 def close_session(session: OpenSession) -> None:
-    """Undo ``open_session``."""
-    if session in session_stack:
-        session_stack.remove(session)
-        _activate()
-    if not session_stack:
-        _IN_SESSIONS.undo()
-    if not any(s.config.default_device for s in session_stack):
-        factories.unpatch()
-    if not any(s.device_type == "cpu" for s in session_stack):
-        host_rng.uninstall()
+    """Undo every ``open_session`` of a session."""
+    with DEFER_INTERRUPT, _adapting:
+        session_stack[:] = [other for other in session_stack if other is not session]
+        _adapt()
+
+
+def _adapt() -> None:
+    """Replace what the open sessions need replaced in torch; restore all else."""
+    defaulting = any(s.config.default_device for s in session_stack)
+    on_cpus = any(s.device_type == "cpu" for s in session_stack)
+    with ExitStack() as rest:  # each is done, though another raises
+        rest.callback(_activate)
+        rest.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
+        rest.callback(factories.patch if defaulting else factories.unpatch)
+        rest.callback(host_rng.install if on_cpus else host_rng.uninstall)
 
 
 def _activate() -> None:
@@ -105,12 +133,11 @@ def _activate() -> None:
 
 def _after_fork() -> None:
     """A forked child (a DataLoader's worker) has no session: its tensors are CPU tensors."""
+    global _adapting
+    _adapting = threading.RLock()  # another thread of the parent may have it
     session_stack.clear()
-    _activate()
-    _IN_SESSIONS.undo()
-    factories.unpatch()
     rng.drop()
-    host_rng.uninstall()
+    _adapt()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -370,3 +397,5 @@ def register() -> None:
     )
     registry.note_defined()
     _ALWAYS.apply()
+    sending.register_reducers()
+    torch_compile.patch_dynamo()

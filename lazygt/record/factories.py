@@ -17,6 +17,7 @@ import torch
 import torch.utils._device
 
 from lazygt.record.context import session_stack
+from lazygt.record.patches import Patch, Patches
 from lazygt.record.tensor import DEVICE_0, is_lazy
 
 _builtins: Any = torch.jit._builtins
@@ -62,7 +63,7 @@ def patch() -> None:
     for name, kind in _typed().items():
         _replace(vars(torch), name, kind)
     _replace(vars(torch), "set_default_tensor_type", _set_default_type)
-    _patch_tensor()
+    _TENSOR.apply()
     _patch_imported({id(own): standin for _, _, own, standin in _replaced})
 
 
@@ -92,8 +93,7 @@ def _patch_imported(standins: dict[int, Any]) -> None:
 
 def unpatch() -> None:
     """Give torch its own factories back."""
-    if _replaced:
-        _unpatch_tensor()
+    _TENSOR.undo()
     while _replaced:
         namespace, name, own, standin = _replaced.pop()
         if namespace.get(name) is standin:
@@ -147,14 +147,7 @@ def _new_tensor(*args: Any, **kwargs: Any) -> Any:
     return _placed(fresh, args[1:], kwargs) if args[0] is torch.Tensor else fresh
 
 
-def _patch_tensor() -> None:
-    """Have ``torch.Tensor(...)`` make lazy tensors."""
-    torch.Tensor.__new__ = _new_tensor  # type: ignore[method-assign]
-
-
-def _unpatch_tensor() -> None:
-    """Undo ``_patch_tensor``."""
-    del torch.Tensor.__new__
+_TENSOR = Patches(Patch(torch.Tensor, "__new__", _new_tensor, "its arguments name no device"))
 
 
 class _Typed(type):
@@ -209,8 +202,8 @@ def _stays_free(kwargs: dict[str, Any]) -> bool:
     if torch._C._len_torch_function_stack() and _inner_device_context():
         return False
     generator = kwargs.get("generator")
-    if generator is not None and not session_stack[-1].recorder.generator.is_own(generator):
-        return False
+    if generator is not None and generator.device.type != DEVICE_0.type:
+        return session_stack[-1].recorder.generator.is_own(generator)
     out = kwargs.get("out")
     return out is None
 

@@ -15,6 +15,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from lazygt.errors import ProtocolError
+from lazygt.graph.flags import fills_new_memory
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.record import pieces
@@ -197,12 +198,20 @@ def empty(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     stride = None
     if form not in (None, torch.contiguous_format, torch.preserve_format):
         stride = torch.empty(args[0], device="meta", memory_format=form).stride()
-    return blank(recorder, args[0], stride, kwargs.get("dtype"))
+    return _memory(recorder, args[0], stride, kwargs.get("dtype"))
 
 
 def empty_strided(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """``torch.empty_strided``: the same."""
-    return blank(recorder, args[0], args[1], kwargs.get("dtype"))
+    return _memory(recorder, args[0], args[1], kwargs.get("dtype"))
+
+
+def _memory(recorder: OpRecorder, shape: Any, stride: Any, dtype: torch.dtype | None) -> Any:
+    """New memory; recorded at once where torch fills it (``fill_uninitialized_memory``)."""
+    t = blank(recorder, shape, stride, dtype)
+    if fills_new_memory():
+        recorder.trace.enter(storage_of(t))
+    return t
 
 
 # -- handles -------------------------------------------------------------------------------

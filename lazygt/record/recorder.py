@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from lazygt.graph.exact import exact
+from lazygt.graph.flags import Flags, read_flags
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import annotate, host_values, views
+from lazygt.record.draws import draw_in_client
 from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.handlers import Handler, data_dependent, handler_of
 from lazygt.record.infer import Inference
@@ -57,12 +59,22 @@ class Recorder:
     #: its other half, where C++ records
     native: Any = None
 
-    def __init__(self, trie: TraceTrie, worker_device: str, ship_code: bool = True) -> None:
+    def __init__(
+        self,
+        trie: TraceTrie,
+        worker_device: str,
+        ship_code: bool = True,
+        heeds_threads: bool = False,
+    ) -> None:
         self.definitions = ForeignOps(worker_device, ship_code)
         self.trie = trie
         #: what the workers compute on
         self.worker_device = worker_device
-        self.inference = Inference(worker_device)
+        #: torch's flags under which the trace is recorded
+        self.flags: Flags = ()
+        self._heeds_threads = heeds_threads
+        #: of each of these flags that were met
+        self._inferences: dict[Flags, Inference] = {(): Inference(worker_device)}
         self.lock = self._make_lock()
         self.generator = self._make_generator(worker_device)
         self.closed = False
@@ -110,6 +122,8 @@ class Recorder:
                     if f.name in UNDECLARED_WRITES and args[UNDECLARED_WRITES[f.name][1]]:
                         f = writing_facts(func)
                 if f.random:
+                    if self.generator.is_elsewhere(args, kwargs):
+                        return draw_in_client(self, f, args, kwargs or {})
                     args, kwargs = self.generator.before_draw(args, kwargs)
                 return self._record(f, func, args, kwargs)
             except BaseException:
@@ -244,13 +258,6 @@ class Recorder:
             return self.trace.index_of(lazy)
         if kind is torch.device:
             return DEVICE
-        if isinstance(a, torch.Generator):
-            raise RuntimeError(
-                f"{f.name}: expected a generator of device 'lazygt' but found one of "
-                f"{a.device.type!r}; torch lets no Python device have generators of its own: "
-                f"leave generator= out (the session's generator follows torch.manual_seed), or "
-                f"draw on the CPU and .to('lazygt')"
-            )
         return a
 
     def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
@@ -360,6 +367,34 @@ class Recorder:
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``."""
         self.sink.after_backward()
+
+    @property
+    def inference(self) -> Inference:
+        """The results of ops under the flags that there are."""
+        return self._inferences[self.flags]
+
+    @property
+    def ops_inferred(self) -> int:
+        """How often a meta kernel had to run."""
+        return sum(inference.runs for inference in self._inferences.values())
+
+    def ship_before_flags_change(self) -> None:
+        """Ship what was recorded under the flags that there are."""
+        with self.lock:
+            if self.trace.step.depth and not self.closed:
+                self.flush("torch flag changed")
+
+    def take_flags(self) -> None:
+        """Record under torch's flags as they are now."""
+        flags = read_flags(self._heeds_threads)
+        if flags == self.flags or self.closed:
+            return
+        with self.lock:
+            self.ship_before_flags_change()
+            self.flags = flags
+            self._inferences.setdefault(flags, Inference(self.worker_device))
+            self.trie.begin_under(flags)
+            self.next_trace()
 
     def next_trace(self) -> None:
         """Begin anew at the root."""

@@ -18,7 +18,7 @@ from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import DEVICE, Node, Ref
 from lazygt.record.host_values import to_lazy
-from lazygt.record.tensor import LazyTensor
+from lazygt.record.tensor import NATIVE, LazyTensor
 from lazygt.record.trace import TraceOwner
 
 _SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
@@ -71,6 +71,13 @@ class SessionGenerator:
         if kwargs and (given := kwargs.get("generator")) is not None and self.is_own(given):
             kwargs = {name: a for name, a in kwargs.items() if name != "generator"}
         return args, kwargs
+
+    def is_elsewhere(self, args: Args, kwargs: Kwargs | None) -> bool:
+        """Whether a draw goes through a generator that is not the session's."""
+        given = kwargs.get("generator") if kwargs else None
+        if given is None and torch.Generator in map(type, args):
+            given = next(a for a in args if type(a) is torch.Generator)
+        return given is not None and not self.is_own(given)
 
     def take(self) -> None:
         """Hand the state to the workers, before a lazy draw."""
@@ -164,8 +171,17 @@ class SessionGenerator:
 
 def is_default(given: torch.Generator) -> bool:
     """Whether it is the client's CPU generator; torch makes new Python objects for it."""
-    same: bool = given._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
+    host: Any = host_generator(given)
+    same: bool = host._cdata == torch.default_generator._cdata  # type: ignore[attr-defined]
     return same
+
+
+def host_generator(given: torch.Generator) -> torch.Generator:
+    """The generator of the CPU by which one draws: of device ``lazygt``, that beneath it."""
+    if given.device.type != "lazygt":
+        return given
+    host: torch.Generator = NATIVE.host_generator(given)
+    return host
 
 
 def holder() -> SessionGenerator | None:

@@ -122,7 +122,8 @@ def make_subclass(*args: Any, **kwargs: Any) -> Any:
     if not is_lazy(data):
         return _make_subclass(_host_class(cls), *args[1:], **kwargs)
     needs_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
-    twin = data.detach().requires_grad_(needs_grad)
+    twin = data.detach()
+    twin.requires_grad = needs_grad  # torch.vmap refuses requires_grad_()
     become(twin, cls)
     return twin
 

@@ -308,10 +308,10 @@ class Viewer(Protocol):
     """Shows tensors and sessions in a notebook."""
 
     def tensor_html(self, t: LazyTensor, /) -> str:
-        """A tensor's card."""
+        """Values and card of a tensor."""
 
     def tensor_bundle(self, t: LazyTensor, /) -> dict[str, str]:
-        """The card, and a text that computes nothing."""
+        """Text of ``repr``, and the same with the card."""
 
     def session_html(self, session: Any, /) -> str:
         """A session's counts."""

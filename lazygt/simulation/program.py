@@ -139,7 +139,7 @@ def simulate(
 
     def once(trial: Trial) -> tuple[Prediction, Forced]:
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
-        given = {key: value for key, value in changed.items() if value is not None}
+        given: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
         with trial.made() as forced, Session(**given) as session:
             living = Living(session)
             program()

@@ -104,6 +104,11 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("aims", "", "record a view, x eager"),
         ("startup", "--rounds 1", "close the session"),
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
+        (
+            "soak",
+            "--sessions 2 --processes 2 --threads 2 --rounds 1 --shapes 50",
+            "threads: 1, then 5",
+        ),
         ("workloads", "--rounds 1 --quick --only W2", "W2, peak MB beyond its input"),
         ("workloads", "--rounds 1 --quick --only W5 --without torch.compile", "W5, 60 steps s"),
         ("peak_memory", "--quick --only SGD", "living bytes at most 1.05x eager's"),

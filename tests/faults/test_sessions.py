@@ -88,16 +88,26 @@ def test_a_worker_that_has_dropped_the_session_is_named_at_every_wait() -> None:
     assert str(last.value) == "the end"
 
 
-def test_a_busy_worker_is_not_frozen() -> None:
-    with lazygt.session(workers=1, threads=1, frozen_after=1.0) as s:
-        began = time.monotonic()
-        x = torch.ones(600, 600)
-        while time.monotonic() - began < 0.3:
-            for _ in range(400):
-                x = (x @ x).mul(1e-3)
-            s.flush()
-        assert x.shape == (600, 600)
-        assert torch.isfinite(x.sum()).item() in (True, False)
+def test_worker_at_work_for_many_deadlines_in_one_run_is_not_frozen() -> None:
+    deadline, even = 0.2, torch.full((256, 256), 1 / 256, device="cpu")
+    with lazygt.session(workers=1, threads=1, frozen_after=deadline) as s:
+        worker = psutil.Process(s.worker_pids[0])
+
+        def seconds_of(products: int) -> float:
+            """Processor time that the worker takes for so many in one run."""
+            x = even.to("lazygt")
+            s.synchronize()
+            before = sum(worker.cpu_times()[:2])
+            for _ in range(products):
+                x = x @ x
+            assert torch.equal(x.cpu(), even)
+            return sum(worker.cpu_times()[:2]) - before
+
+        products = 50
+        while seconds_of(products) < 4 * deadline:
+            products *= 4
+        assert s.worker_pids == [worker.pid]
+        assert not s.recoveries
 
 
 CLIENT = """

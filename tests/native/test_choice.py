@@ -1,8 +1,10 @@
 """Which recorder a process has: what was asked for, and what there is."""
 
+import functools
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 import lazygt
 from lazygt import native
 from lazygt.cli import app
+from lazygt.native import fit
 from lazygt.observe import doctor
 from tests.native.conftest import Room
 
@@ -104,6 +107,7 @@ def test_all_works_without_a_build(tmp_path: Path) -> None:
             **os.environ,
             "LAZYGT_RECORDER": "auto",
             "LAZYGT_CACHE_DIR": str(tmp_path),
+            "XDG_CACHE_HOME": str(tmp_path),
             "PATH": "/nowhere",
             "COLUMNS": "200",
         },
@@ -113,3 +117,40 @@ def test_all_works_without_a_build(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "python: " in done.stdout
+
+
+def test_a_build_in_the_users_cache_is_found_beside_a_cache_dir(
+    room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = room.build()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(room.cache.parent))
+    room.cache.rename(room.cache.parent / "lazygt")
+    monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "empty"))
+    found = fit.find()
+    assert found.facts == built.facts
+    assert found.path.is_relative_to(room.cache.parent / "lazygt" / "native")
+    assert fit.builds_place() == tmp_path / "empty" / "native"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "warned"), [("auto", False, 1), ("python", False, 0), ("auto", True, 0)]
+)
+def test_the_python_recorder_is_announced_once(
+    room: Room, monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, warned: int
+) -> None:
+    if there:
+        room.build()
+    monkeypatch.setenv("LAZYGT_RECORDER", wanted)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(room.cache.parent / "nothing"))
+    monkeypatch.setattr(
+        native, "warn_of_python", functools.cache(native.warn_of_python.__wrapped__)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            native.warn_of_python()
+    assert len(caught) == warned
+    for warning in caught:
+        text = str(warning.message)
+        assert text.startswith("lazygt: ops are recorded in Python, about five times slower")
+        assert "To build it run `lazygt build-native`" in text

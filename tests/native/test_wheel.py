@@ -61,6 +61,7 @@ def test_a_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {
         "PATH": str(python.parent),
         "LAZYGT_CACHE_DIR": str(tmp_path / "cache"),
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
         "LAZYGT_NATIVE_WHEELS": str(tmp_path / "wheels"),
         "LAZYGT_RECORDER": "auto",
     }

@@ -214,6 +214,18 @@ def test_subclasses_of_parameter_stay_what_they_are(s: lazygt.Session) -> None:
     assert type(p)(torch.ones(2, device="cpu"), requires_grad=False).doubled().tolist() == [2, 2]
 
 
+def test_vmap_makes_parameters_and_copies_modules(s: lazygt.Session) -> None:
+    module, rows = nn.Linear(2, 3), torch.randn(4, 3, 2)
+
+    def answer(row: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(row) + Tagged(row) * copy.deepcopy(module).weight
+
+    expected = rows + rows * module.weight
+    assert torch.equal(torch.vmap(answer)(rows), expected)
+    gradients = torch.func.grad(lambda row: answer(row).sum())(rows[0])
+    assert torch.equal(gradients, torch.zeros(3, 2))  # parameters are leaves of their own
+
+
 def test_modules_that_torch_handles_in_ways_of_its_own(s: lazygt.Session) -> None:
     with torch.device("cpu"):
         modules = [

@@ -7,6 +7,7 @@ import torch
 
 import lazygt
 from lazygt.record import device, tensor
+from lazygt.record.flag_changes import IN_SESSIONS as FLAG_SETTERS
 from lazygt.record.patches import Patch, Patches
 
 PYTHON = """\
@@ -42,7 +43,9 @@ torch.optim.radam.radam
 torch.optim.adamax.adamax
 torch.optim.swa_utils._get_foreach_kernels_supported_devices
 torch.library.Library.define
-torch.library.Library.impl"""
+torch.library.Library.impl
+multiprocessing.queues.Queue.put
+multiprocessing.queues.JoinableQueue.put"""
 IN_SESSIONS = """\
 torch.Tensor.data
 torch.nn.parameter.Parameter.__new__
@@ -60,7 +63,9 @@ def in_force(patches: Patches) -> list[bool]:
 def test_what_is_replaced_is_known_and_has_a_reason() -> None:
     of_recorder = PYTHON if tensor.NATIVE is None else NATIVE
     assert sorted(names(device._ALWAYS)) == sorted([*ALWAYS.split(), *of_recorder.split()])
-    assert names(device._IN_SESSIONS) == IN_SESSIONS.split()
+    assert names(device._IN_SESSIONS) == [*IN_SESSIONS.split(), *names(Patches(*FLAG_SETTERS))]
+    setters = {patch.name for patch in FLAG_SETTERS}
+    assert {"_set_deterministic_algorithms", "_set_default_dtype", "set_num_threads"} < setters
     assert all(patch.why for patch in (*device._ALWAYS.patches, *device._IN_SESSIONS.patches))
     assert all(in_force(device._ALWAYS))
 
@@ -72,7 +77,7 @@ def test_sessions_put_back_what_they_replace() -> None:
             assert all(in_force(device._IN_SESSIONS))
         assert all(in_force(device._IN_SESSIONS)), "the outer session is still open"
     after = [vars(patch.owner).get(patch.name) for patch in device._IN_SESSIONS.patches]
-    assert [ours is theirs for ours, theirs in zip(before, after, strict=True)] == [True] * 3
+    assert all(ours is theirs for ours, theirs in zip(before, after, strict=True))
 
 
 class Base:

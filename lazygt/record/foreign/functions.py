@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from lazygt.graph.flags import Flags
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import Foreign, undispatched
 from lazygt.record.context import recorder
@@ -150,7 +151,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Results:
-    """What a function returns for tensors without values; remembered by signature.
+    """What a function returns for tensors without values; remembered by signature and flags.
 
     Attributes:
         name: by which one is told from another.
@@ -159,15 +160,16 @@ class _Results:
     name: str
     plain: PlainFunction | Gradient = field(compare=False)
     device: torch.device
-    _known: dict[Metas, Structure | None] = field(default_factory=dict, compare=False)
+    _known: dict[tuple[Flags, Metas], Structure | None] = field(default_factory=dict, compare=False)
 
     def structure(self, metas: Metas) -> Structure | None:
         """How what it returns is put together; None: only values can tell."""
-        if metas not in self._known:
+        key = recorder().flags, metas
+        if key not in self._known:
             if len(self._known) >= _SIGNATURES:
                 self._known.clear()
-            self._known[metas] = self._found(metas)
-        return self._known[metas]
+            self._known[key] = self._found(metas)
+        return self._known[key]
 
     def _found(self, metas: Metas) -> Structure | None:
         plain = self.plain
