@@ -425,3 +425,19 @@ def compiled_chain(session: lazygt.Session) -> torch.Tensor:
     assert session.compiled(timeout=200)
     assert {made.tier for made in session.compiles()} == {"compiled"}
     return ((x + 0.25).abs().sin() * 0.5).cpu()
+
+
+def test_flags_of_torch_hold_in_a_pool_for_the_client_that_set_them(pool) -> None:
+    tiny = 2.0**-1022  # of float64: half of it is a denormal number
+    try:
+        with lazygt.session(on=pool.on, key=pool.key("anna"), workers=1) as s:
+            x = torch.full((3,), tiny, dtype=torch.float64)
+            kept = x * 0.5
+            torch.set_flush_denormal(True)
+            flushed = x * 0.5
+            assert (kept.tolist(), flushed.tolist()) == ([tiny / 2] * 3, [0.0] * 3)
+            assert s.stats()["flushes"]["torch flag changed"] == 1
+            torch.set_flush_denormal(False)
+            assert (x * 0.5).tolist() == [tiny / 2] * 3
+    finally:
+        torch.set_flush_denormal(False)
