@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import lazygt
 pytestmark = pytest.mark.timeout(120)
 FORK = multiprocessing.get_context("fork")
 SECONDS = 60
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -187,8 +191,7 @@ def offer(x: torch.Tensor, queue: Any) -> None:
             queue.put(str(error))
 
 
-@pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1, "threads": 1}])
-def test_forked_child_is_told_that_it_has_no_session(settings: dict[str, Any]) -> None:
+def fork_in_session(settings: dict[str, Any]) -> None:
     queue: Any = FORK.Queue()
     with lazygt.session(**settings), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
@@ -200,3 +203,13 @@ def test_forked_child_is_told_that_it_has_no_session(settings: dict[str, Any]) -
         child.join(SECONDS)
         assert x.sum().item() == 4
     assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("settings", [{"launcher": "inline"}, {"workers": 1, "threads": 1}])
+def test_forked_child_is_told_that_it_has_no_session(settings: dict[str, Any]) -> None:
+    """In a fresh process: torch runs no backward in a child of one whose engine has threads."""
+    program = f"from tests.record import test_sending as t; t.fork_in_session({settings})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

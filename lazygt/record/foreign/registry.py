@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from glob import glob
 from types import ModuleType
 from typing import Any
 
@@ -272,7 +273,14 @@ def module_of(path: str) -> str:
 def _loaded() -> list[str]:
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
-    return sorted(p for p in paths if not p.startswith(_TORCH) and os.path.isfile(p))
+    return sorted(p for p in paths - _of_torch() if os.path.isfile(p))
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Paths of torch's own libraries as ``/proc/self/maps`` lists them, without symbolic links."""
+    files = (os.path.join(_TORCH, "lib", "*"), os.path.join(_TORCH, "*.so"))
+    return frozenset(os.path.realpath(file) for pattern in files for file in glob(pattern))
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import lazygt
+from lazygt.record.foreign import registry
 from lazygt.runtime import wire
 from lazygt.runtime.foreign import loader
 from lazygt.runtime.foreign import schema as foreign_schema
@@ -546,3 +547,17 @@ def test_definitions_travel_as_they_are() -> None:
 def test_nonsense_is_one_error(value: Any) -> None:
     with pytest.raises(lazygt.ProtocolError):
         loader.load_ops(wire.pack(value), torch.device("cpu"), takes_code=True)
+
+
+def test_torchs_libraries_are_its_own_behind_a_symbolic_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a linked virtual environment: the kernel lists libraries by their true paths."""
+    link = tmp_path / "torch"
+    link.symlink_to(os.path.dirname(torch.__file__))
+    monkeypatch.setattr(registry, "_TORCH", f"{link}{os.sep}")
+    registry._of_torch.cache_clear()
+    try:
+        assert registry.libraries_with("_c10d_functional", "all_reduce") == ()
+    finally:
+        registry._of_torch.cache_clear()
