@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import lazygt
 from benchmarks.harness import Report
 from lazygt.checkpoint.encoding import _KINDS, encoded
 from lazygt.checkpoint.saved import Contents, versions
-from lazygt.checkpoint.states import Leaf
+from lazygt.checkpoint.states import Leaf, class_of, state_of
 from lazygt.errors import CheckpointError
 from lazygt.files import create
 from lazygt.runtime.recovery.checkpoint_file import write
@@ -47,6 +48,7 @@ NUMBERS = (0, 1, -1, 7, 255, 1 << 31, (1 << 31) - 1, -(1 << 63), (1 << 63) - 1, 
 #: Events of a reader: it opens and maps its own file, and lists its folder.
 _EXPECTED = frozenset({"open", "os.listdir", "mmap.__new__", "builtins.id"})
 _SEED_STATE = {"notes": {"a": [1, (2.5, None)], "n": np.arange(3)}, "rng": {"x": 1 << 90}}
+_ABOUT = {**versions(), "step": 1, "settings": dict[str, str]()}
 
 
 class Watch:
@@ -156,7 +158,9 @@ def changed(draw: random.Random, data: bytes) -> bytes:
 
 
 class Forge:
-    """Writes hostile checkpoints, and reads each as a program does that resumes."""
+    """Writes hostile checkpoints, and reads each as programs do: alone, and in a session."""
+
+    session: lazygt.Session
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.draw = folder, random.Random(seed)
@@ -172,12 +176,14 @@ class Forge:
         self.drawn = encoded("generators", generators, self._leaf)
 
     def _programs(self) -> dict[str, Any]:
-        self.linear = torch.nn.Linear(3, 2, device="cpu")
-        self.optimizer = torch.optim.Adam(self.linear.parameters())
-        self.numbers, self.python = np.random.Generator(np.random.MT19937(1)), random.Random(1)
-        return {"linear": self.linear.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "numbers": self.numbers.bit_generator.state, "python": self.python.getstate(),
-                **_SEED_STATE}  # fmt: skip
+        linear = torch.nn.Linear(3, 2, device="cpu")
+        optimizer = torch.optim.Adam(linear.parameters())
+        self.objects = {
+            "linear": linear, "optimizer": optimizer,
+            "numbers": np.random.Generator(np.random.MT19937(1)), "python": random.Random(1),
+        }  # fmt: skip
+        self.classes = {name: class_of(each) for name, each in self.objects.items()}
+        return {name: state_of(each) for name, each in self.objects.items()} | _SEED_STATE
 
     def _leaf(self, t: torch.Tensor) -> int:
         dtype = str(t.dtype).removeprefix("torch.")
@@ -212,23 +218,24 @@ class Forge:
 
     def forge(self, make: Callable[[], tuple[dict[str, bytes], bytes]]) -> None:
         states, drawn = make()
-        classes = {"linear": "Linear", "optimizer": "Adam", "numbers": "Generator",
-                   "python": "Random"}  # fmt: skip
-        contents = msgspec.msgpack.encode(Contents(states, classes, drawn, self._leaves))
-        self.write(contents, self._data, {**versions(), "step": 1, "settings": {"mesh": ""}})
+        contents = msgspec.msgpack.encode(Contents(states, self.classes, drawn, self._leaves))
+        self.write(contents, self._data, dict(_ABOUT))
 
     def outer(self) -> None:
         """Changed contents, values, descriptions or bytes of the file itself."""
-        draw, about = self.draw, {**versions(), "step": 1, "settings": {"mesh": ""}}
+        draw, about = self.draw, dict(_ABOUT)
         leaves = [Leaf("float32", (draw.choice(NUMBERS) & (1 << 61) - 1, 0), (1, 1))]
-        contents = msgspec.msgpack.encode(Contents(self.states, {}, self.drawn, self._leaves))
+        contents = msgspec.msgpack.encode(
+            Contents(self.states, self.classes, self.drawn, self._leaves)
+        )
         which = draw.randrange(5)
         if which == 0:
             contents = changed(draw, contents)
         elif which == 1:
             contents = pickles(draw, f"touch {self.canary}")
         elif which == 2:
-            some = Contents(self.states, {}, self.drawn, [*leaves, *self._leaves[1:]])
+            leaves = [*leaves, *self._leaves[1:]]
+            some = Contents(self.states, self.classes, self.drawn, leaves)
             contents = msgspec.msgpack.encode(some)
         elif which == 3:
             about |= {"step": "x", "settings": 1, "torch": {}}
@@ -237,15 +244,15 @@ class Forge:
             self.path.write_bytes(changed(draw, self.path.read_bytes()))
 
     def read(self, watch: Watch) -> str:
-        """The outcome of reading the file, and of loading it: ``read`` or ``refused``."""
+        """The outcome of reading, loading and resuming the file: ``read`` or ``refused``."""
         begin, outcomes = time.perf_counter(), set()
         with watch.armed(self.folder):
-            outcomes.add(self._tried(lambda: [saved[name] for name in saved])
-                         if (saved := self._resumed()) is not None else "refused")  # fmt: skip
-            if saved is not None:
-                outcomes.add(self._tried(lambda: saved.load(
-                    linear=self.linear, optimizer=self.optimizer, numbers=self.numbers,
-                    python=self.python)))  # fmt: skip
+            outcomes.add(self._tried(self.session.resume))
+            if (saved := self._resumed()) is None:
+                outcomes.add("refused")
+            else:
+                outcomes |= {self._tried(partial(saved.__getitem__, name)) for name in saved}
+                outcomes.add(self._tried(partial(saved.load, **self.objects)))
         self.slowest = max(self.slowest, time.perf_counter() - begin)
         outcome = min(outcomes, key=("refused", "read").index) if outcomes <= _KNOWN else str(
             outcomes - _KNOWN)  # fmt: skip
@@ -283,13 +290,16 @@ def attack(kind: str, count: int, folder: Path, seed: int = 1) -> tuple[Forge, C
     folder.mkdir(0o700)
     forge = Forge(folder, seed)
     forge.honest()
-    forge.read(watch)  # what is loaded once is loaded now
-    watch.events.clear()
-    assert forge.read(watch) == "read"
-    forge.outcomes.clear()
-    for _ in range(count):
-        forge.outer() if kind == "outer" else forge.hostile(kind)
-        forge.read(watch)
+    with lazygt.session(launcher="inline", checkpoint=folder) as session:
+        session.register(**forge.objects)
+        forge.session = session
+        forge.read(watch)  # what is loaded once is loaded now
+        watch.events.clear()
+        assert forge.read(watch) == "read"
+        forge.outcomes.clear()
+        for _ in range(count):
+            forge.outer() if kind == "outer" else forge.hostile(kind)
+            forge.read(watch)
     assert not forge.canary.exists(), "a command ran"
     return forge, watch.events
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import socket
 import stat
 from pathlib import Path
 
@@ -67,18 +68,48 @@ def create(place: Path, folder: int | None = None) -> int:
     return fd
 
 
-def replace(place: Path, data: bytes) -> None:
-    """Write a private file in place of an old one; nobody ever sees half of it."""
-    # hosts that share a home directory may write at once, and have equal process ids
+def create_whole(place: Path, data: bytes) -> None:
+    """Write a new private file, which is whole from the moment that it is there.
+
+    Raises:
+        FileExistsError: there is something of that name.
+    """
+    part = _written_beside(place, data)
+    try:
+        os.link(part, place)
+    finally:
+        part.unlink()
+
+
+def replace(place: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file in place of an old one; nobody ever sees half of it."""
+    part = _written_beside(place, data)
+    try:
+        part.chmod(mode)
+        part.replace(place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _written_beside(place: Path, data: bytes) -> Path:
+    """A new private file in the same folder, under a name that nobody guesses."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     fd = create(part)
     try:
         with open(fd, "wb") as file:
             file.write(data)
-        part.replace(place)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    return part
+
+
+def bind(listener: socket.socket, place: str | os.PathLike[str]) -> None:
+    """Give a UNIX socket a name, with mode 0600 from the first moment."""
+    os.fchmod(listener.fileno(), 0o600)  # of the name that will be made, less the umask
+    listener.bind(os.fspath(place))
+    os.chmod(place, 0o600)
 
 
 def open_own(place: Path, flags: int = os.O_RDONLY) -> int:
@@ -137,6 +168,12 @@ def open_output(place: str | os.PathLike[str], append: bool = False, mode: int =
         os.close(fd)
         raise
     return fd
+
+
+def write_output(place: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file that a user has named for output; see ``open_output``. Text is UTF-8."""
+    with open(open_output(place), "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def _opened(place: Path, flags: int, mode: int) -> int:

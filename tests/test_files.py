@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lazygt.files import check_folder, create, make_folder, open_output, open_own, replace
+from lazygt.calibrate import write as write_machine
+from lazygt.files import (
+    bind,
+    check_folder,
+    create,
+    create_whole,
+    make_folder,
+    open_output,
+    open_own,
+    replace,
+    write_output,
+)
+from lazygt.graph.node import Graph
+from lazygt.machine.find import default_machine
+from lazygt.observe.picture import render
+from lazygt.runtime.console import InstructionLog
+from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
@@ -32,9 +49,15 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
     os.close(create(folder / "new"))
     os.close(open_own(folder / "lock", os.O_RDWR | os.O_CREAT))
     replace(folder / "whole", b"x")
+    create_whole(folder / "key", b"x")
+    with socket.socket(socket.AF_UNIX) as listener:
+        bind(listener, folder / "door")
+    session = SessionDirectory()
+    assert [mode(path) for path in (session.path, session.path / RECORD)] == [0o700, 0o600]
+    session.close()
     assert [mode(path) for path in (folder.parent, folder)] == [0o700, 0o700]
     assert {path.name: mode(path) for path in folder.iterdir()} == {
-        "new": 0o600, "lock": 0o600, "whole": 0o600,
+        "new": 0o600, "lock": 0o600, "whole": 0o600, "key": 0o600, "door": 0o600,
     }  # fmt: skip
 
 
@@ -91,6 +114,15 @@ def test_file_that_may_be_another_users_is_refused(
     with pytest.raises(FileExistsError):
         create(path)
     assert target.read_text() == "mine"
+
+
+def test_whole_file_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    create_whole(path, b"first")
+    with pytest.raises(FileExistsError):
+        create_whole(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_new_file_takes_the_place_of_a_link(tmp_path: Path) -> None:
@@ -156,3 +188,38 @@ def test_output_never_goes_where_another_user_leads(
     with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}"):
         write(path)
     assert target.read_text() == "mine"
+
+
+def save_log(path: Path) -> None:
+    InstructionLog(str(path)).close()
+
+
+def save_picture(path: Path) -> None:
+    render(Graph((), (), (), ()), path.rename(path.with_suffix(".dot")))
+
+
+def save_text(path: Path) -> None:
+    write_output(path, "new")
+
+
+@as_root
+@pytest.mark.parametrize("save", [save_log, save_picture, save_text])
+def test_exports_never_go_where_another_user_leads(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    target, path = tmp_path / "target", tmp_path / "export"
+    target.write_text("mine")
+    link(path)
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}"):
+        save(path)
+    assert target.read_text() == "mine"
+
+
+def test_machine_file_is_written_through_no_name_that_others_know(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "here.toml"
+    target.write_text("mine")
+    (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(target)
+    write_machine(default_machine("cpu"), path)
+    assert target.read_text() == "mine"
+    assert mode(path) == 0o644

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lazygt import files
 from lazygt.calibrate import kernels, workers
 from lazygt.calibrate.clock import EventClock, HostClock
 from lazygt.calibrate.kernels import FULL, QUICK, SMALLEST, Device, Size
@@ -217,7 +218,5 @@ def _processor(device: str) -> str:
 def write(machine: Machine, path: Path) -> Path:
     """Write a machine's file, whole or not at all; where it lies now."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partly = path.with_name(f".{path.name}.{os.getpid()}")
-    partly.write_text(text_of(replace(machine, path=str(path))), encoding="utf-8")
-    partly.replace(path)
+    files.replace(path, text_of(replace(machine, path=str(path))).encode(), 0o644)
     return path

@@ -11,10 +11,10 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from lazygt.cache import private_directory
+from lazygt.files import make_folder, open_own
 from lazygt.native.fit import (
     Build,
     Facts,
@@ -74,7 +75,7 @@ def build(say: Say) -> Build:
 
 def _build(place: Path, facts: Facts, say: Say) -> Build:
     compiler = require_compiler()
-    directory = Path(tempfile.mkdtemp(prefix=".building-", dir=place))
+    directory = make_folder(place / f".building-{secrets.token_hex(8)}")
     try:
         objects = _compile_all(compiler, private_directory(place / "objects"), facts, say)
         _link(compiler, objects, directory / file_name())
@@ -119,7 +120,7 @@ def require_compiler() -> str:
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Let nobody else build meanwhile."""
-    with open(place / ".lock", "w") as file:
+    with open(open_own(place / ".lock", os.O_WRONLY | os.O_CREAT), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -20,6 +20,7 @@ import torch
 
 from lazygt.cache import cache_place, check_private
 from lazygt.config import cache_setting, sanitize_setting
+from lazygt.files import replace
 
 #: The extension module; ``PACKAGE`` is what a wheel installs around it.
 NAME, PACKAGE = "_lazygt_native", "lazygt_native"
@@ -200,4 +201,4 @@ def write_record(place: Path, facts: Facts) -> None:
     """Say what the build in a directory was made for."""
     code = (place / file_name()).read_bytes()
     fields = asdict(facts) | {"checksum": hashlib.sha256(code).hexdigest()}
-    (place / RECORD).write_text(json.dumps(fields, indent=2) + "\n")
+    replace(place / RECORD, (json.dumps(fields, indent=2) + "\n").encode())

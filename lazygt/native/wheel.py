@@ -14,6 +14,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+from lazygt.files import check_folder, open_output, open_own
 from lazygt.native.build import BuildError
 from lazygt.native.fit import PACKAGE, RECORD, Build, Misfit, facts_here, file_name, parse_record
 
@@ -37,9 +38,10 @@ def write(build: Build, folder: Path) -> Path:
             f"Wheel-Version: 1.0\nGenerator: lazygt\nRoot-Is-Purelib: false\nTag: {tag}\n"
         ).encode(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o755, parents=True, exist_ok=True)
     path = folder / f"{PACKAGE}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    fd = open_output(path, mode=0o644)
+    with open(fd, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
         archive.writestr(f"{info}/RECORD", _record(files, f"{info}/RECORD"))
@@ -72,7 +74,11 @@ def install(folder: Path) -> Path | None:
 
     Raises:
         BuildError: pip refuses it.
+        PermissionError: others may write to the folder or a wheel, whose code would run.
     """
+    if not folder.exists():
+        return None
+    check_folder(folder)
     path = next((path for path in sorted(folder.glob(f"{PACKAGE}-*.whl")) if _fits(path)), None)
     if path is None:
         return None
@@ -86,8 +92,10 @@ def install(folder: Path) -> Path | None:
 
 def _fits(path: Path) -> bool:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open(open_own(path), "rb") as file, zipfile.ZipFile(file) as archive:
             facts, _ = parse_record(archive.read(f"{PACKAGE}/{RECORD}").decode())
+    except PermissionError:
+        raise
     except (Misfit, OSError, KeyError, UnicodeDecodeError, zipfile.BadZipFile):
         return False
     return not facts.differing(facts_here())

@@ -20,6 +20,7 @@ import graphviz  # type: ignore[import-untyped]
 import networkx as nx
 
 from lazygt.errors import LazyGTError
+from lazygt.files import write_output
 from lazygt.graph.collectives import communications_by_node
 from lazygt.graph.cost import Cost, family, member_costs
 from lazygt.graph.mesh import Mesh
@@ -271,11 +272,11 @@ def render(
             f"what to write"
         )
     if path.suffix == ".html":
-        path.write_text(_page(graph, collapse, path.stem, mesh, backward), encoding="utf-8")
+        write_output(path, _page(graph, collapse, path.stem, mesh, backward))
     elif path.suffix == ".dot":
-        path.write_text(to_dot(graph, collapse, mesh, backward), encoding="utf-8")
+        write_output(path, to_dot(graph, collapse, mesh, backward))
     else:
-        path.write_bytes(_with_graphviz(to_dot(graph, collapse, mesh, backward), path))
+        write_output(path, _with_graphviz(to_dot(graph, collapse, mesh, backward), path))
     return path
 
 

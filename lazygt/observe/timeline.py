@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from lazygt.files import write_output
 from lazygt.graph.source import expand
 from lazygt.history import Flush
 from lazygt.observe.exchanges import ExchangeTime, exchange_times
@@ -128,7 +128,7 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {"dropped_events": self.dropped},
         }
-        Path(path).write_text(json.dumps(trace))
+        write_output(path, json.dumps(trace))
 
     def by_line(self) -> list[tuple[str, int, float]]:
         """(user's line, steps, seconds on all workers), the slowest line first.

@@ -130,7 +130,7 @@ class Failed(Part, tag=50):
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
         try:
             return kind(*self.given)
-        except TypeError:
+        except (TypeError, ValueError):  # other fields than it has, or of other types
             return PoolError(f"{self.kind}: {', '.join(map(str, self.given))}")
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lazygt.errors import LazyGTError, PoolError
+from lazygt.files import make_folder
 from lazygt.pool.events import (
     Asked,
     ClientBack,
@@ -242,7 +243,7 @@ class Sessions:
         lease = self.policy.leases[session]
         asked = lease.asked
         cache = self._caches / asked.client
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(cache)
         threads = min(max(asked.cores // asked.workers, 1), len(os.sched_getaffinity(0)))
         hidden = self.policy.rules.hidden
         terms = Terms(asked.workers, threads, self._device, str(cache), lease.places, hidden)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from typing import IO, TYPE_CHECKING, TextIO
 
+from lazygt.files import open_output
 from lazygt.graph.source import expand, user_call_site
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class InstructionLog:
     """
 
     def __init__(self, path: str) -> None:
-        self._file: IO[str] | None = open(path, "a", buffering=1)  # noqa: SIM115
+        fd = open_output(path, append=True)
+        self._file: IO[str] | None = open(fd, "a", buffering=1)  # noqa: SIM115
         self._start = time.monotonic()
 
     def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:

@@ -38,7 +38,7 @@ class WorkerInsight:
         """See ``activity.Insight``."""
         try:
             run = _HEAD.decode(header)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return None
         return run.seq, "" if run.digest is None else run.digest.hex()
 

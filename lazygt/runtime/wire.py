@@ -33,6 +33,8 @@ from lazygt.graph.sizes import Size
 #: the last format of marshal that says only what a number is, and not how often Python holds it
 _MARSHAL = 2
 _REF, _PARAM, _TORCH, _DEVICE, _COMPLEX, _META, _SIZE = 1, 2, 3, 4, 5, 6, 7
+#: Of an extension at most, since thousands are remembered; a meta of 64 dimensions takes 1,200.
+_EXT_BYTES = 2048
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
 #: torch's own: a session has another in its place, which minds the default device
 _empty = torch.empty
@@ -147,6 +149,8 @@ def _cached_ext(value: Any) -> Any:
 
 @lru_cache(maxsize=16384)
 def _from_ext(code: int, data: bytes) -> Any:
+    if len(data) > _EXT_BYTES:
+        raise ProtocolError(f"an extension of {len(data)} bytes; {_EXT_BYTES} are the most")
     if code == _REF:
         return Ref(_integer(data))
     if code == _PARAM:

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lazygt.files import open_output
 from lazygt.serving.choices import Point
 from lazygt.serving.formulas import HIGH_LOAD
 
@@ -39,7 +40,9 @@ def draw(curve: Sequence[Point], qps: float, slo: float | None, title: str, path
     axes.set_ylim(bottom=0)
     axes.set_title(title)
     figure.legend(loc="outside right upper")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    kind = path.suffix.removeprefix(".")
+    with open(open_output(path), "wb") as file:
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:

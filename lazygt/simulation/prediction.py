@@ -8,12 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from lazygt.files import write_output
 from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh
 from lazygt.graph.text import amount, duration
@@ -323,7 +323,8 @@ class Prediction(Printed):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline in Chrome's trace format: a process for each class of ranks, a track
         for each of its lanes."""
-        Path(path).write_text(json.dumps({"traceEvents": self._events(), "displayTimeUnit": "ms"}))
+        trace = {"traceEvents": self._events(), "displayTimeUnit": "ms"}
+        write_output(path, json.dumps(trace))
 
     def _events(self) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lazygt.files import open_output
 from lazygt.sweeps.row import Row
 
 SUFFIXES = (".png", ".svg")
@@ -29,7 +30,9 @@ def draw(rows: Sequence[Row], baseline: int, title: str, path: Path) -> None:
     _points(points, done, [_BASELINE if row is rows[baseline] else _OTHERS for row in done])
     _bars(bars, done)
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    kind = path.suffix.removeprefix(".")
+    with open(open_output(path), "wb") as file:
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _points(axes: Axes, rows: Sequence[Row], colours: Sequence[str]) -> None:

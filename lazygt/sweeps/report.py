@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from lazygt.files import open_output
 from lazygt.printed import Printed, plain_table
 from lazygt.sweeps.row import Row
 from lazygt.sweeps.verdict import verdict
@@ -63,7 +64,7 @@ class Sweep(Printed):
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows; seconds, bytes, shares from 0 to 1, nothing where nothing is known."""
         rows = [row.as_json() for row in self.rows]
-        with Path(path).open("w", newline="") as file:
+        with open(open_output(path), "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]) if rows else [])
             writer.writeheader()
             writer.writerows(rows)

@@ -84,7 +84,7 @@ class CopyRequest(NamedTuple):
             if not request.kind:
                 return request
             place = msgspec.convert(request.place, transport_module(request.kind).Place)
-        except (msgspec.ValidationError, ImportError) as error:
+        except (msgspec.ValidationError, ImportError, AttributeError) as error:
             raise ProtocolError(f"this is no copy request: {error}") from error
         return request._replace(place=place)
 

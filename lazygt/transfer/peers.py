@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazygt.errors import ProtocolError, SecurityError
+from lazygt.files import bind
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.transfer.connection import PROTOCOL, Connection, Deadline, Message, PeerGone
 from lazygt.transfer.errors import (
@@ -76,7 +77,7 @@ class Receivers:
         self._directory = SessionDirectory()
         self.address = str(self._directory.path / "transfer")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
+        bind(self._listener, self.address)
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._strangers: list[Connection] = []

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from lazygt.files import bind
 from lazygt.graph.mesh import Mesh
 from lazygt.runtime.launch.session_directory import SessionDirectory
 from lazygt.transfer.connection import Connection, Deadline, PeerGone
@@ -75,7 +76,7 @@ class MeetingPlace:
         self._directory = SessionDirectory()
         self.address = str(self._directory.path / "transfer")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
+        bind(self._listener, self.address)
         self._listener.listen(dist.get_world_size())
 
     def meet(self, deadline: Deadline) -> dict[int, tuple[Connection, dict[str, Any]]]:

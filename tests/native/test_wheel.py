@@ -1,6 +1,7 @@
 """A wheel of the extension is installed where there is no compiler, and loaded."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from lazygt.native import fit
 from lazygt.native.build import build, compiler
-from lazygt.native.wheel import install, write
+from lazygt.native.wheel import _fits, install, write
 from tests.native.conftest import Room
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,6 +46,23 @@ def test_a_wheel_of_something_else_is_left(room: Room, tmp_path: Path) -> None:
     (wheels / "lazygt_native-0.0-broken.whl").write_text("no wheel")
     room.write("other.h", "#define ANSWER 7\n")
     assert install(wheels) is None
+
+
+def test_wheel_that_others_may_write_to_is_not_installed(room: Room, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    before = os.umask(0o002)
+    try:
+        path = write(room.build(), wheels)
+    finally:
+        os.umask(before)
+    assert _fits(path)
+    path.chmod(0o666)
+    with pytest.raises(PermissionError, match=re.escape(f"others may write to {path}")):
+        install(wheels)
+    path.chmod(0o644)
+    wheels.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"others may write to {wheels}"):
+        install(wheels)
 
 
 @pytest.mark.slow

@@ -398,6 +398,7 @@ def test_a_pool_that_ends_ends_its_workers_and_tells_their_client(tmp_path):
 def test_failed_messages_of_another_version_are_still_errors():
     assert str(Failed("Nonsense", (1, "a")).error()) == "Nonsense: 1, a"
     assert str(Failed("PoolFull", (1,)).error()) == "PoolFull: 1"
+    assert str(Failed("OverQuota", ("memory", "a", 0, 1)).error()) == "OverQuota: memory, a, 0, 1"
     assert isinstance(Failed.of(GangTooLarge(5, 4)).error(), GangTooLarge)
 
 

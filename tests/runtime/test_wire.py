@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 import torch
 from hypothesis import given
@@ -44,6 +45,16 @@ def test_a_worker_runs_what_it_is_sent() -> None:
     assert done.seq == 1
     assert not done.failures
     assert torch.frombuffer(bytearray(reply[1]), dtype=torch.float32).tolist() == [1.0] * 4
+
+
+def test_extensions_are_short_since_they_are_remembered() -> None:
+    most = intern((1 << 62,) * 64, (1 << 62,) * 64, torch.float32, 1 << 62)
+    assert wire.unpack(wire.pack(most)) == most
+    before = wire._from_ext.cache_info().currsize
+    for code in range(1, 8):
+        with pytest.raises(ProtocolError, match="an extension of 4096 bytes; 2048 are the most"):
+            wire.unpack(msgpack.packb(msgpack.ExtType(code, bytes(4096))))
+    assert wire._from_ext.cache_info().currsize == before
 
 
 @given(st.binary(max_size=200), st.binary(max_size=50))

@@ -5,9 +5,11 @@ import struct
 import threading
 import zlib
 
+import msgspec
 import pytest
 
 from lazygt.errors import ProtocolError
+from lazygt.runtime.insight import WorkerInsight
 from lazygt.runtime.launch import status_file
 from lazygt.runtime.launch.activity import Activity, Reporter, users_function
 from lazygt.runtime.launch.status_file import (
@@ -20,8 +22,11 @@ from lazygt.runtime.launch.status_file import (
     decoded,
 )
 from lazygt.runtime.launch.status_reader import read_pages
+from lazygt.runtime.messages import Run
+from lazygt.runtime.wire import encode
 
 pytestmark = pytest.mark.timeout(60)
+CLIENT = ClientPage("lazygt-1", 1, 1, "cpu", "w=1", 0.0, ended=True)
 
 
 @pytest.fixture
@@ -69,6 +74,26 @@ def test_a_page_that_contradicts_its_checksum_is_refused(file) -> None:
         decoded(b"\x90", WorkerPage)
     with pytest.raises(ProtocolError, match="makes no sense"):
         decoded(b"\x93\x00\x01\xa1\xff", WorkerPage)  # a string that is no UTF-8
+
+
+def test_insight_minds_no_arrays_within_arrays() -> None:
+    insight = WorkerInsight(lambda: None, None)
+    run = Run(3, b"\x07", 0, None, None)
+    header = bytes(encode(run)[0])
+    assert insight.run_named(header) == (3, "07")
+    later = bytes([header[0] + 1]) + header[1:] + b"\x91" * 1500 + b"\xc0"
+    assert insight.run_named(later) is None
+
+
+def test_arrays_within_arrays_are_refused() -> None:
+    """In a field that only a later version may have, which a reader skips."""
+    page = msgspec.msgpack.encode(CLIENT)
+    fields = len(ClientPage.__struct_fields__)
+    assert page[:3] == b"\xdc" + fields.to_bytes(2, "big")
+    later = b"\xdc" + (fields + 1).to_bytes(2, "big") + page[3:]
+    assert decoded(later + b"\x01", ClientPage) == CLIENT
+    with pytest.raises(ProtocolError, match="makes no sense: maximum recursion depth"):
+        decoded(later + b"\x91" * 1500 + b"\xc0", ClientPage)
 
 
 def test_a_message_has_a_bound(file) -> None:

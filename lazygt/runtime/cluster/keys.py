@@ -24,8 +24,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from lazygt.cache import check_private
 from lazygt.errors import SecurityError
+from lazygt.files import READABLE, create_whole, make_folder, open_own
 from lazygt.runtime.launch.channel import Keys
 
 #: Characters of the shortest token: 128 bits in hexadecimal.
@@ -151,9 +151,8 @@ class Keyring:
         self.directory = directory
         self._clients = directory / "clients"
         for place in (directory, self._clients):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                check_private(place)
+                make_folder(place)
             except PermissionError as error:
                 raise SecurityError(
                     f"{place}: whoever may write here may let anybody in: `chmod 700 {place}`, "
@@ -249,25 +248,19 @@ def _write_private(path: Path, title: str, fields: Mapping[str, str]) -> None:
         FileExistsError: there is one.
     """
     lines = [f"{name} = {json.dumps(text, ensure_ascii=False)}" for name, text in fields.items()]
-    draft = path.with_name(f".{secrets.token_hex(8)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write("\n".join([title, *lines, ""]))
-        os.link(draft, path)
-    finally:
-        draft.unlink()
+    create_whole(path, "\n".join([title, *lines, ""]).encode())
 
 
 def _read_private(path: Path) -> str:
     """Raise SecurityError unless there is a file of this user's, and nobody else's to read."""
     if not path.exists():
         raise SecurityError(f"there is no {path}")
-    with open(path, encoding="utf-8") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid():
-            raise SecurityError(f"{path} belongs to another user: a secret must be your own")
-        if status.st_mode & 0o077:
+    try:
+        fd = open_own(path.resolve())  # links are followed: secrets are mounted as such
+    except PermissionError as error:
+        raise SecurityError(f"a secret must be your own: {error}") from error
+    with open(fd, encoding="utf-8") as file:
+        if os.fstat(fd).st_mode & READABLE:
             raise SecurityError(f"{path} holds a secret that others may read: `chmod 600 {path}`")
         return file.read()
 

@@ -10,12 +10,12 @@ import hashlib
 import json
 import math
 import re
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lazygt.cache import cache_place, private_directory
+from lazygt.files import replace
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -130,16 +130,9 @@ class Cache:
         """Put an artifact there; the record last, so that it stands for the whole."""
         fields = asdict(record)
         checksum = _checksum(code, fields)
-        self._write(_code_name(key, checksum), code)
-        self._write(f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
-
-    def _write(self, name: str, data: bytes) -> None:
-        """Write a file so that nobody ever sees half of it."""
-        # hosts that share a home directory may write at once, and have equal process ids
-        part = self.directory() / f".{name}.{secrets.token_hex(8)}"
-        part.touch(mode=0o600)
-        part.write_bytes(data)
-        part.replace(self.directory() / name)
+        place = self.directory()
+        replace(place / _code_name(key, checksum), code)
+        replace(place / f"{key}.json", json.dumps(fields | {"checksum": checksum}).encode())
 
 
 def _check(key: str) -> None:

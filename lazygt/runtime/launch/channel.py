@@ -33,6 +33,7 @@ from pathlib import Path
 import zmq
 
 from lazygt.errors import ProtocolError, SecurityError
+from lazygt.files import bind
 from lazygt.runtime.launch.mailbox import Cores, Frame, Mailboxes, spin
 
 PROTOCOL_VERSION = 1
@@ -122,7 +123,7 @@ def listen_local(path: Path) -> Address:
     """Listen on a UNIX socket. Who may connect is decided by the directory it lies in."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(path))
+        bind(listener, path)
         listener.listen(64)
     except OSError:
         listener.close()

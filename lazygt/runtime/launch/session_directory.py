@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lazygt.files import create, make_folder
+
 RECORD = "session.json"
 _NAME = re.compile(r"lazygt-[0-9a-f]{16}")
 #: All that is made in a session's directory: sockets, and files with no word of the user's.
@@ -41,7 +43,7 @@ class SessionDirectory:
         base = _short_base()
         _sweep(base)
         self.path = base / f"lazygt-{secrets.token_hex(8)}"
-        self.path.mkdir(_MODE)
+        make_folder(self.path)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._begin()
@@ -51,8 +53,7 @@ class SessionDirectory:
 
     def _begin(self) -> None:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-        record = os.open(RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
-        with open(record, "w") as file:
+        with open(create(Path(RECORD), self._fd), "w") as file:
             json.dump(_process(os.getpid()), file)
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ def _read_record(fd: int) -> dict[str, Any] | None:
             record = json.loads(os.read(file, _MOST_BYTES))
         finally:
             os.close(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     fits = isinstance(record, dict) and {key: type(record[key]) for key in record} == _KINDS
     return record if fits else None

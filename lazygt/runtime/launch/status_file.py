@@ -242,5 +242,5 @@ def decoded(data: bytes | memoryview, kind: type[Message]) -> Message:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # a string may be no UTF-8
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a status page makes no sense: {error}") from error

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from lazygt.files import bind
 from lazygt.transfer.connection import Deadline
 
 _ROOM = 4 << 20  # bytes that a socket is asked to take without a reader; the host may allow fewer
@@ -173,7 +174,7 @@ def _meet(path: str) -> tuple[socket.socket, bool]:
     ours.setblocking(False)
     hidden = f"{path}-{os.getpid()}-{ours.fileno()}"
     try:
-        ours.bind(hidden)
+        bind(ours, hidden)
         ours.listen(1)
         try:
             os.link(hidden, path)  # nobody sees it before it listens, and only one can be there

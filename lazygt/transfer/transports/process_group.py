@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lazygt.errors import ProtocolError
+from lazygt.files import create
 from lazygt.transfer.checksums import as_bytes
 from lazygt.transfer.connection import Deadline, Message
 from lazygt.transfer.copy_request import CopyReply, WeightSource
@@ -248,7 +249,7 @@ class BroadcastGroups(SenderEnd):
         if not self._ranks or self._source() is not source or self._layouts != of:
             self.forget()
             self.number += 1
-            marker(self._directory, self.number).touch()
+            os.close(create(marker(self._directory, self.number)))
             self._ranks = 1 if source is None else source.mesh.world_size
             self._source = _nobody if source is None else weakref.ref(source)
             self._layouts = dict(of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,22 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(SecurityError, match=rf"chmod 600 {path}"):
         token_from({"LAZYGT_TOKEN_FILE": str(path)})
+
+
+@pytest.mark.timeout(30)
+def test_pipe_in_the_place_of_a_token_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(SecurityError, match=f"{path} is no file"):
+        token_from({"LAZYGT_TOKEN_FILE": str(path)})
+
+
+def test_token_is_read_through_a_link(tmp_path: Path) -> None:
+    """As secrets are mounted in containers."""
+    (tmp_path / "..data").write_text("t" * 40)
+    (tmp_path / "..data").chmod(0o400)
+    (tmp_path / "token").symlink_to("..data")
+    assert token_from({"LAZYGT_TOKEN_FILE": str(tmp_path / "token")}) == b"t" * 40
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path) -> None:

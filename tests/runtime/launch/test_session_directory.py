@@ -107,6 +107,7 @@ LOOK_ALIKES: dict[str, Callable[[Path], object]] = {
     "another container's": lambda path: edited(path, namespace="pid:[1]"),
     "not a process": lambda path: edited(path, pid="1"),
     "not a record": lambda path: (path / RECORD).write_text("[1, 2]"),
+    "brackets without end": lambda path: (path / RECORD).write_text("[" * 4096),
     "not even text": lambda path: (path / RECORD).write_bytes(b"\xff\x00"),
     "a record elsewhere": linked_record,
     "a pipe for a record": pipe_as_record,
