@@ -27,8 +27,25 @@ from lazygt.machine.find import default_machine
 from lazygt.observe.picture import render
 from lazygt.runtime.console import InstructionLog
 from lazygt.runtime.launch.session_directory import RECORD, SessionDirectory
+from tests.file_access import makes, places
 
 NOBODY = 65534
+_OF_THE_KERNEL = "a file of the kernel's, below /proc"
+_NAMED_BY_THE_USER = "a folder that the user has named; the umask counts"
+_MEMORY = "memory without a name, by its descriptor in a process of this user's"
+#: Places outside ``lazygt.files`` that make files, and why they may.
+MAY_MAKE = {
+    "calibrate/__init__.py": {"mkdir": _NAMED_BY_THE_USER},
+    "cli/sweep.py": {"TemporaryFile": "it has no name"},
+    "native/wheel.py": {"mkdir": _NAMED_BY_THE_USER},
+    "runtime/compiling/compiler.py": {"write_text": _OF_THE_KERNEL},
+    "runtime/launch/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
+    "runtime/launch/status_reader.py": {"open": _MEMORY},
+    "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
+    "transfer/transports/devices.py": {"open": _MEMORY},
+    "transfer/transports/host_group.py": {"link": "a socket's name in a directory of mode 0700"},
+    "transfer/transports/shared_memory.py": {"open": _MEMORY},
+}
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
 
@@ -223,3 +240,30 @@ def test_machine_file_is_written_through_no_name_that_others_know(tmp_path: Path
     write_machine(default_machine("cpu"), path)
     assert target.read_text() == "mine"
     assert mode(path) == 0o644
+
+
+def test_no_other_module_makes_files() -> None:
+    """A new place goes by ``lazygt.files``, or says above why it may not."""
+    made = places(makes)
+    assert made.pop("files.py")
+    assert {path: set(names) for path, names in made.items()} == {
+        path: set(reasons) for path, reasons in MAY_MAKE.items()
+    }
+
+
+@pytest.mark.parametrize("line", [
+    "open(path, 'w')", "open(path, mode='ab')", "open(fd, mode)", "Path(path).open('x')",
+    "path.write_text('')", "path.touch()", "os.open(path, os.O_RDWR | os.O_CREAT)",
+    "tempfile.mkdtemp()", "os.mkfifo(path)", "socket.socket(socket.AF_UNIX).bind(path)",
+    "figure.savefig(path)", "shared_memory.SharedMemory('name')", "os.link(a, b)",
+])  # fmt: skip
+def test_place_that_makes_a_file_is_found(line: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(f"import os\n{line}\n")
+    assert list(places(makes, tmp_path)) == ["module.py"]
+
+
+def test_places_that_make_no_file_are_left(tmp_path: Path) -> None:
+    lines = ["open(path)", "open(create(path), 'wb')", "signature.bind(args)", "trie.touch(3)",
+             "os.open(path, os.O_RDONLY)", "figure.savefig(file)"]  # fmt: skip
+    (tmp_path / "module.py").write_text("\n".join(lines))
+    assert places(makes, tmp_path) == {}

@@ -40,8 +40,10 @@ def write(build: Build, folder: Path) -> Path:
     }
     folder.mkdir(0o755, parents=True, exist_ok=True)
     path = folder / f"{PACKAGE}-{version}-{tag}.whl"
-    fd = open_output(path, mode=0o644)
-    with open(fd, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with (
+        open(open_output(path, mode=0o644), "wb") as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
         for name, data in files.items():
             archive.writestr(name, data)
         archive.writestr(f"{info}/RECORD", _record(files, f"{info}/RECORD"))

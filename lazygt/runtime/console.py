@@ -27,8 +27,9 @@ class InstructionLog:
     """
 
     def __init__(self, path: str) -> None:
-        fd = open_output(path, append=True)
-        self._file: IO[str] | None = open(fd, "a", buffering=1)  # noqa: SIM115
+        self._file: IO[str] | None = open(  # noqa: SIM115
+            open_output(path, append=True), "a", buffering=1
+        )
         self._start = time.monotonic()
 
     def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from lazygt.runtime.cluster.connection import Listener
 from lazygt.runtime.cluster.reliable import GONE_AFTER, GRACE
 from tests.docs.test_seeing import ROOT, commands_in, shell
+from tests.file_access import places, reads
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
 
@@ -34,3 +36,52 @@ def test_every_count_is_told() -> None:
     names = ("foreign", "malformed", "replayed", "version", "handshake")
     assert all(f"`{name}`" in TEXT for name in names)
     assert all(name in str(Listener.__doc__) for name in names)
+
+
+# -- the table of readers ----------------------------------------------------------------------
+
+#: Files that read nothing of others', by what they read.
+NOT_OF_OTHERS = {
+    "names that stand in lazygt's own code, or are of this process's objects": {
+        "__init__.py", "config.py", "graph/cost.py", "graph/flags.py", "graph/fusion.py",
+        "passes/lifetime.py", "passes/sharding/rules/decompose.py", "record/autograd.py",
+        "record/factories.py", "record/flag_changes.py", "record/foreign/pickling.py",
+        "record/foreign/registry.py", "record/formulas/autocast.py",
+        "record/formulas/decompositions.py", "record/formulas/optimizers.py", "record/handlers.py",
+        "record/methods.py", "record/torch_compile.py", "runtime/crc32.py", "serving/plot.py",
+        "serving/stages.py", "transfer/__init__.py",
+    },
+    "files of the kernel's, and folders to come back to": {
+        "calibrate/__init__.py", "observe/doctor.py", "runtime/cluster/slots.py",
+        "runtime/compiling/kernel_group.py", "runtime/launch/limits.py",
+        "runtime/launch/procfs.py", "runtime/launch/working_directory.py",
+    },
+    "files of the package": {"observe/page.py", "top/web.py"},
+}  # fmt: skip
+
+
+def test_every_reader_has_a_row() -> None:
+    """A new place that reads gets a row in docs/security.md, or its reason above."""
+    section = TEXT.partition("## What is read\n")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`([\w/]+\.py)`", section))
+    excused = set[str]().union(*NOT_OF_OTHERS.values())
+    read = set(places(reads))
+    assert sorted(read - told - excused) == []
+    assert sorted((told | excused) - read) == []
+    assert sorted(told & excused) == []
+
+
+@pytest.mark.parametrize("line", [
+    "pickle.loads(data)", "torch.load(path)", "np.load(path)", "getattr(module, name)",
+    "import_module(name)", "ctypes.CDLL(path)", "exec(text)", "path.read_bytes()", "open(path)",
+    "msgspec.msgpack.decode(data)", "msgpack.unpackb(data)", "queue.map(pickle.loads)",
+])  # fmt: skip
+def test_reader_is_found(line: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(line)
+    assert list(places(reads, tmp_path)) == ["module.py"]
+
+
+def test_other_lines_are_no_readers(tmp_path: Path) -> None:
+    lines = ["getattr(t, 'shape')", "ctypes.CDLL(None)", "data.decode()", "saved.load(model=model)"]
+    (tmp_path / "module.py").write_text("\n".join(lines))
+    assert places(reads, tmp_path) == {}

@@ -22,7 +22,7 @@ from lazygt.record.foreign.witness import Witness
 from lazygt.record.host_values import foreign
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, meta_of
-from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction
+from lazygt.runtime.foreign.calls import Gradient, Operand, PlainFunction, structure_of
 from lazygt.runtime.foreign.schema import Definition, code_name
 
 _SCHEMA = "(Tensor[] operands, bool tell) -> Tensor[]"
@@ -118,7 +118,7 @@ class _Call:
             return results, structure
         *leaves, text = results
         shown = tuple(meta_of(x) if is_lazy(x) else x for x in leaves)
-        spec = pytree.treespec_loads(text)
+        spec = structure_of(text)
         return [x for x in leaves if is_lazy(x)], Structure(shown, spec)
 
     def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> _Call:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.ops import undispatched
 from lazygt.runtime import kernels
 from lazygt.runtime.foreign.loader import Portable
@@ -152,3 +156,45 @@ class _Call:
                 f"tensors, numbers, strings and None, in lists, tuples and dicts"
             )
         return leaf
+
+
+def structure_of(text: str) -> Any:
+    """The structure of what a worker returned, as ``treespec_dumps`` wrote it.
+
+    Raises:
+        ProtocolError: it is none, or names something that is no class of a loaded module: torch
+            would import any module, and call any function for the missing key of a dict.
+    """
+    try:
+        _check_classes(json.loads(text))
+        return pytree.treespec_loads(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"a worker told of no structure: {error}") from error
+
+
+def _check_classes(told: Any) -> None:
+    """Look at every class that a structure names; its contexts are JSON within JSON."""
+    match told:
+        case {"default_factory_module": module, "default_factory_name": name}:
+            _check_class(module, name)
+        case {"__enum__": _, "fqn": str(name)}:
+            _check_class(*name.split(":", 1))
+    if isinstance(told, dict):
+        told = list(told.values())
+    if isinstance(told, list):
+        for part in told:
+            _check_classes(part)
+    elif isinstance(told, str):
+        with suppress(json.JSONDecodeError):
+            _check_classes(json.loads(told))
+
+
+def _check_class(module: str, name: str = "") -> None:
+    reached: Any = sys.modules.get(module)
+    for part in name.split("."):
+        reached = getattr(reached, part, None)
+    if not isinstance(reached, type):
+        raise ProtocolError(
+            f"a function returned a value of {module}.{name}, which is no class of a module that "
+            f"this process has imported: import it, or return plain lists, tuples and dicts"
+        )
