@@ -26,7 +26,7 @@ class Running:
     """
 
     def __init__(self, hosts: Hosts, processes: Sequence[subprocess.Popen[Any]]) -> None:
-        self.hosts, self.processes = hosts, processes
+        self.hosts, self.processes = hosts, list(processes)
         self.lines: list[str] = []
 
     def until(self, begin: str) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.clusters.hosts import Hosts
-from tests.clusters.running import alone, same, torchrun
+from tests.clusters.running import PROGRAM, Running, alone, same, start, torchrun, worker
 from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
 pytestmark = [pytest.mark.clusters, pytest.mark.anew, pytest.mark.timeout(400)]
 
-#: Seconds for all hosts to come.
+OTHER_TOKEN = "another-token-that-is-as-long-as-it-has-to-be"
+#: Seconds for all hosts to come: beyond what a test waits for programs to end.
+LATE = {"LAZYGT_START_TIMEOUT": "300"}
 SOON = {"LAZYGT_START_TIMEOUT": "20"}
 LATE_CLIENT = """
 import os, sys, time
@@ -44,13 +47,37 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_another_token_is_told_on_both_hosts(hosts: Hosts) -> None:
-    other = "another-token-that-is-as-long-as-it-has-to-be"
-    run = torchrun(hosts, 1, 5, 1, given=SOON, strange={"LAZYGT_TOKEN": other})
+    run = torchrun(hosts, 1, 5, 1, given=LATE, strange={"LAZYGT_TOKEN": OTHER_TOKEN})
     here, there = run.ended()
     assert "SecurityError" in there
     assert "LAZYGT_TOKEN" in there
     assert "LaunchError" in here
-    assert "do all know the same LAZYGT_TOKEN" in here
+    assert f"another one for 'rank 1 on {hosts.names[1]}' of this job" in here
+
+
+def by_hand(hosts: Hosts, given: dict[str, str]) -> Running:
+    """A program on the first host, which waits for another host."""
+    engine = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0], **given}
+    return Running(hosts, [start(hosts, 0, [sys.executable, str(PROGRAM), "5", "1"], engine)])
+
+
+def test_another_token_is_told_on_both_hosts_without_an_engine(hosts: Hosts) -> None:
+    run = by_hand(hosts, LATE)
+    run.processes.append(start(hosts, 1, worker(hosts), {"LAZYGT_TOKEN": OTHER_TOKEN}))
+    here, there = run.ended()
+    assert "AccessDenied" in there
+    assert "no proof of this host's LAZYGT_TOKEN; still waiting for all hosts" in here
+    assert "LaunchError: LAZYGT_TOKEN is another one on the hosts of this job" in here
+
+
+def test_a_stranger_does_not_end_a_session_that_waits_for_its_host(hosts: Hosts) -> None:
+    run = by_hand(hosts, {"LAZYGT_START_TIMEOUT": "1000"})
+    stranger = start(hosts, 1, worker(hosts), {"LAZYGT_TOKEN": OTHER_TOKEN})
+    run.until("refused")
+    assert "AccessDenied" in stranger.communicate(timeout=100)[0]
+    run.processes.append(start(hosts, 1, worker(hosts), {}))
+    assert run.told()["workers"] == 2
+    run.ended()
 
 
 @pytest.mark.parametrize(
@@ -59,13 +86,14 @@ def test_another_token_is_told_on_both_hosts(hosts: Hosts) -> None:
 def test_another_version_is_told_on_both_hosts(
     what: str, name: str, other: str, hosts: Hosts, tmp_path: Path
 ) -> None:
-    run = torchrun(hosts, 1, 5, 1, given=SOON, strange=strange(tmp_path / "strange", what))
+    run = torchrun(hosts, 1, 5, 1, given=LATE, strange=strange(tmp_path / "strange", what))
     here, there = run.ended()
     assert "VersionMismatch" in there
     assert f"{name} is {other} here" in there
     assert "Install the same ones" in there
     assert "LaunchError" in here
     assert "other versions of lazygt, torch or Python" in here
+    assert f"at {hosts.addresses[1]}: {name} is " in here
 
 
 def test_more_workers_than_the_job_has(hosts: Hosts, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from lazygt.runtime.cluster.connection import Connection, Listener, dial
 from lazygt.runtime.cluster.environment import Job, be_alone, job_here
 from lazygt.runtime.cluster.keys import derived, token_from
 from lazygt.runtime.cluster.link import ClusterLink
-from lazygt.runtime.cluster.meeting import find, port_to_bind, publish
+from lazygt.runtime.cluster.meeting import find, port_to_bind, publish, refusals
+from lazygt.runtime.cluster.refusals import Refusals
 from lazygt.runtime.cluster.remote import RemoteHost
 from lazygt.runtime.cluster.slots import hold
 from lazygt.runtime.collectives.store import StoreServer
@@ -81,6 +82,7 @@ class Cluster:
         )
         try:
             publish(job, self._listener.address, token, seconds)
+            self._refusal = refusals(job, seconds)
         except BaseException:  # the next session tries again, perhaps on the same port
             self._listener.close()
             raise
@@ -106,23 +108,26 @@ class Cluster:
         job, until = self._job, time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._listener.fd, select.POLLIN)
+        refused = Refusals(job, self._listener, self._refusal, seconds)
         while (there := self._count()) != job.world_size:
             if (left := until - time.monotonic()) <= 0 or there > job.world_size:
-                names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
-                counts = self._listener.counts
-                raise LaunchError(
-                    job.rank_variable,
-                    f"tells of {job.world_size} processes, and after {seconds:g} s there are "
-                    f"{there}: {job.local_world_size} on this host{names and ', '}{names}. Does "
-                    f"the program open a lazygt.session() on all hosts, and do all know the same "
-                    f"LAZYGT_TOKEN? {counts['handshake']} came who did not, and "
-                    f"{counts['version']} with other versions of lazygt, torch or Python: their "
-                    f"own output says which",
-                )
+                raise self._incomplete(there, seconds, refused)
+            refused.check(bool(self._arrived))
             poller.poll(1_000 * min(left, 0.25))
             while (connection := self._listener.accept()) is not None:
                 agent = _arrived(connection)
                 self._arrived[agent.rank] = agent
+
+    def _incomplete(self, there: int, seconds: float, refused: Refusals) -> LaunchError:
+        """The error of a job of which not all hosts have come."""
+        job = self._job
+        names = ", ".join(f"{agent.workers} on {agent.name}" for agent in self._living())
+        return LaunchError(
+            job.rank_variable,
+            f"tells of {job.world_size} processes, and after {seconds:g} s there are {there}: "
+            f"{job.local_world_size} on this host{names and ', '}{names}. Does the program open a "
+            f"lazygt.session() on all hosts, and do all know the same LAZYGT_TOKEN? {refused}",
+        )
 
     def _count(self) -> int:
         """The workers that there are to be on all hosts that have come."""

@@ -50,7 +50,7 @@ class HostPart(threading.Thread):
         self._looking = threading.Lock()
         self._orders: deque[Callable[[ProcessLink], object]] = deque()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ended = False
+        self._ended = self._at_once = False
         self._reported: set[int] = set()
         #: by worker: what lies where in its last snapshot, and at the client
         self._kept: dict[int, set[tuple[int, int]]] = {}
@@ -90,8 +90,13 @@ class HostPart(threading.Thread):
             link.status.watch(seconds)
             return read_ranks(link.status, dict(zip(self._spec.here, link.pids, strict=True)))
 
-    def end(self) -> None:
-        """Have the workers ended; the thread ends when they have."""
+    def end(self, at_once: bool = False) -> None:
+        """Have the workers ended; the thread ends when they have.
+
+        Args:
+            at_once: without waiting for them to finish what they do.
+        """
+        self._at_once = at_once
         self._ended = True
         os.eventfd_write(self._alarm, 1)
 
@@ -121,7 +126,7 @@ class HostPart(threading.Thread):
         finally:
             with self._looking:
                 self._link = None
-            link.close()
+            link.close(self._at_once)
 
     def _follow_orders(self, link: ProcessLink) -> None:
         """Do what was ordered; an order counts as waiting until it is done."""

@@ -27,7 +27,7 @@ from lazygt.runtime.cluster.frames import (
     read_hello,
     versions_here,
 )
-from lazygt.runtime.cluster.monitor import FAILED, Monitor
+from lazygt.runtime.cluster.monitor import FAILED, Monitor, Strangers
 from lazygt.runtime.cluster.reliable import (
     GONE_AFTER,
     GRACE,
@@ -37,6 +37,7 @@ from lazygt.runtime.cluster.reliable import (
     give,
     say_goodbye,
 )
+from lazygt.runtime.cluster.tcp import keep_from_children
 from lazygt.runtime.launch.channel import Keys, check_exposure, listen_tcp
 
 _ID_BYTES = 17
@@ -44,6 +45,7 @@ _RECEIVE_QUEUE = 1000  # messages of a client; beyond it the sender's own queue 
 _AT_ONCE = 1000  # frames read before the other end of the program has its turn
 _REMEMBERED = 4096  # ids that are over, and peers that were refused
 _CHECK_EVERY, _CHECK_IDLE = 0.1, 1.0  # seconds between two looks whether a key is still allowed
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED
 _DOUBT = 0.05  # seconds from the news that a TCP connection ended until ZMQ's sender knows
 
 _log = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class Listener:
         counts: frames that were dropped: ``foreign`` (of no connection, or of another's),
             ``malformed``, ``replayed``, ``version``; and ``handshake``, the TCP connections that
             proved no key.
+        strangers: where these came from.
+        other_versions: how those who proved a key differ who run other versions, by address.
 
     Raises:
         SecurityError: there are no keys.
@@ -100,6 +104,7 @@ class Listener:
         self.lock = threading.RLock()
         names = ("foreign", "malformed", "replayed", "version", "handshake")
         self.counts = dict.fromkeys(names, 0)
+        self.strangers, self.other_versions = Strangers(), dict[str, str]()
         self._allowed, self._max_message = allowed, max_message
         self._patience = Patience(grace, gone_after)
         self._connections: dict[bytes, _Accepted] = {}
@@ -124,13 +129,16 @@ class Listener:
             (zmq.USE_FD, address.fd),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = Monitor(context, self._socket, zmq.EVENT_DISCONNECTED | FAILED)
+        self._monitor = Monitor(context, self._socket, _EVENTS)
         self._alarm = Alarm()
         self._epoll = select.epoll()
         for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._alarm.fd):
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._socket.bind(address.endpoint)
+        #: that it listens on
+        self.tcp = address.fd
+        keep_from_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
@@ -147,7 +155,7 @@ class Listener:
                 return
             for connection in list(self._connections.values()):
                 connection.close(reason)
-            self._open = False
+            self._open, self.tcp = False, -1
             self._monitor.close()
             say_goodbye(self._socket)
             self._epoll.close()
@@ -160,10 +168,11 @@ class Listener:
         """Read what has come; only with the lock held."""
         if not self._open:
             return
-        for event, _ in self._monitor.events():
+        for event, value in self._monitor.events():
+            self.strangers.happened(event, value)
             if event & FAILED:
                 self.counts["handshake"] += 1
-            elif self._connections:
+            elif event == zmq.EVENT_DISCONNECTED and self._connections:
                 self._in_doubt = True
                 self._alarm.ring(time.monotonic() + _DOUBT)
         self._check_keys(_CHECK_EVERY)
@@ -227,7 +236,7 @@ class Listener:
         hello, said = read_hello(view)
         connection = self._connections.get(id)
         if not isinstance(hello, Hello) or versions_here().differences(hello.versions):
-            self.counts["version"] += 1
+            self._differs(frame, hello)
             protocol = hello if isinstance(hello, int) else PROTOCOL_VERSION
             why = f"it speaks protocol version {PROTOCOL_VERSION}, and this client {protocol}"
             self._refuse(id, "version", why if protocol != PROTOCOL_VERSION else "")
@@ -239,6 +248,15 @@ class Listener:
             self.counts["replayed"] += 1
         else:
             self._welcome(connection, hello.turn, received, frame)
+
+    def _differs(self, frame: zmq.Frame, hello: Hello | int) -> None:
+        """Note a peer with a key and other versions."""
+        self.counts["version"] += 1
+        if len(self.other_versions) < _REMEMBERED:
+            rows = versions_here().differences(hello.versions) if isinstance(hello, Hello) else []
+            said = [f"{name} is {here} here and {there} there" for name, here, there in rows]
+            address = str(frame.get("Peer-Address"))
+            self.other_versions[address] = ", ".join(said) or "its protocol is another"
 
     def _welcome(self, connection: _Accepted, turn: int, received: int, frame: zmq.Frame) -> None:
         """Answer a hello, and go on from where its sender is."""

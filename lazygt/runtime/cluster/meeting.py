@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -70,11 +73,36 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
     said = _asked(job, lambda: store.get(key)).decode(errors="replace")
     code, _, endpoint = said.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(job, endpoint, token).encode()):
+        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+            store.set(_refusal_key(job, session), f"rank {job.rank} on {socket.gethostname()}")
         raise SecurityError(
             f"rank 0 of the job says that it listens on {endpoint!r}, with another token than "
             f"this process has: give LAZYGT_TOKEN or LAZYGT_TOKEN_FILE the same value on all hosts"
         )
     return str(endpoint)
+
+
+def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
+    """Give a function that tells which process has not believed what `publish` said; "": none has.
+
+    Whoever reaches torchrun's store may write that, and may end the job there anyhow.
+
+    Args:
+        deadline, session: as for `publish`.
+
+    Raises:
+        LaunchError: torchrun's store can't be reached.
+    """
+    if not job.meets_by_store:
+        return lambda: ""
+    store, key = _store(job, deadline), _refusal_key(job, session)
+
+    def look() -> str:
+        if not _asked(job, lambda: store.check([key])):
+            return ""
+        return str(_asked(job, lambda: store.get(key)).decode(errors="replace")[:200])
+
+    return look
 
 
 def _store(job: Job, deadline: float) -> Any:
@@ -124,6 +152,10 @@ def _absent(job: Job, deadline: float) -> LaunchError:
 
 def _key(job: Job, session: int) -> str:
     return f"lazygt/client/{job.name}/{session}"
+
+
+def _refusal_key(job: Job, session: int) -> str:
+    return f"{_key(job, session)}/refused"
 
 
 def _code(job: Job, endpoint: str, token: bytes) -> str:

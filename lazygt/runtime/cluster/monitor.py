@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Collection, Iterator
 from itertools import count
 
 import zmq
@@ -13,6 +14,7 @@ FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_REMEMBERED = 1024  # addresses of strangers
 _names = count()
 
 
@@ -45,3 +47,53 @@ class Monitor:
     def close(self) -> None:
         self._watched.disable_monitor()
         self._socket.close(0)
+
+
+class Strangers:
+    """Peers of a listener that have proved no key, by what its `Monitor` tells.
+
+    ZMQ tells of a failed handshake without an address, and right after it of the end of that TCP
+    connection.
+
+    Attributes:
+        addresses: of theirs, "" where a connection ended before it was looked at: whether one there
+            spoke CURVE to another key than the listener's, as a host with another token does.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, bool] = {}
+        #: by descriptor, of TCP connections that have not ended
+        self._open: dict[int, str] = {}
+        self._failed: int | None = None
+
+    @property
+    def accepted(self) -> Collection[str]:
+        """The addresses of all peers that are connected, or were a moment ago."""
+        return self._open.values()
+
+    def happened(self, event: int, value: int) -> None:
+        """Note one event of the monitor's: also those of peers that are none."""
+        if event == zmq.EVENT_ACCEPTED:
+            self._open[value] = _address_of(value)
+        elif event & FAILED:
+            self._failed = value
+        elif event == zmq.EVENT_DISCONNECTED:
+            address = self._open.pop(value, "")
+            failed, self._failed = self._failed, None
+            if failed is not None and len(self.addresses) < _REMEMBERED:
+                other_key = failed == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+                self.addresses[address] = other_key or self.addresses.get(address, False)
+
+
+def _address_of(tcp: int) -> str:
+    """The peer's address; "" where the connection has ended by now."""
+    try:
+        kernel = socket.socket(fileno=tcp)
+    except OSError:
+        return ""
+    try:
+        return str(kernel.getpeername()[0])
+    except OSError:
+        return ""
+    finally:
+        kernel.detach()

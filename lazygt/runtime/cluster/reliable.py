@@ -15,7 +15,7 @@ import zmq
 from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, give_number, pack
 from lazygt.runtime.cluster.stream import Arrival, Stream
-from lazygt.runtime.cluster.tcp import word_of
+from lazygt.runtime.cluster.tcp import keep_from_children, word_of
 from lazygt.runtime.launch.mailbox import Frame
 
 #: Seconds for which a dead link is borne, and for which a peer that hung up may come back.
@@ -92,6 +92,7 @@ class Connection:
         self._left_at: float | None = None
         #: the TCP socket that the kernel is asked about; -1 if none is known
         self.tcp = -1
+        keep_from_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 

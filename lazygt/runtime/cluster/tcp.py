@@ -1,16 +1,52 @@
-"""What the kernel knows of a TCP connection: whether the other end still answers."""
+"""TCP sockets that ZMQ has opened: the kernel's word on the peer, and their end in children."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
-from typing import NamedTuple
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 #: Seconds; a kernel asks after one second of quiet whether the other is there.
 SILENT = 2.0
 #: struct tcp_info of linux/tcp.h: 8 bytes of flags; rto, ato, snd_mss, rcv_mss, unacked, sacked,
 #: lost, retrans, fackets; and ms since data and acknowledgements were last sent and received.
 _TCP_INFO = struct.Struct("@8B13I")
+
+
+class Holder(Protocol):
+    """Owner of a TCP socket.
+
+    Attributes:
+        tcp: its descriptor; -1: none.
+    """
+
+    tcp: int
+
+
+_holders: WeakSet[Holder] = WeakSet()
+
+
+def keep_from_children(holder: Holder) -> None:
+    """Close the holder's socket in each child that this process forks (a DataLoader's worker).
+
+    A child that held it would keep the connection open, and the port taken, after the end of this
+    process.
+    """
+    _holders.add(holder)
+
+
+def _close_in_child() -> None:
+    for holder in [holder for holder in _holders if holder.tcp >= 0]:
+        with suppress(OSError), socket.socket(fileno=holder.tcp) as inherited:
+            if inherited.family not in (socket.AF_INET, socket.AF_INET6):
+                inherited.detach()  # the number is another's by now
+        holder.tcp = -1
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Word(NamedTuple):

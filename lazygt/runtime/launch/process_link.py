@@ -199,10 +199,13 @@ class ProcessLink:
                 if not self._wait(until, beside):
                     return None
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """End the workers and remove all that belongs to them. Idempotent; takes seconds at most.
 
         First a shutdown message, then SIGTERM, then SIGKILL, each with a bounded wait.
+
+        Args:
+            at_once: SIGKILL alone: nobody is there whom they could still tell anything.
         """
         self._closed = True
         if not self._finalizer.alive:
@@ -211,7 +214,7 @@ class ProcessLink:
         with self._receiving:
             self._tell_watch()
             ranks = range(self.world_size)
-            stuck = {rank for rank in ranks if self._watch.is_frozen(rank)}
+            stuck = {rank for rank in ranks if at_once or self._watch.is_frozen(rank)}
             started = {rank for rank in ranks if self._watch.is_started(rank)}
             orderly = started - stuck - set(self._refused)  # these do not listen any more
             self._pool.end(orderly, stuck)

@@ -1,12 +1,14 @@
-"""A program at the far end: ``python far_end.py listen|dial HOST PORT TOKEN [BUSY [GRACE]]``.
+"""A program at the far end: ``python far_end.py listen|dial|fork HOST PORT TOKEN [BUSY [GRACE]]``.
 
 The listener prints its address and sends back whatever comes. The dialer sends 1,000 numbers and
 says when they are back. Both say why the connection ended. With BUSY both hold Python's lock for so
-many seconds once they are connected.
+many seconds once they are connected. With ``fork`` the dialer has a child, says its process id, and
+waits for it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import sys
@@ -71,6 +73,20 @@ def call(host: str, port: int, token: bytes, busy: float = 0, grace: float = 30)
     connection.close()
 
 
+def fork(host: str, port: int, token: bytes) -> None:
+    connection = dial(
+        zmq.Context(), f"tcp://{host}:{port}", derived(token, "client"),
+        derived(token, "agent").public, b"far end", MAX_MESSAGE, 60,
+    )  # fmt: skip
+    if (child := os.fork()) == 0:
+        time.sleep(1000)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    connection.close()
+
+
 if __name__ == "__main__":
     role, host, port, token, *rest = sys.argv[1:]
-    {"listen": listen, "dial": call}[role](host, int(port), token.encode(), *map(float, rest))
+    {"listen": listen, "dial": call, "fork": fork}[role](
+        host, int(port), token.encode(), *map(float, rest)
+    )

@@ -16,6 +16,7 @@ from lazygt.config import Config
 from lazygt.errors import ExecutionError, LazyGTError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import collective_seconds
+from lazygt.runtime.launch.worker_pool import WorkerPool
 from tests.runtime.cluster.agents import STEPS, Hosts, train, wait_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -104,6 +105,25 @@ def test_an_agent_that_ends_its_workers_unasked_is_a_lost_host(
             assert value.add_(1).sum().item() == 6 + 3 * step
         (record,) = session.recoveries
     assert record.ranks == (1,)
+
+
+def test_workers_of_a_client_that_is_gone_are_not_waited_for(
+    on: Callable[..., lazygt.Session], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    end = WorkerPool.end
+
+    def noted(pool: WorkerPool, orderly: set[int], stuck: set[int]) -> None:
+        asked.append((set(orderly), set(stuck)))
+        end(pool, orderly, stuck)
+
+    with on(0, 2) as session:
+        assert torch.ones(3).sum().item() == 3
+        monkeypatch.setattr(WorkerPool, "end", noted)
+        hosts.agents[0].end.close("the client is gone")
+        hosts.agents[0].join(60)
+        assert asked[0] == (set(), {0, 1})
+        session.close()
 
 
 def test_an_upload_crosses_the_wire_once_a_host(

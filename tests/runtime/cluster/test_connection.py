@@ -437,6 +437,45 @@ def test_a_killed_client_is_noticed_in_two_seconds(started: Start) -> None:
         listener.close()
 
 
+def test_a_killed_client_is_noticed_while_a_child_that_it_forked_lives(started: Start) -> None:
+    token = TOKEN.encode()
+    allowed = {derived(token, "client").public: "client"}
+    with zmq.Context() as context:
+        keys = derived(token, "agent")
+        listener = Listener(context, "127.0.0.1", 0, keys, allowed.get, MAX_MESSAGE)
+        client = started("fork", "127.0.0.1", listener.address.rpartition(":")[2], TOKEN)
+        far = until(listener.fd, listener.accept)
+        child = int(line_of(client))
+        client.send_signal(signal.SIGKILL)
+        try:
+            assert "client is gone" in until(far.fd, lambda: far.pump() or far.closed)
+        finally:
+            os.kill(child, signal.SIGKILL)
+        listener.close()
+
+
+def test_a_killed_hosts_port_is_free_while_a_child_that_it_forked_lives() -> None:
+    program = (
+        "import os, sys, time, zmq\n"
+        "from lazygt.runtime.cluster.connection import Listener\n"
+        "from lazygt.runtime.launch.channel import Keys\n"
+        "listener = Listener(zmq.Context(), '127.0.0.1', 0, Keys.generate(), {}.get, 1 << 20)\n"
+        "child = os.fork()\n"
+        "if child: print(child, listener.address.rpartition(':')[2], flush=True)\n"
+        "time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        child, port = map(int, host.stdout.readline().split())
+        host.kill()
+        host.wait()
+        try:
+            with socket.socket() as again:
+                again.bind(("127.0.0.1", port))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_a_busy_host_is_there(started: Start) -> None:
     """It lets no other thread of its own run, for longer than a dead link would be borne, and reads

@@ -60,6 +60,15 @@ def test_who_has_another_token_is_not_believed(job: Job) -> None:
         meeting.find(job, TOKEN, 60)
 
 
+def test_who_has_another_token_is_named_to_rank_0(job: Job) -> None:
+    meeting.publish(job, ENDPOINT, TOKEN, 60)
+    look = meeting.refusals(job, 60)
+    assert look() == ""
+    with pytest.raises(SecurityError):
+        meeting.find(job, b"another" * 5, 60)
+    assert look() == f"rank {job.rank} on {socket.gethostname()}"
+
+
 def test_a_changed_endpoint_is_not_believed(job: Job) -> None:
     meeting.publish(job, ENDPOINT, TOKEN, 60)
     store = dist.TCPStore(job.address, job.port, is_master=False, wait_for_workers=False)

@@ -1,0 +1,104 @@
+"""Refused hosts of a job, told by the client while it waits for all hosts.
+
+A host that has proved the token and runs other versions ends the wait at once, and so does one that
+says in torchrun's store that the client has another token. Elsewhere a host with another token
+can't be told from a stranger: these end the wait only if nobody else has come by
+`SHARE_FOR_TRUE_HOSTS` of its time, and as many of them as hosts are awaited.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from lazygt.errors import LaunchError
+from lazygt.runtime.cluster.environment import Job
+from lazygt.runtime.cluster.listening import Listener
+
+_log = logging.getLogger("lazygt")
+
+#: Of the time for all hosts to come: for true ones, from the first stranger on.
+SHARE_FOR_TRUE_HOSTS = 0.1
+_ADVICE = (
+    "Give LAZYGT_TOKEN, or the file that LAZYGT_TOKEN_FILE names, the same value on all hosts, and "
+    "start the job anew"
+)
+
+
+class Refusals:
+    """Refused hosts during one wait.
+
+    Args:
+        job: of the client.
+        listener: of the client, to which hosts connect.
+        told: gives the process that has said in the job's store that its token is another; "": none
+            has.
+        seconds: for which the wait may last.
+    """
+
+    def __init__(
+        self, job: Job, listener: Listener, told: Callable[[], str], seconds: float
+    ) -> None:
+        self._job, self._listener, self._told = job, listener, told
+        self._share = SHARE_FOR_TRUE_HOSTS * seconds
+        #: when strangers may end the wait; None: none has come
+        self._until: float | None = None
+
+    def check(self, has_come: bool) -> None:
+        """Look for hosts that will not join.
+
+        Args:
+            has_come: whether any host has joined.
+
+        Raises:
+            LaunchError: some were refused that are awaited.
+        """
+        if process := self._told():
+            raise LaunchError(
+                "LAZYGT_TOKEN", f"is another one for {process!r} of this job than here. {_ADVICE}"
+            )
+        if others := dict(self._listener.other_versions):
+            self._listener.other_versions.clear()  # another start may come with the right ones
+            there = "; ".join(f"at {address}: {what}" for address, what in others.items())
+            raise LaunchError(
+                self._job.rank_variable,
+                f"tells of several hosts, and one has other versions of lazygt, torch or Python, "
+                f"{there}. Install the same ones on all hosts",
+            )
+        self._check_strangers(has_come)
+
+    def _check_strangers(self, has_come: bool) -> None:
+        found = self._listener.strangers.addresses
+        if not any(found.values()):
+            return
+        known = [address for address, other_key in found.items() if address and other_key]
+        addresses = known or ["an unknown address"]
+        if self._until is None:
+            self._until = time.monotonic() + self._share
+            _log.warning(
+                "refused %s: no proof of this host's LAZYGT_TOKEN; still waiting for all hosts",
+                ", ".join(addresses),
+            )
+        if has_come or len(addresses) < self._awaited or time.monotonic() < self._until:
+            return
+        found.clear()  # for the next start
+        raise LaunchError(
+            "LAZYGT_TOKEN",
+            f"is another one on the hosts of this job than here: {', '.join(addresses)} came with "
+            f"another, and nobody with this one within {self._share:g} s. {_ADVICE}",
+        )
+
+    @property
+    def _awaited(self) -> int:
+        """Number of other hosts; where the engine does not tell it, the most that there can be."""
+        job = self._job
+        return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
+
+    def __str__(self) -> str:
+        counts, found = self._listener.counts, self._listener.strangers.addresses
+        where = ", ".join(filter(None, found))
+        return (
+            f"Connections that proved no such token: {counts['handshake']}"
+            f"{where and f', from {where}'}"
+        )
