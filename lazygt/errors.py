@@ -192,14 +192,16 @@ class WorkerDied(LazyGTError):
             (signal SIGKILL)``.
         stderr: the end of what it wrote to standard error.
         during: what it did again and again when it died; "" if nothing points to that.
+        out_of_memory: whether it ended for want of memory.
     """
 
     def __init__(self, rank: int, pid: int, status: str, stderr: str, during: str = "") -> None:
         self.during = during
         self.rank, self.pid, self.status, self.stderr = rank, pid, status, stderr
         tail = f"\n  the end of its stderr:\n{_indent(stderr)}" if stderr.strip() else ""
+        self.out_of_memory = status.startswith("out of memory")
         advice = ""
-        if status.startswith("out of memory"):
+        if self.out_of_memory:
             advice = (
                 " Give it less to hold at a time (smaller batches, `del` of what is not needed), "
                 "more workers to share it, or more memory."

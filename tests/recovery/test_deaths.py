@@ -127,6 +127,40 @@ def test_a_run_that_kills_its_worker_again_and_again_is_given_up() -> None:
     assert "makes 16 bytes" in message
 
 
+def runs_out_of_memory(x: torch.Tensor, path: str, times: int) -> torch.Tensor:
+    """Ends its worker as C++ does without memory, so many times."""
+    if "LAZYGT_WORKER" in os.environ and len(tries := Path(path).read_text()) < times:
+        Path(path).write_text(f"{tries}.")
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+        os.abort()
+    return x + 1
+
+
+def test_a_run_that_is_out_of_memory_twice_is_given_up(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    tries.touch()
+    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1):
+        x = torch.ones(4) * 2
+        lazygt.apply(runs_out_of_memory, x, str(tries), 3).sum().item()
+    assert caught.value.out_of_memory
+    assert caught.value.status == "out of memory (signal SIGABRT)"
+    assert tries.read_text() == ".."
+    message = str(caught.value)
+    assert "2 processes died in this run, the last of them at " in message
+    assert "runs_out_of_memory" in message
+    assert "test_deaths.py:" in message
+    assert "more memory" in message
+
+
+def test_a_run_that_is_out_of_memory_once_is_done_again(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    tries.touch()
+    with lazygt.session(workers=1, threads=1) as s:
+        assert lazygt.apply(runs_out_of_memory, torch.ones(4), str(tries), 1).sum().item() == 8
+        (recovery,) = s.recoveries
+        assert "out of memory (signal SIGABRT)" in recovery.why
+
+
 def test_without_recovery_a_death_ends_the_session() -> None:
     with pytest.raises(lazygt.WorkerDied), lazygt.session(workers=1, recover="off") as s:
         x = torch.ones(3)

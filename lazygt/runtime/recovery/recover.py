@@ -44,8 +44,8 @@ from lazygt.runtime.wire import Buffer, decode
 
 _log = logging.getLogger("lazygt")
 
-#: Deaths at one run after which it is not tried again.
-_POISON = 3
+#: Deaths at one run after which it is not tried again; of those for want of memory, on any rank.
+_POISON, _OOM_POISON = 3, 2
 #: The same where no run is under way: the snapshot's values, or runs of before, may be what kills.
 _HOPELESS = 10
 #: Seconds between two snapshots at least: workers look again at what comes after one, and doing a
@@ -160,6 +160,8 @@ class Recovery:
         self._again: Counter[int] = Counter()
         #: by run and rank
         self._deaths: Counter[tuple[int, int]] = Counter()
+        #: for want of memory, by run
+        self._oom_deaths: Counter[int] = Counter()
         #: in this recovery, of what ranks were to have again
         self._deaths_between = 0
         #: whether ranks are being brought back, and do no run yet
@@ -332,15 +334,23 @@ class Recovery:
             self._judge_between(error)
             return
         self._deaths[seq, error.rank] += 1
-        if self._deaths[seq, error.rank] < _POISON:
+        self._oom_deaths[seq] += isinstance(error, WorkerDied) and error.out_of_memory
+        if self._tries_left(seq, error.rank) > 0:
             return
         self._unfinished = False
         if not isinstance(error, WorkerDied):
             raise error
         ran, step = self._link.last_step(error.rank)
         what = self._client.step_of(seq, error.rank, step if ran == seq else None)
-        during = f"{_POISON} processes died in this run, the last of them at {what}."
+        deaths = max(self._deaths[seq, error.rank], self._oom_deaths[seq])
+        during = f"{deaths} processes died in this run, the last of them at {what}."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
+
+    def _tries_left(self, seq: int, rank: int) -> int:
+        """How often a run may still be tried, if the same goes on."""
+        tries = _POISON - self._deaths[seq, rank]
+        oom_deaths = self._oom_deaths[seq]
+        return min(tries, _OOM_POISON - oom_deaths) if oom_deaths else tries
 
     def _judge_between(self, error: WorkerDied | WorkerFrozen) -> None:
         """Give up where processes die of what they are to have again."""
@@ -447,7 +457,7 @@ class Recovery:
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        message.timed = self._deaths[seq, rank] == _POISON - 1  # which step is it that kills?
+        message.timed = self._tries_left(seq, rank) == 1  # which step is it that kills?
         if rank not in self._client.waiting_for(seq):
             message.fetches = ()
         return self._link.encode(message, frames[1:])
