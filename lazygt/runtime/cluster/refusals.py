@@ -69,10 +69,10 @@ class Refusals:
         self._check_strangers(has_come)
 
     def _check_strangers(self, has_come: bool) -> None:
-        found = self._listener.strangers.addresses
-        if not any(found.values()):
+        strangers = self._listener.strangers.addresses
+        if not any(strangers.values()):
             return
-        known = [address for address, other_key in found.items() if address and other_key]
+        known = [address for address, other_key in strangers.items() if address and other_key]
         addresses = known or ["an unknown address"]
         if self._until is None:
             self._until = time.monotonic() + self._share
@@ -82,7 +82,7 @@ class Refusals:
             )
         if has_come or len(addresses) < self._awaited or time.monotonic() < self._until:
             return
-        found.clear()  # for the next start
+        strangers.clear()  # for the next start
         raise LaunchError(
             "LAZYGT_TOKEN",
             f"is another one on the hosts of this job than here: {', '.join(addresses)} came with "
@@ -96,8 +96,8 @@ class Refusals:
         return job.world_size - job.local_world_size if job.hosts is None else job.hosts - 1
 
     def __str__(self) -> str:
-        counts, found = self._listener.counts, self._listener.strangers.addresses
-        where = ", ".join(filter(None, found))
+        counts, strangers = self._listener.counts, self._listener.strangers.addresses
+        where = ", ".join(filter(None, strangers))
         return (
             f"Connections that proved no such token: {counts['handshake']}"
             f"{where and f', from {where}'}"
