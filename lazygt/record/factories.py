@@ -1,7 +1,7 @@
 """Factories inside a session: new tensors are lazy unless something else says where they go.
 
 The functions are replaced in ``torch``, and wherever a module has imported one by name
-(``from torch import randn``). ``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make
+(``from torch import randn``) or holds it in a dict (a library's table of functions). ``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make
 tensors, too: what they say names no device, so torch makes CPU tensors of it; these are uploaded.
 """
 
@@ -25,7 +25,7 @@ _TYPES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char",
 _torch_new: Any = torch._C.TensorBase.__new__
 _torch_set_default_type: Any = torch.set_default_tensor_type
 #: (namespace, name, torch's own, what stands in for it)
-_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+_replaced: list[tuple[dict[Any, Any], Any, Any, Any]] = []
 #: Constructors of what lazygt has none of: they go on making CPU tensors.
 _NOT_STRIDED = frozenset(
     {
@@ -74,7 +74,7 @@ def _patch(owner: ModuleType, name: str, function: Callable[..., Any]) -> None:
     _replace(vars(owner), name, function)
 
 
-def _replace(namespace: dict[str, Any], name: str, standin: Any) -> None:
+def _replace(namespace: dict[Any, Any], name: Any, standin: Any) -> None:
     _replaced.append((namespace, name, namespace[name], standin))
     namespace[name] = standin
 
@@ -85,10 +85,12 @@ def _patch_imported(standins: dict[int, Any]) -> None:
     for title, module in loaded.items():
         if title.partition(".")[0] in _SKIPPED or not isinstance(module, ModuleType):
             continue
-        namespace = vars(module)
-        for name, found in list(namespace.items()):
-            if id(found) in standins:
-                _replace(namespace, name, standins[id(found)])
+        names = vars(module)
+        tables = [value for value in list(names.values()) if type(value) is dict]
+        for namespace in (names, *tables):
+            for name, found in list(namespace.items()):
+                if id(found) in standins:
+                    _replace(namespace, name, standins[id(found)])
 
 
 def unpatch() -> None:

@@ -16,11 +16,15 @@ import lazygt
 
 pytestmark = pytest.mark.timeout(120)
 
+#: As libraries keep the functions of a backend.
+TABLE: dict[tuple[str, str], Callable[..., Tensor]] = {("torch", "full"): torch.full}
+
 MAKES: dict[str, Callable[[], Tensor]] = {
     "function": lambda: torch.full((2,), 3.0),
     "imported function": lambda: full((2,), 3.0),
     "imported under another name": lambda: renamed([1.0, 2.0]),
     "imported from a submodule": lambda: fftfreq(4),
+    "function in a table": lambda: TABLE["torch", "full"]((2,), 3.0),
     "Tensor of numbers": lambda: torch.Tensor([1, 2]),
     "Tensor of sizes": lambda: torch.Tensor(2, 3).zero_(),
     "imported Tensor": lambda: Tensor([1, 2]),
@@ -58,7 +62,9 @@ def test_everything_is_torchs_own_again() -> None:
     with lazygt.session(launcher="inline"):
         assert full is torch.full
         assert full is not before[0]
+        assert TABLE["torch", "full"] is torch.full
     assert before == (full, renamed, FloatTensor, torch.Tensor.__new__, torch.LongTensor)
+    assert TABLE["torch", "full"] is full
 
 
 def test_a_function_that_was_imported_in_a_session_outlives_it() -> None:
