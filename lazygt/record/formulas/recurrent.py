@@ -8,6 +8,7 @@ device).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +21,8 @@ aten: Any = torch.ops.aten
 State = tuple[torch.Tensor, ...]
 #: From a step's gates, the state before, and the weights besides those of the input.
 Cell = Callable[[torch.Tensor, State, list[Any]], State]
+#: The same where the state is one tensor: from gates, state, and weights and bias of the state.
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def register_recurrent() -> torch.library.Library:
@@ -191,24 +194,8 @@ def _lstm_layer(
     return torch.stack(outs[::-1] if reverse else outs, 0), (h, c)
 
 
-def _gru_input(
-    x: torch.Tensor,
-    hx: torch.Tensor,
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _simple_rnn(
-        _gru_step, x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-    )
-
-
 def _simple_rnn(
-    step: Callable[..., torch.Tensor],
+    step: Step,
     x: torch.Tensor,
     hx: torch.Tensor,
     params: list[torch.Tensor],
@@ -219,13 +206,15 @@ def _simple_rnn(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layers of one state, step by step; the input of all steps is one product, as on a CPU."""
     size = 2 + 2 * has_biases
     weights = [params[i : i + size] for i in range(0, len(params), size)]
+    before = hx.unbind(0)
 
     def layer(steps: torch.Tensor, index: int, reverse: bool) -> Any:
         layer_weights = weights[index]
         b_ih, b_hh = layer_weights[2:4] if has_biases else (None, None)
-        h = hx[index]
+        h = before[index]
         gates = torch.nn.functional.linear(steps, layer_weights[0], b_ih).unbind(0)
         outs = []
         for gate in reversed(gates) if reverse else gates:
@@ -321,10 +310,6 @@ def _lstm_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
     return _lstm_step(gate, state[0], state[1], w_hh, b_hh, projection[0] if projection else None)
 
 
-def _gru_cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
-    return (_gru_step(gate, state[0], weights[0], weights[1]),)
-
-
 def _lstm(
     data: torch.Tensor,
     batch_sizes: torch.Tensor,
@@ -340,7 +325,10 @@ def _lstm(
     return out, h, c
 
 
-def _one_state(cell: Cell) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
+        return (step(gate, state[0], weights[0], weights[1]),)
+
     def layers(
         data: torch.Tensor,
         batch_sizes: torch.Tensor,
@@ -356,21 +344,27 @@ def _one_state(cell: Cell) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return layers
 
 
-def _elman(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Cell:
-    def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
-        total = torch.nn.functional.linear(state[0], weights[0], weights[1])
-        return (nonlinearity(total.add_(gate)),)
+def _tanh_step(
+    gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.tanh(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
-    return cell
+
+def _relu_step(
+    gates: torch.Tensor, h: torch.Tensor, w_hh: torch.Tensor, b_hh: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.relu(torch.nn.functional.linear(h, w_hh, b_hh).add_(gates))
 
 
 RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell_op,
     "gru_cell": _gru_cell_op,
     "lstm.input": _lstm_input,
-    "gru.input": _gru_input,
+    "gru.input": partial(_simple_rnn, _gru_step),
+    "rnn_tanh.input": partial(_simple_rnn, _tanh_step),
+    "rnn_relu.input": partial(_simple_rnn, _relu_step),
     "lstm.data": _lstm,
-    "gru.data": _one_state(_gru_cell),
-    "rnn_tanh.data": _one_state(_elman(torch.tanh)),
-    "rnn_relu.data": _one_state(_elman(torch.relu)),
+    "gru.data": _one_state(_gru_step),
+    "rnn_tanh.data": _one_state(_tanh_step),
+    "rnn_relu.data": _one_state(_relu_step),
 }

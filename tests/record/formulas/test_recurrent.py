@@ -1,4 +1,4 @@
-"""Packed sequences give eager torch's bits, whatever their lengths are given as."""
+"""Recurrent layers give eager torch's bits, over packed sequences whatever their lengths are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import lazygt
+from tests.bits import assert_same_bits
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,6 +55,41 @@ def test_layers_over_packed_sequences(kind: Any, sizes: dict[str, Any], name: st
     with lazygt.session(launcher="inline"):
         found = step("lazygt", kind, sizes, name)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+WHOLE: list[dict[str, Any]] = [
+    {},
+    {"batch_first": True, "bias": False},
+    {"num_layers": 2, "dropout": 0.5, "bidirectional": True},
+]
+
+
+@pytest.mark.parametrize("sizes", WHOLE)
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu", None])
+def test_layers_over_whole_sequences(nonlinearity: str | None, sizes: dict[str, Any]) -> None:
+    """The input of all steps is one product: 8 rows of one have other bits than 4 and 4."""
+
+    def whole(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        kind: Any = nn.GRU if nonlinearity is None else nn.RNN
+        chosen = sizes if nonlinearity is None else {"nonlinearity": nonlinearity, **sizes}
+        with torch.device("cpu"):
+            model, x = kind(8, 8, **chosen), torch.randn(5, 4, 8)
+            states = model.num_layers * (2 if model.bidirectional else 1)
+            first = torch.randn(states, 5 if model.batch_first else 4, 8)
+        model.to(device)
+        leaves = [x.to(device).requires_grad_(), first.to(device).requires_grad_()]
+        torch.manual_seed(1)  # for dropout
+        out, last = model(*leaves)
+        (out.square().sum() + last.sum()).backward()
+        results = [out, last, *(t.grad for t in (*leaves, *model.parameters()))]
+        return [t.detach().cpu() for t in results]
+
+    expected = whole("cpu")
+    with lazygt.session(launcher="inline"):
+        found = whole("lazygt")
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
 
 
 def test_lengths_of_the_client_cost_no_sync_point() -> None:
