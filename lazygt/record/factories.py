@@ -1,8 +1,9 @@
 """Factories inside a session: new tensors are lazy unless something else says where they go.
 
 The functions are replaced in ``torch``, and wherever a module has imported one by name
-(``from torch import randn``) or holds it in a dict (a library's table of functions). ``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make
-tensors, too: what they say names no device, so torch makes CPU tensors of it; these are uploaded.
+(``from torch import randn``) or holds it in a dict (a library's table of functions).
+``torch.Tensor(...)``, ``torch.FloatTensor(...)`` and its like make tensors, too: what they say
+names no device, so torch makes CPU tensors of it; these are uploaded.
 """
 
 from __future__ import annotations
