@@ -1,4 +1,4 @@
-"""Meta kernels of lazygt's own, for ops that torch's refuse although its other kernels take them.
+"""Meta kernels of lazygt's own, for ops that torch's refuse, or give another shape than its others.
 
 They have the op's parameters, tensors as meta tensors, and raise what torch's kernels raise.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+aten: Any = torch.ops.aten
 #: What a grouped product takes, and what torch's kernels call it.
 _CPP_NAMES = {
     torch.float32: "float",
@@ -108,6 +109,27 @@ def _rows_aligned(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
+def _multi_margin_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
+    """torch's own makes one loss of a target without dims a vector."""
+    loss: torch.Tensor = aten.multi_margin_loss.default(x, target, p, margin, weight, reduction)
+    return loss if target.dim() else loss.new_empty(())
+
+
+def _multilabel_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's own makes the loss of one sample without a batch a vector."""
+    loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    return (loss if target.dim() > 1 else loss.new_empty(())), is_target
+
+
 def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
     """torch's own takes only what could be viewed without a copy."""
     return source.reshape(size).contiguous()
@@ -116,5 +138,7 @@ def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
 #: Op -> meta kernel.
 META_KERNELS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm.default": _grouped_mm,
+    "aten.multi_margin_loss.default": _multi_margin_loss,
+    "aten.multilabel_margin_loss_forward.default": _multilabel_margin_loss,
     "aten.view_copy.default": _view_copy,
 }

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 import lazygt
 from lazygt.graph.shapes.meta_kernels import META_KERNELS
+from tests.bits import same
 
 OFFSETS = torch.tensor([2, 4, 8], dtype=torch.int32)
 FACTORS = {
@@ -106,3 +108,20 @@ def test_a_copy_that_is_no_view_is_made() -> None:
     with lazygt.session(launcher="inline"):
         x = torch.arange(6.0).reshape(2, 3).t()
         assert torch.view_copy(x, [6]).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (1, 5)])
+def test_margin_losses_have_the_shapes_of_torchs_kernels(
+    shape: tuple[int, ...], reduction: str
+) -> None:
+    labels = torch.arange(15)[: shape[0] if len(shape) > 1 else 1].reshape(shape[:-1]) % 5
+    several = torch.tensor([3, 1, -1, 0, 0]).expand(shape)
+
+    def losses(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            F.multi_margin_loss(x, labels.to(x.device), reduction=reduction),
+            F.multilabel_margin_loss(x, several.to(x.device), reduction=reduction),
+        ]
+
+    same(losses, torch.randn(shape).requires_grad_())
