@@ -43,8 +43,7 @@ from lazygt.record import (
 )
 from lazygt.record.context import NAME, OpenSession, note_use, recorder, session_stack
 from lazygt.record.foreign import registry
-from lazygt.record.formulas import optimizers
-from lazygt.record.formulas.autocast import fall_through, register_autocast
+from lazygt.record.formulas import autocast, optimizers
 from lazygt.record.formulas.decompositions import (
     DECOMPOSED,
     KERNELS_OF_THEIR_OWN,
@@ -65,7 +64,7 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 
 #: While no session is open, too: what torch asks here is answered as torch itself would then.
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
-                  *optimizers.PATCHES, *registry.PATCHES, *sending.PATCHES,
+                  *optimizers.PATCHES, *autocast.PATCHES, *registry.PATCHES, *sending.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
 _IN_SESSIONS = Patches(*swap.IN_SESSIONS, *flag_changes.IN_SESSIONS)
 #: Of the stack of sessions, and of what follows from it.
@@ -378,12 +377,12 @@ def register() -> None:
     sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
     # torch would decompose it, and make a sparse tensor of lazy parts
     aten.impl(sparse, functools.partial(_refuse_layout, sparse), "SparseCsrPrivateUse1")
-    fall_through(everything)
+    autocast.fall_through(everything)
     _libraries.extend((everything, aten))
     _libraries.append(register_decompositions(_fallback if NATIVE is None else None))
     _libraries.append(register_derivatives())
     _libraries.append(register_recurrent())
-    _libraries.append(register_autocast())
+    _libraries.append(autocast.register_autocast())
     if NATIVE is not None:
         bridge.connect()
         written = {*kernels, *DECOMPOSED, *RECURRENT}

@@ -41,6 +41,9 @@ torch.optim.asgd.asgd
 torch.optim.nadam.nadam
 torch.optim.radam.radam
 torch.optim.adamax.adamax
+torch.amp.autocast_mode.autocast.__init__
+torch.amp.autocast_mode.autocast.__enter__
+torch.amp.autocast_mode.autocast.__exit__
 torch.optim.swa_utils._get_foreach_kernels_supported_devices
 torch.library.Library.define
 torch.library.Library.impl

@@ -1,56 +1,197 @@
-"""``torch.autocast("lazygt", dtype=...)``: which ops compute in which precision.
+"""``torch.autocast``: which ops compute in which precision, by the device of the workers.
 
-The lists are those of CUDA's autocast where the workers have GPUs and of CPU's where they have
-not, read from torch's documentation of autocast op behaviour.
+The tables are those of ``ATen/autocast_mode.cpp`` for CPU and CUDA. An op that the installed torch
+does not cast on a device is not cast here either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
-_LOW = (
-    "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "bmm", "mm",
-    "linalg_vecdot", "baddbmm", "addmm", "addbmm", "linear", "_convolution.deprecated", "matmul",
-    "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "prelu",
-    "scaled_dot_product_attention", "_native_multi_head_attention", "_convolution", "convolution",
-)  # fmt: skip
-_HIGH = (
-    "avg_pool3d", "binary_cross_entropy", "grid_sampler", "polar", "prod", "prod.dim_int",
-    "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar", "stft", "stft.center",
-    "cdist", "grid_sampler_2d", "grid_sampler_3d", "trace", "view_as_complex", "cholesky",
-    "cholesky_inverse", "cholesky_solve", "inverse", "lu_solve", "orgqr", "ormqr", "pinverse",
-    "max_pool3d", "max_unpool2d", "max_unpool3d", "adaptive_avg_pool3d", "reflection_pad1d",
-    "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "mse_loss",
-    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "poisson_nll_loss",
-    "smooth_l1_loss", "cross_entropy_loss", "l1_loss", "huber_loss", "margin_ranking_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "ctc_loss.IntList",
-    "ctc_loss.Tensor", "kl_div", "multilabel_margin_loss", "binary_cross_entropy_with_logits",
-    "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "linalg_cond", "linalg_matrix_rank",
-    "linalg_solve", "linalg_cholesky", "linalg_svdvals", "linalg_eigvals", "linalg_eigvalsh",
-    "linalg_inv", "linalg_householder_product", "linalg_tensorinv", "linalg_tensorsolve",
-)  # fmt: skip
-_WIDEST = ("stack", "cat", "index_copy")
+from lazygt.record.context import NAME, session_stack, workers_device
+from lazygt.record.patches import Patch
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+#: Calls an overload with the arguments that autocast gives it.
+Policy = Callable[[torch._ops.OpOverload, Args, Kwargs], Any]
 
 _KEY: Any = torch._C.DispatchKey
 _KEYS = torch._C.DispatchKeySet(_KEY.AutocastPrivateUse1)
 
 
+# -- policies --------------------------------------------------------------------------------
+
+
+def _lower(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Compute in the dtype of autocast (``lower_precision_fp``)."""
+    return _call_in(torch.get_autocast_dtype(NAME), overload, args, kwargs)
+
+
+def _single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Compute in float32 (``fp32``)."""
+    return _call_in(torch.float32, overload, args, kwargs)
+
+
+def _promote(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Compute in float32 if an operand has it (``promote``)."""
+    tensors = [t for a in (*args, *kwargs.values()) for t in (a if _is_list(a) else (a,))]
+    if any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in tensors):
+        return _call_in(torch.float32, overload, args, kwargs)
+    return overload(*args, **kwargs)
+
+
+def _single_result(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Ask for a float32 result where no dtype is asked for (``fp32_set_opt_dtype``)."""
+    place = [argument.name for argument in overload._schema.arguments].index("dtype")
+    given = args[place] if place < len(args) else kwargs.get("dtype")
+    if given is None and _is_cast(args[0]):
+        args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+    return overload(*args, **kwargs)
+
+
+def _norm_in_single(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """The same by the overload that takes a dtype (``fp32_append_dtype``)."""
+    if not _is_cast(args[0]):
+        return overload(*args, **kwargs)
+    norm = torch.ops.aten.norm
+    if overload is norm.Scalar:
+        return norm.ScalarOpt_dtype(*args, **kwargs, dtype=torch.float32)
+    whole = (*args, False)[:4]  # with keepdim, which may be left out
+    return norm.ScalarOpt_dim_dtype(*whole, **kwargs, dtype=torch.float32)
+
+
+def _refuse(overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
+        "use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which are safe"
+    )
+
+
+def _call_in(
+    dtype: torch.dtype, overload: torch._ops.OpOverload, args: Args, kwargs: Kwargs
+) -> Any:
+    cast = [_cast(a, dtype) for a in args]
+    return overload(*cast, **{name: _cast(a, dtype) for name, a in kwargs.items()})
+
+
+def _cast(arg: Any, dtype: torch.dtype) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.to(dtype) if _is_cast(arg) and arg.dtype != dtype else arg
+    return [_cast(item, dtype) for item in arg] if _is_list(arg) else arg
+
+
+def _is_cast(t: Any) -> bool:
+    """Whether autocast changes a tensor's dtype: that of float64 and of other devices stays."""
+    if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
+        return False
+    return t.device.type == NAME or workers_device() == "cpu"
+
+
+def _is_list(a: Any) -> bool:
+    return isinstance(a, list | tuple)
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def _table(*rows: tuple[Policy, str]) -> dict[str, Policy]:
+    return {name: policy for policy, names in rows for name in names.split()}
+
+
+#: Device of the workers -> op -> its policy.
+TABLES = {
+    "cpu": _table(
+        (
+            _lower,
+            """_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm
+            baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc
+            conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear
+            matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention""",
+        ),
+        (
+            _single,
+            """_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d
+            avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky
+            cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss
+            ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft fft_fft2
+            fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
+            fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d
+            geqrf grid_sampler grid_sampler_2d grid_sampler_3d hinge_embedding_loss huber_loss
+            inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex linalg_cond
+            linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+            linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
+            linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+            linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd linalg_svdvals
+            linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d
+            max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss
+            multilabel_margin_loss_forward nanquantile nanquantile.scalar nll_loss nll_loss2d
+            orgqr ormqr pinverse poisson_nll_loss polar prod prod.dim_int qr quantile
+            quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+            replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center svd trace
+            triangular_solve triplet_margin_loss view_as_complex""",
+        ),
+        (_promote, "cat index_copy stack"),
+    ),
+    "cuda": _table(
+        (
+            _lower,
+            """_convolution _convolution.deprecated _scaled_dot_product_flash_attention
+            _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm
+            chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+            conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose
+            einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
+            rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention""",
+        ),
+        (
+            _single,
+            """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+            _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin
+            binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
+            dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss
+            kl_div l1_loss layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss
+            multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d
+            nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
+            pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss
+            soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+            upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+            upsample_nearest3d upsample_trilinear3d""",
+        ),
+        (
+            _single_result,
+            """cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm
+            log_softmax.int prod prod.dim_int softmax.int sum sum.dim_IntList""",
+        ),
+        (_norm_in_single, "norm.Scalar norm.ScalarOpt_dim"),
+        (
+            _promote,
+            """addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add
+            tensordot vdot""",
+        ),
+        (_refuse, "binary_cross_entropy"),
+    ),
+}
+
+
+# -- registration ----------------------------------------------------------------------------
+
+
 def register_autocast() -> torch.library.Library:
     """Register the casting kernels for device ``lazygt``."""
     library = torch.library.Library("aten", "IMPL")
-    rules: list[tuple[tuple[str, ...], Callable[[tuple[Any, ...]], torch.dtype | None]]] = [
-        (_LOW, lambda args: torch.get_autocast_dtype("lazygt")),
-        (_HIGH, lambda args: torch.float32),
-        (_WIDEST, _widest),
-    ]
-    for names, choose in rules:
-        for name in names:
-            overload = _overload(name)
-            if overload is not None:
-                library.impl(name, _casting(overload, choose), "AutocastPrivateUse1")
+    for name in sorted({name for table in TABLES.values() for name in table}):
+        policies = {
+            device: table[name]
+            for device, table in TABLES.items()
+            if name in table and torchs_own(name, device)
+        }
+        if policies:
+            kernel = _casting(_overload(name), policies)
+            library.impl(name, kernel, "AutocastPrivateUse1", with_keyset=True)
     return library
 
 
@@ -59,40 +200,76 @@ def fall_through(library: torch.library.Library) -> None:
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
-def _overload(name: str) -> torch._ops.OpOverload | None:
+def torchs_own(name: str, device: str) -> bool:
+    """Whether the installed torch casts an op on a device."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{name}", f"Autocast{device.upper()}"
+        )
+    except RuntimeError:  # it has no such op
+        return False
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
     packet, _, which = name.partition(".")
-    ops = getattr(torch.ops.aten, packet, None)
-    return getattr(ops, which or "default", None)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), which or "default")
+    return overload
 
 
-def _casting(
-    overload: torch._ops.OpOverload, choose: Callable[[tuple[Any, ...]], torch.dtype | None]
-) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = choose(args)
+def _casting(overload: torch._ops.OpOverload, policies: dict[str, Policy]) -> Callable[..., Any]:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        policy = policies.get(workers_device())
+        if policy is None:  # as a fallthrough: ops that it calls are cast
+            return overload.redispatch(keys.remove(_KEY.AutocastPrivateUse1), *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            if dtype is None:
-                return overload(*args, **kwargs)
-            cast = [_cast(a, dtype) for a in args]
-            return overload(*cast, **{name: _cast(a, dtype) for name, a in kwargs.items()})
+            return policy(overload, args, kwargs)
 
     return kernel
 
 
-def _cast(arg: Any, dtype: torch.dtype) -> Any:
-    if isinstance(arg, torch.Tensor):
-        eligible = arg.is_floating_point() and arg.dtype != torch.float64
-        return arg.to(dtype) if eligible and arg.dtype != dtype else arg
-    if isinstance(arg, (list, tuple)):
-        return [_cast(item, dtype) for item in arg]
-    return arg
+# -- autocast of the workers' device -----------------------------------------------------------
+# ``torch.autocast("cpu")`` in a session on CPUs, and ``torch.autocast("cuda")`` in one on GPUs,
+# are for lazy tensors, too: their ops run on that device.
+
+_autocast: Any = torch.autocast
+_init, _enter, _exit = _autocast.__init__, _autocast.__enter__, _autocast.__exit__
 
 
-def _widest(args: tuple[Any, ...]) -> torch.dtype | None:
-    dtypes = [
-        t.dtype
-        for a in args
-        for t in (a if isinstance(a, (list, tuple)) else (a,))
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
-    ]
-    return torch.float32 if torch.float32 in dtypes else None
+@wraps(_init)
+def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Make a context; one of CUDA is of lazy tensors alone where the client has no GPU."""
+    if device_type == "cuda" == _device_in_session() and not torch.cuda.is_available():
+        device_type = NAME
+    _init(self, device_type, *args, **kwargs)
+
+
+@wraps(_enter)
+def _enter_both(self: Any) -> Any:
+    entered = _enter(self)
+    inner = None
+    if self.device == _device_in_session():
+        inner = _autocast(NAME, self.fast_dtype, self._enabled, self._cache_enabled)
+        _enter(inner)
+    vars(self).setdefault("_lazygt", []).append(inner)
+    return entered
+
+
+@wraps(_exit)
+def _exit_both(self: Any, *error: Any) -> Any:
+    entered = vars(self).get("_lazygt")  # none, if lazygt was imported in the block
+    inner = entered.pop() if entered else None
+    if inner is not None:
+        _exit(inner, *error)
+    return _exit(self, *error)
+
+
+def _device_in_session() -> str:
+    return workers_device() if session_stack else ""
+
+
+_WHY = "autocast of the device that workers compute on is for lazy tensors, too"
+PATCHES = (
+    Patch(_autocast, "__init__", _begin, _WHY),
+    Patch(_autocast, "__enter__", _enter_both, _WHY),
+    Patch(_autocast, "__exit__", _exit_both, _WHY),
+)
