@@ -83,12 +83,15 @@ def _replace(namespace: dict[Any, Any], name: Any, standin: Any) -> None:
 def _patch_imported(standins: dict[int, Any]) -> None:
     """Replace the functions where modules, torch's own excepted, have imported them by name."""
     loaded: dict[str, Any] = dict(sys.modules)  # anything may stand there
+    wanted = {id(torch), *standins}  # a module that has neither has no table of them
     for title, module in loaded.items():
         if title.partition(".")[0] in _SKIPPED or not isinstance(module, ModuleType):
             continue
         names = vars(module)
-        tables = [value for value in list(names.values()) if type(value) is dict]
-        for namespace in (names, *tables):
+        values = list(names.values())
+        if wanted.isdisjoint(map(id, values)):
+            continue
+        for namespace in (names, *(value for value in values if type(value) is dict)):
             for name, found in list(namespace.items()):
                 if id(found) in standins:
                     _replace(namespace, name, standins[id(found)])
