@@ -106,7 +106,7 @@ class NativeTrace(Trace):
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
         self._serial = new_serial()
-        self.first_miss, self.forward_ops, self.split = None, {}, 0
+        self.first_miss, self.forward_ops, self.uploaded, self.split = None, {}, {}, 0
         self._repeat = None
         self._params: list[Any] = []
         self._call_sites: Any = []

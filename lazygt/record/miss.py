@@ -12,7 +12,6 @@ from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref
 from lazygt.graph.ops import MASKABLE, OpFacts
 from lazygt.graph.source import user_call_site
 from lazygt.record.ahead import go_ahead
-from lazygt.record.host_values import foreign
 from lazygt.record.moving import known_step, moving, new_step
 from lazygt.record.repeats import call_of, metas_of
 from lazygt.record.tensor import graph_meta, is_lazy
@@ -130,9 +129,11 @@ def _node(
 
     def template(a: Any, hoist: int) -> Arg:
         if isinstance(a, torch.Tensor):
-            lazy = a if is_lazy(a) else foreign(trace.owner, a, f)
-            index = trace.index_of(lazy)
-            metas[index] = graph_meta(lazy)
+            if is_lazy(a):
+                index, meta = trace.index_of(a), graph_meta(a)
+            else:
+                index, meta = trace.uploaded[id(a)]  # when the op's key was made
+            metas[index] = meta
             return Ref(index)
         if hoist == 1 and type(a) in NUMBERS:
             return Param(next(params))

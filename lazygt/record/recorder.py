@@ -35,6 +35,7 @@ from lazygt.record.tensor import (
     LazyTensor,
     State,
     Storage,
+    graph_meta,
     is_lazy,
     make_wrapper,
     storage_of,
@@ -254,11 +255,17 @@ class Recorder:
         if kind is list or kind is tuple:
             return self._list_key(a, hoist, f)
         if isinstance(a, torch.Tensor):
-            lazy = a if is_lazy(a) else host_values.foreign(self, a, f)
-            return self.trace.index_of(lazy)
+            return self.trace.index_of(a) if is_lazy(a) else self._upload_argument(a, f)
         if kind is torch.device:
             return DEVICE
         return a
+
+    def _upload_argument(self, t: torch.Tensor, f: OpFacts) -> int:
+        """Upload a CPU tensor among an op's arguments; a miss takes the same upload."""
+        lazy = host_values.foreign(self, t, f)
+        index = self.trace.index_of(lazy)
+        self.trace.uploaded[id(t)] = index, graph_meta(lazy)
+        return index
 
     def _list_key(self, items: Any, hoist: int, f: OpFacts) -> tuple[Any, ...]:
         """A list argument as it stands in a step's key; a schema's list is all of one kind."""

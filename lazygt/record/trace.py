@@ -113,13 +113,14 @@ class Trace:
         call_sites: the user's frame of each op, by op number.
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
+        uploaded: id of a CPU tensor that an op was called with -> number and meta of its upload.
         split: how many ops more there are since some are written as several.
         shown: which storages have shown it, once it has ended.
     """
 
     __slots__ = ("_repeat", "call_sites", "first_miss", "forward_ops", "inference", "inputs",
                  "owner", "params", "serial", "shown", "split", "step", "storages",
-                 "trie")  # fmt: skip
+                 "trie", "uploaded")  # fmt: skip
 
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
@@ -131,6 +132,7 @@ class Trace:
         self.call_sites: list[CallSite | None] = []
         self.first_miss: tuple[TrieNode, Any, OpFacts | None, CallSite | None] | None = None
         self.forward_ops: dict[int, int] = {}
+        self.uploaded: dict[int, tuple[int, TensorMeta]] = {}
         self.split = 0
         self.shown: Shown
         self._repeat: Repeat | None = None

@@ -329,3 +329,32 @@ def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(
         assert n == 0, "Python ran"
     elif NATIVE is None or not known:  # C++ may know others, too
         assert n > 10, "hardly a line was interrupted"
+
+
+#: Ops that torch lets a CPU tensor take part in; each gets a new one in every step.
+MIXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a number": lambda x: x * torch.tensor(2.0, device="cpu"),
+    "two numbers": lambda x: torch.where(x > 0, x, torch.tensor(0.5, device="cpu")).sub(
+        torch.tensor(2.0, device="cpu")
+    ),
+    "an index": lambda x: x[torch.arange(2, device="cpu"), torch.arange(2).to(x.device)],
+    "one index twice": lambda x: x[(torch.arange(2, device="cpu"),) * 2],
+    "a mask": lambda x: x[torch.tensor([True, False, True], device="cpu")],
+    "a written index": lambda x: x.clone().index_put_(
+        (torch.arange(2, device="cpu"),), torch.tensor(1.0, device="cpu")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_ops_with_cpu_tensors_are_known_the_next_time(name: str) -> None:
+    given = torch.tensor([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0]], device="cpu")
+    expected = MIXED[name](given).sum().item()
+    with lazygt.session(launcher="inline", compile="off", default_device=False) as s:
+        x = given.to("lazygt")
+        assert MIXED[name](x).sum().item() == expected
+        built = s.stats()["plans_built"]
+        for _ in range(3):
+            assert MIXED[name](x).sum().item() == expected
+        assert s.stats()["plans_built"] == built
+        assert s.stats()["plans_resized"] == 0
