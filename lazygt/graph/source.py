@@ -61,6 +61,12 @@ def expand(call_site: CallSite | None) -> str:
     return _line(code, code.co_filename, lasti)
 
 
+def with_line(text: str) -> str:
+    """An error's text, and below it the user's line where there is one."""
+    call_site = user_call_site(1)
+    return text if call_site is None else f"{text}\n  at {expand(call_site)}"
+
+
 @lru_cache(maxsize=16384)
 def _line(code: CodeType, name: str, lasti: int) -> str:
     # the name is part of the key: code objects of two files may compare equal

@@ -372,7 +372,8 @@ def register() -> None:
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
     aten.impl("_pin_memory", _pin_memory, "CPU")
-    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1"):
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1",
+                "NestedTensorPrivateUse1"):  # fmt: skip
         everything.fallback(_refuse_layout, key)
     sparse = torch.ops.aten._sparse_compressed_tensor_unsafe.default
     # torch would decompose it, and make a sparse tensor of lazy parts

@@ -18,13 +18,14 @@ from lazygt.errors import ProtocolError
 from lazygt.graph.flags import fills_new_memory
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
+from lazygt.graph.source import with_line
 from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
 from lazygt.record.foreign.definitions import ForeignOps
 from lazygt.record.foreign.registry import is_foreign
 from lazygt.record.host_values import blank, fill, remote_tensor, to_lazy
 from lazygt.record.rng import SessionGenerator
-from lazygt.record.tensor import Storage, is_lazy, rebind, storage_of, view_of, wrapper
+from lazygt.record.tensor import NATIVE, Storage, is_lazy, rebind, storage_of, view_of, wrapper
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
 from lazygt.record.untyped_storage import LazyStorage
 from lazygt.record.views import resize, same_shape_view, same_view, write
@@ -59,6 +60,8 @@ def handler_of(f: OpFacts) -> tuple[Handler | None, str | None]:
     nothing to do, if there is one.
     """
     handler = _HANDLERS.get(f.func)
+    if handler is None and _other_kind(f.func):
+        handler = refuse_layout
     if handler is not None:
         return handler, "device" if handler is to_copy else None
     if is_foreign(f.func):
@@ -89,11 +92,41 @@ def _foreign(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 def refuse_layout(recorder: OpRecorder | None, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise NotImplementedError(
-        f"{func}: device 'lazygt' has dense strided tensors only, no sparse, quantized or nested "
-        f"ones. Make such a tensor on the CPU (device='cpu') and .to_dense() it before "
-        f".to('lazygt')."
-    )
+    raise NotImplementedError(with_line(f"{func}: {_INSTEAD[_other_kind(func)]}"))
+
+
+def _other_kind(func: Any) -> str:
+    """The kind of tensors that an op is for, where lazygt has none of them; else ""."""
+    name = str(func)
+    return next((kind for kind, begins in _OTHER_KINDS.items() if name.startswith(begins)), "")
+
+
+_OTHER_KINDS = {
+    "quantized": (
+        "quantized.", "aten.quantize_per_", "aten.empty_quantized", "aten.int_repr", "aten.q_",
+        "aten._make_per_", "aten._empty_affine_quantized", "aten._empty_per_channel_affine",
+    ),
+    "nested": (
+        "aten._nested_tensor_from_tensor_list", "aten._nested_from_padded.",
+        "aten._nested_tensor_from_mask.", "aten._nested_view_from_buffer",
+        # the recorder in C++ takes tensors of torch's own class, as the jagged ones are made of
+        *(("aten._nested_view_from_jagged",) if NATIVE is None else ()),
+    ),
+    "sparse": ("aten._to_sparse", "aten.to_mkldnn."),
+}  # fmt: skip
+_INSTEAD = {
+    "": "device 'lazygt' has dense strided tensors only, no sparse, quantized or nested ones. Make "
+    "such a tensor on the CPU (device='cpu') and .to_dense() it before .to('lazygt').",
+    "sparse": "device 'lazygt' has dense strided tensors only, no sparse ones and none of mkldnn. "
+    "Leave the tensor dense, or take it to the CPU with .cpu() before.",
+    "quantized": "quantized tensors are not supported on device 'lazygt'. Quantize on the CPU: "
+    "take the tensor there with .cpu() before, and .dequantize() what comes back before "
+    ".to('lazygt'). Or stay here with torch.fake_quantize_per_tensor_affine, or with int8 tensors "
+    "and a scale of your own: (x / scale).round().clamp(-128, 127).to(torch.int8).",
+    "nested": "nested tensors are not supported on device 'lazygt'. Pad them: "
+    "torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) and a mask. Or make them on the "
+    "CPU (device='cpu') of tensors taken there with .cpu().",
+}
 
 
 # -- values that come and go ---------------------------------------------------------------

@@ -49,8 +49,11 @@ _CPU_INDICES = frozenset(
 def blank(owner: Owner, shape: Any, stride: Any, dtype: torch.dtype | None) -> LazyTensor:
     """``torch.empty``: memory that is only asked for when something is done with it."""
     sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise RuntimeError(f"Trying to create tensor with negative dimension: {list(sizes)}")
+    negative = next((size for size in sizes if size < 0), None)
+    if negative is not None:
+        raise RuntimeError(
+            f"Trying to create tensor with negative dimension {negative}: {list(sizes)}"
+        )
     strides = contiguous_stride(sizes) if stride is None else tuple(int(s) for s in stride)
     meta = intern(sizes, strides, dtype or torch.get_default_dtype())
     storage = new_storage(owner, 0, 0, meta)

@@ -15,10 +15,16 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import OpFacts
 from lazygt.graph.shapes import Shapes
 from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.cpu_errors import cpu_error
 from lazygt.graph.shapes.meta_run import run_on_metas
+from lazygt.graph.source import with_line
 from lazygt.record.trie import TraceTrie, TrieNode
 
 _LIMIT = 50_000
+#: An op, its arguments, and the metas and numbers that they name.
+_Call = tuple[
+    OpFacts, tuple[Arg, ...], tuple[tuple[str, Arg], ...], dict[int, TensorMeta], list[Any]
+]
 
 
 class Inference:
@@ -52,7 +58,8 @@ class Inference:
             params: the value of every Param.
 
         Raises:
-            Exception: torch's own, when the op does not take such arguments.
+            Exception: torch's own, when the op does not take such arguments. It names the user's
+                line; on CPU workers it is the one that eager torch raises.
         """
         quick = self.by_rule(f, args, kwargs, metas, params)
         if quick is not None:
@@ -124,7 +131,18 @@ class Inference:
         metas: dict[int, TensorMeta],
         params: list[Any],
     ) -> Results | None:
-        return run_on_metas(f, args, kwargs, metas, params, self._device_type)
+        call = f, args, kwargs, metas, params
+        try:
+            return run_on_metas(*call, self._device_type)
+        except Exception as error:  # noqa: BLE001 - each is raised again
+            raise self._refusal(error, call) from None
+
+    def _refusal(self, error: Exception, call: _Call) -> Exception:
+        """A refusal as torch's kernel on the workers' device tells it, with the user's line."""
+        refusal = cpu_error(*call) if self._device_type == "cpu" else None
+        refusal = refusal or error
+        refusal.args = (with_line(str(refusal)),)
+        return refusal.with_traceback(None)
 
 
 #: A number of each kind that a graph's params may be of.

@@ -7,7 +7,7 @@ run on fake tensors, which are meta tensors that claim to be on the workers' dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,21 +46,14 @@ def run_on_metas(
     device = torch.device(device_type if by_device else "meta")
     tensors: list[torch.Tensor] = []
 
-    def leaf(arg: Arg) -> Any:
-        if type(arg) is Ref:
-            tensors.append(metas[arg.index].empty(device))
-            return tensors[-1]
-        if type(arg) is Param:
-            return params[arg.index]
-        if type(arg) is tuple:
-            return [leaf(item) for item in arg]
-        return device if arg is DEVICE else arg
+    def empty(meta: TensorMeta) -> torch.Tensor:
+        tensors.append(meta.empty(device))
+        return tensors[-1]
 
     # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks
     mode = FakeTensorMode(allow_fallback_kernels=not f.foreign) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
-        margs = [leaf(arg) for arg in args]
-        mkwargs = {name: leaf(arg) for name, arg in kwargs}
+        margs, mkwargs = with_tensors(args, kwargs, empty, metas, params, device)
         try:
             returned = META_KERNELS.get(f.name, f.func)(*margs, **mkwargs)
         except NotImplementedError:
@@ -80,6 +73,28 @@ def run_on_metas(
         again = run_on_metas(f, args, kwargs, wide, params, device_type)
         fresh = [_with_strides(fresh[0], again)]
     return results._replace(fresh=tuple(fresh))
+
+
+def with_tensors(
+    args: tuple[Arg, ...],
+    kwargs: tuple[tuple[str, Arg], ...],
+    make: Callable[[TensorMeta], torch.Tensor],
+    metas: Mapping[int, TensorMeta],
+    params: Sequence[Any],
+    device: torch.device,
+) -> tuple[list[Any], dict[str, Any]]:
+    """An op's arguments with a tensor for each Ref, and the value of each Param."""
+
+    def leaf(arg: Arg) -> Any:
+        if type(arg) is Ref:
+            return make(metas[arg.index])
+        if type(arg) is Param:
+            return params[arg.index]
+        if type(arg) is tuple:
+            return [leaf(item) for item in arg]
+        return device if arg is DEVICE else arg
+
+    return [leaf(arg) for arg in args], {name: leaf(arg) for name, arg in kwargs}
 
 
 def _described(

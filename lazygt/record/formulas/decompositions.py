@@ -41,7 +41,7 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not 0.0 <= p <= 1.0:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p:g}")
     if p == 0 or not train or x.numel() == 0:
         return x
     if p == 1:
@@ -55,7 +55,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 def _dropout_(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not 0.0 <= p <= 1.0:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p:g}")
     if p == 0 or not train or x.numel() == 0:
         return x
     if p == 1:
