@@ -144,7 +144,7 @@ class Session:
 
             self._status = StatusWriter(self, self._link.status, self._link.name)
             self._status.start()
-        self._idle = self._submitter.idle = Idle(self, config.default_device)
+        self.idle = self._submitter.idle = Idle(self, config.default_device)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse a copy.
@@ -161,7 +161,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Record ops here until the block ends; nests, also inside itself."""
-        self._idle.entered = True
+        self.idle.enter()
         self._check_open()
         try:
             device.open_session(self)
@@ -186,6 +186,8 @@ class Session:
                 self.synchronize()
                 if self._checkpoints is not None:
                     self._checkpoints.end_well()
+                if not (self.recorder.ops or self._client.counts.bytes_uploaded):
+                    self.idle.ended_unused()
                 self.recorder.generator.restore_host_state()
         finally:
             self._end()
@@ -234,7 +236,7 @@ class Session:
                 if self._status is not None:
                     ends.callback(self._status.close)
             ends.callback(self._unhook)
-            ends.callback(self._idle.close)
+            ends.callback(self.idle.close)
             ends.callback(device.close_session, self)
             ends.callback(self.recorder.generator.close)
 
@@ -388,8 +390,8 @@ class Session:
 
     def _check_used(self) -> None:
         """For what makes sense in an entered session only."""
-        if not self._idle.entered:
-            self._idle.used()
+        if not self.idle.entered:
+            self.idle.used()
         self._check_open()
 
     def _check_open(self) -> None:

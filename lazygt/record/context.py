@@ -7,6 +7,7 @@ from typing import Protocol
 from lazygt.config import Config
 from lazygt.errors import NoSession
 from lazygt.graph.mesh import Mesh
+from lazygt.record.idle import Idle
 from lazygt.record.recorder import Recorder
 
 #: The name of the device.
@@ -20,6 +21,7 @@ class OpenSession(Protocol):
     mesh: Mesh
     recorder: Recorder
     device_type: str
+    idle: Idle
 
     def synchronize(self) -> None:
         """Ship what is recorded and wait for it."""

@@ -34,6 +34,7 @@ from lazygt.record import (
     flag_changes,
     host_rng,
     methods,
+    other_devices,
     rng,
     sending,
     subclasses,
@@ -66,7 +67,7 @@ _hook, _guard = _DummyPrivateUse1Hook(), _DummyDeviceGuard()
 _ALWAYS = Patches(*autograd.PATCHES, *swap.PATCHES, *subclasses.PATCHES, *dataloader.PATCHES,
                   *optimizers.PATCHES, *autocast.PATCHES, *registry.PATCHES, *sending.PATCHES,
                   *(methods.PATCHES if NATIVE is not None else ()))  # fmt: skip
-_IN_SESSIONS = Patches(*swap.IN_SESSIONS, *flag_changes.IN_SESSIONS)
+_IN_SESSIONS = Patches(*swap.IN_SESSIONS, *other_devices.IN_SESSIONS, *flag_changes.IN_SESSIONS)
 #: Of the stack of sessions, and of what follows from it.
 _adapting = threading.RLock()
 

@@ -112,11 +112,10 @@ def _defaulting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if (
-            kwargs.get("device") is None
-            and _stays_free(kwargs)
-            and not (converts and args and isinstance(args[0], torch.Tensor))
-        ):
+        device = kwargs.get("device")
+        if device is not None:
+            _note_device(device)
+        elif _stays_free(kwargs) and not (converts and args and isinstance(args[0], torch.Tensor)):
             kwargs["device"] = DEVICE_0
         return function(*args, **kwargs)
 
@@ -193,6 +192,14 @@ def _set_default_type(given: Any) -> None:
     """``torch.set_default_tensor_type``, which knows torch's own types only."""
     named = _typed().get(given.removeprefix("torch."), given) if isinstance(given, str) else given
     _torch_set_default_type(named.own if isinstance(named, _Typed) else named)
+
+
+def _note_device(device: Any) -> None:
+    """Note that the program asks for a tensor on the CPU or a GPU while a session is open."""
+    if session_stack and str(device).startswith(("cpu", "cuda")):
+        session: Any = session_stack[-1]
+        if not session.recorder.lock._is_owned():
+            session.idle.made_elsewhere = True
 
 
 # -- where a new tensor goes ---------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Says once when a session is there, and the client does the work that it was opened for.
 
 Nothing tells the CPU ops that somebody wants from those that should have gone to the workers. But
-where optimizers step on the CPU again and again, or a session is never entered, it is likely.
+it is likely where optimizers step on the CPU again and again, where a session is never entered, and
+where one ends that has recorded nothing while gradients or new tensors were asked of the CPU.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from lazygt.graph.source import expand, user_call_site
 #: Steps on the CPU that are taken for a comparison, or for something small aside; after as many on
 #: the workers, one after the other, nobody looks any more.
 _MOST_STEPS = 3
+_autograd: Any = torch.autograd
 
 
 class Idle:
@@ -26,6 +29,10 @@ class Idle:
     def __init__(self, session: object, default_device: bool) -> None:
         self._default_device = default_device
         self.entered = self._said = False
+        #: a tensor was made in the session on a device of torch's own
+        self.made_elsewhere = False
+        #: how many nodes autograd had made on this thread when the session was entered
+        self._nodes = 0
         self._made = expand(user_call_site(1))
         self._owner = os.getpid()
         self._session = weakref.ref(session)
@@ -33,6 +40,25 @@ class Idle:
         self._steps = 0
         self._here = True
         self._end = weakref.finalize(session, self.close)
+
+    def enter(self) -> None:
+        """The session is entered, maybe once more."""
+        if not self.entered:
+            self._nodes = _autograd._get_sequence_nr()
+        self.entered = True
+
+    def ended_unused(self) -> None:
+        """The session has ended well, and has neither recorded nor uploaded anything."""
+        computed = self.made_elsewhere or _autograd._get_sequence_nr() > self._nodes
+        if self._default_device and computed:
+            self._say(
+                f"the session made at {self._made} has ended and has recorded nothing: what was "
+                f"computed meanwhile was computed by this process. A device of torch's own, as of "
+                f"`'cuda' if torch.cuda.is_available() else 'cpu'`, is not the session's. Write "
+                f"device='lazygt', or leave the device out, and move what was made before the "
+                f"session with .to('lazygt'). If it is meant so, open the session with "
+                f"default_device=False."
+            )
 
     def used(self) -> None:
         """A method was called that makes sense in a session only."""

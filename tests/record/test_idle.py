@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_nothing_to_say(device: str | None, steps: int, default_device: bool) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error", lazygt.IdleWarning)
         with lazygt.session(launcher="inline", default_device=default_device):
+            torch.ones(2).sum()
             train(device, steps)
 
 
@@ -90,3 +92,82 @@ def test_a_session_may_be_entered_later() -> None:
         torch.ones(2).sum()
         with s:
             train(None, steps=9)
+
+
+RECORDED_NOTHING = (
+    "the session made at HERE has ended and has recorded nothing: what was computed meanwhile was "
+    "computed by this process. A device of torch's own, as of `'cuda' if torch.cuda.is_available() "
+    "else 'cpu'`, is not the session's. Write device='lazygt', or leave the device out, and move "
+    "what was made before the session with .to('lazygt'). If it is meant so, open the session with "
+    "default_device=False."
+)
+
+
+def multiply() -> None:
+    device = "cpu"  # without CUDA: "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.ones(3, 3, device=device)
+    a @ a
+
+
+def grade() -> None:
+    MODEL(X).sum().backward()
+
+
+MODEL, X = nn.Linear(2, 2), torch.ones(1, 2)
+
+
+@pytest.mark.parametrize("work", [multiply, grade])
+def test_a_session_that_recorded_nothing_says_so_once(work: Callable[[], None]) -> None:
+    def program() -> None:
+        with lazygt.session(launcher="inline") as s, s:
+            work()
+            work()
+
+    with pytest.warns(lazygt.IdleWarning) as caught:
+        program()
+    assert said(caught) == [RECORDED_NOTHING]
+
+
+def test_an_opened_session_that_recorded_nothing_says_so() -> None:
+    s = lazygt.session(launcher="inline").open()
+    multiply()
+    with pytest.warns(lazygt.IdleWarning) as caught:
+        s.close()
+    s.close()
+    assert said(caught) == [RECORDED_NOTHING]
+
+
+def record_more() -> None:
+    multiply()
+    torch.ones(2).sum()
+
+
+def upload() -> None:
+    multiply()
+    X.to("lazygt")
+
+
+@pytest.mark.parametrize("work", [int, record_more, upload], ids=lambda work: work.__name__)
+def test_a_session_that_was_of_use_or_had_nothing_to_do_says_nothing(
+    work: Callable[[], object],
+) -> None:
+    grade()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lazygt.IdleWarning)
+        with lazygt.session(launcher="inline"):
+            work()
+        with lazygt.session(launcher="inline", default_device=False):
+            multiply()
+
+
+def fail() -> None:
+    with lazygt.session(launcher="inline"):
+        multiply()
+        raise ZeroDivisionError
+
+
+def test_an_error_is_not_joined_by_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lazygt.IdleWarning)
+        with pytest.raises(ZeroDivisionError):
+            fail()

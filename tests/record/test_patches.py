@@ -52,7 +52,10 @@ multiprocessing.queues.JoinableQueue.put"""
 IN_SESSIONS = """\
 torch.Tensor.data
 torch.nn.parameter.Parameter.__new__
-torch.jit._script.ScriptModule._apply"""
+torch.jit._script.ScriptModule._apply
+torch.cuda._lazy_init
+torch.nn.parallel.data_parallel.DataParallel.__init__
+torch.nn.parallel.distributed.DistributedDataParallel.__init__"""
 
 
 def names(patches: Patches) -> list[str]:

@@ -1,0 +1,69 @@
+"""Errors for programs that are written for torch's own devices: what to write in a session instead.
+
+``.cuda()`` and ``device="cuda"`` where there is no GPU, and torch's wrappers of modules for several
+of its devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch._utils import _get_available_device_type as _device_type
+
+from lazygt.graph.source import with_line
+from lazygt.record.context import NAME
+from lazygt.record.patches import Patch
+from lazygt.record.tensor import is_lazy
+
+_init_cuda: Any = torch.cuda._lazy_init
+_CUDA = (
+    "In a lazygt session the device is 'lazygt', whatever the workers compute on: write "
+    ".to('lazygt') for .cuda() and device='lazygt' for device='cuda', or leave the device out"
+)
+
+
+@functools.wraps(_init_cuda)
+def _init_cuda_or_say() -> None:
+    """``torch.cuda._lazy_init``: whatever needs CUDA in this process calls it first."""
+    try:
+        _init_cuda()
+    except (AssertionError, RuntimeError) as error:
+        error.args = (with_line(f"{error}. {_CUDA}"),)
+        raise
+
+
+def _refusing(wrapper: Any) -> Any:
+    """``__init__`` of a wrapper for modules that are on several devices, one process or many."""
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def init_or_refuse(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _would_be_lazy(wrapper, module):
+            raise NotImplementedError(with_line(
+                f"{wrapper.__name__} of a module on device 'lazygt': a session shows its workers "
+                f"as one device. Open it with lazygt.session(mesh={{'data': 2}}), which starts 2 "
+                f"workers, write lazygt.data_parallel(module) in place of the wrapper, and cut "
+                f"batches with lazygt.distribute(batch, {{'data': lazygt.Shard(0)}})"
+            ))  # fmt: skip
+        init(self, module, *args, **kwargs)
+
+    return init_or_refuse
+
+
+def _would_be_lazy(wrapper: Any, module: nn.Module) -> bool:
+    """Whether it is a lazy module that a wrapper would have to do with."""
+    moves = wrapper is nn.DataParallel and _device_type() == NAME
+    return moves or any(map(is_lazy, module.parameters()))
+
+
+_WRAPPERS: tuple[Any, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+IN_SESSIONS = (
+    Patch(torch.cuda, "_lazy_init", _init_cuda_or_say, "its error knows torch's own devices alone"),
+    *(
+        Patch(wrapper, "__init__", _refusing(wrapper), "it knows torch's own devices alone")
+        for wrapper in _WRAPPERS
+    ),
+)
