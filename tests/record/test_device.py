@@ -104,7 +104,7 @@ def test_sparse_tensors_can_not_be_moved(s: lazygt.Session, kind: str) -> None:
 def test_sparse_and_quantized_constructors_stay_on_the_cpu(s: lazygt.Session) -> None:
     assert torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (2, 2)).device.type == "cpu"
     x = torch.quantize_per_tensor(torch.zeros(2, device="cpu"), 1.0, 0, torch.qint8)
-    with pytest.raises(NotImplementedError, match="strided tensors only"):
+    with pytest.raises(NotImplementedError, match="quantized tensors are not supported"):
         x.to("lazygt")
 
 
@@ -522,7 +522,7 @@ with lazygt.session(launcher="inline"):
     else:
         raise AssertionError("nothing was raised")
     if expected is Mine: assert text == "boom", text
-    if expected is RuntimeError: assert "reduction dim" in text and "cast" not in text, text
+    if expected is RuntimeError: assert "cannot be multiplied" in text and "cast" not in text, text
     x = torch.ones(3, requires_grad=True)
     (x * 3).sum().backward()
     assert x.grad.tolist() == [3, 3, 3]

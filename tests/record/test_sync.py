@@ -181,7 +181,7 @@ def test_a_failed_op_leaves_no_trace_too_long() -> None:
         x, *others = (torch.ones(size, device="cpu").to("lazygt") for size in (2, 3, 4, 5))
         doubled = x * 2
         for other in others:
-            with pytest.raises(RuntimeError, match="broadcast"):
+            with pytest.raises(RuntimeError, match="The size of tensor a"):
                 torch.add(x, other)
         assert s.stats()["flushes"] == {}
         x.detach()
