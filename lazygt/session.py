@@ -186,9 +186,10 @@ class Session:
                 self.synchronize()
                 if self._checkpoints is not None:
                     self._checkpoints.end_well()
-                if not (self.recorder.ops or self._client.counts.bytes_uploaded):
-                    self.idle.ended_unused()
                 self.recorder.generator.restore_host_state()
+                recorder, sent = self.recorder, self._client.counts.bytes_uploaded
+                if not (recorder.ops or recorder.has_numbers or sent):
+                    self.idle.ended_unused()
         finally:
             self._end()
 

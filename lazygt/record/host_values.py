@@ -96,6 +96,7 @@ def fill(t: LazyTensor, source: torch.Tensor) -> None:
     if tuple(value.shape) != meta.shape:
         value = value.expand(meta.shape)
     if meta.numel == 1 and not meta.dtype.is_complex:
+        storage.owner.has_numbers = True
         storage.set_host(value.clone().reshape(meta.shape))
     else:
         storage.set_remote(storage.owner.upload(value, meta))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,13 +26,17 @@ _autograd: Any = torch.autograd
 class Idle:
     """Watches a session from the time it is made until it is closed; says one thing at most."""
 
+    #: entered in this process
+    sessions: ClassVar[int] = 0
+
     def __init__(self, session: object, default_device: bool) -> None:
         self._default_device = default_device
         self.entered = self._said = False
         #: a tensor was made in the session on a device of torch's own
         self.made_elsewhere = False
-        #: how many nodes autograd had made on this thread when the session was entered
-        self._nodes = 0
+        #: how many nodes autograd had made on this thread, and how many sessions this process had
+        #: entered, when this one was
+        self._nodes = self._sessions = 0
         self._made = expand(user_call_site(1))
         self._owner = os.getpid()
         self._session = weakref.ref(session)
@@ -44,13 +48,15 @@ class Idle:
     def enter(self) -> None:
         """The session is entered, maybe once more."""
         if not self.entered:
-            self._nodes = _autograd._get_sequence_nr()
+            Idle.sessions += 1
+            self._sessions, self._nodes = Idle.sessions, _autograd._get_sequence_nr()
         self.entered = True
 
     def ended_unused(self) -> None:
         """The session has ended well, and has neither recorded nor uploaded anything."""
-        computed = self.made_elsewhere or _autograd._get_sequence_nr() > self._nodes
-        if self._default_device and computed:
+        alone = Idle.sessions == self._sessions  # else nodes may be of the other one's ops
+        graded = alone and _autograd._get_sequence_nr() > self._nodes
+        if self._default_device and (self.made_elsewhere or graded):
             self._say(
                 f"the session made at {self._made} has ended and has recorded nothing: what was "
                 f"computed meanwhile was computed by this process. A device of torch's own, as of "

@@ -78,7 +78,7 @@ class Recorder:
         self._inferences: dict[Flags, Inference] = {(): Inference(worker_device)}
         self.lock = self._make_lock()
         self.generator = self._make_generator(worker_device)
-        self.closed = False
+        self.closed = self.has_numbers = False
         self.trace = self._make_trace()
         #: is told of storages that got another value by no op of a trace
         self.on_overwritten: Callable[[Storage, Held], None] | None = None

@@ -45,6 +45,8 @@ class Owner(Protocol):
 
     closed: bool
     lock: threading.RLock
+    #: whether it was ever given a single number to keep
+    has_numbers: bool
 
     @property
     def serial(self) -> int:

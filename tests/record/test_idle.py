@@ -147,7 +147,19 @@ def upload() -> None:
     X.to("lazygt")
 
 
-@pytest.mark.parametrize("work", [int, record_more, upload], ids=lambda work: work.__name__)
+def number() -> None:
+    multiply()
+    torch.tensor(1.5)
+
+
+def use_another() -> None:
+    with lazygt.session(launcher="inline"):
+        train(None, 1)
+
+
+@pytest.mark.parametrize(
+    "work", [int, record_more, upload, number, use_another], ids=lambda work: work.__name__
+)
 def test_a_session_that_was_of_use_or_had_nothing_to_do_says_nothing(
     work: Callable[[], object],
 ) -> None:

@@ -596,7 +596,7 @@ ODD: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_errors_are_torchs_own(name: str) -> None:
-    """A rule stays silent, and inference as a whole raises what the meta kernel raises."""
+    """A rule stays silent, and inference as a whole raises what torch raises."""
     if name == "aten.embedding.default" and TORCH < (2, 13):
         pytest.skip("the meta kernel of this torch takes indices of any dtype")
     recorded = Recorded(name, *ODD[name])
@@ -605,7 +605,8 @@ def test_errors_are_torchs_own(name: str) -> None:
     assert isinstance(expected, Exception)
     with pytest.raises(type(expected)) as raised:
         Inference("cpu").results(*recorded.call)
-    assert str(raised.value) == str(expected)
+    lines = [str(error).partition("\n  at ")[0] for error in (raised.value, expected)]
+    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize(
