@@ -10,10 +10,13 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.runtime.compiling.artifacts import Record
 from tests.recovery.programs import chaotic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("compiled_code_pays"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache directory of these tests, whose code is used even where the machine gains nothing."""
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(shared))
-    monkeypatch.setattr(Record, "saved", lambda record, numel: 1.0)
 
 
 def run(kill: int | None, snapshot: int | None, workers: int) -> tuple[torch.Tensor, int, int]:

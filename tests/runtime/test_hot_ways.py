@@ -105,7 +105,10 @@ def test_what_is_shipped_takes_few_files(
 def test_an_optimizers_step_takes_eleven_files(ways: dict[str, frozenset[str]]) -> None:
     """It is recorded: handles, views that are written, a number that torch itself makes, and what
     the optimizer keeps in the client, for when the step is undone."""
-    assert names(ways["step"] - BETWEEN) <= RECORDING, sorted(ways["step"])
+    # a process that has used torch.compile asks in each step whether to compile
+    wrapped = hasattr(torch.optim.AdamW._init_group, "_torchdynamo_orig_callable")
+    asked = {"torch_compile"} if wrapped else set()
+    assert names(ways["step"] - BETWEEN) <= RECORDING | asked, sorted(ways["step"])
 
 
 def test_nobody_looks(ways: dict[str, frozenset[str]]) -> None:

@@ -25,7 +25,7 @@ from lazygt.runtime.worker import Worker
 from tests.runtime.cluster import agents
 from tests.runtime.cluster.agents import Hosts, on_host
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compiled_code_pays")]
 
 KEY = "0123456789abcdef" * 2
 RECORD = Record(1.0, ((1024, 2e-6, 1e-6),))
