@@ -100,7 +100,6 @@ class TensorMeta:
         return text + ("~conj" if self.conj else "") + ("~neg" if self.neg else "")
 
 
-@lru_cache(maxsize=65536)
 def intern(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -110,7 +109,11 @@ def intern(
     neg: bool = False,
 ) -> TensorMeta:
     """One object per distinct meta, so that comparing and hashing them stays cheap."""
-    return TensorMeta(shape, stride, dtype, offset, conj, neg)
+    return _interned(shape, stride, dtype, offset, conj, neg)
+
+
+#: Its callers leave nothing out: the cache tells arguments that are given from defaults.
+_interned = lru_cache(maxsize=65536)(TensorMeta)
 
 
 def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:

@@ -70,6 +70,12 @@ def test_unreadable_text_is_a_value_error(line: str) -> None:
         parse_graph(f"graph {{\n{line}\n  return\n}}")
 
 
+def test_meta_is_one_object_however_its_defaults_are_given() -> None:
+    short = intern((2, 3), (3, 1), torch.float32)
+    assert short is intern((2, 3), (3, 1), torch.float32, 0, False, False)
+    assert short is intern((2, 3), stride=(3, 1), dtype=torch.float32, neg=False)
+
+
 def test_dtypes_have_names() -> None:
     assert dtype_of("bf16") is torch.bfloat16
     with pytest.raises(ValueError, match="not a torch dtype"):
