@@ -55,9 +55,8 @@ class TensorMeta:
     @staticmethod
     def of(t: torch.Tensor) -> TensorMeta:
         """The meta of a strided tensor; equal metas are the same object."""
-        return intern(
-            tuple(t.shape), t.stride(), t.dtype, t.storage_offset(), t.is_conj(), t.is_neg()
-        )
+        offset = int(t.storage_offset())
+        return intern(tuple(t.shape), t.stride(), t.dtype, offset, t.is_conj(), t.is_neg())
 
     @property
     def extent(self) -> int:

@@ -45,8 +45,8 @@ NOT_OF_OTHERS = {
     "names that stand in lazygt's own code, or are of this process's objects": {
         "__init__.py", "config.py", "graph/cost.py", "graph/flags.py", "graph/fusion.py",
         "graph/shapes/cpu_errors.py", "passes/lifetime.py", "passes/sharding/rules/decompose.py",
-        "record/autograd.py", "record/factories.py", "record/flag_changes.py", "record/foreign/pickling.py",
-        "record/foreign/registry.py", "record/formulas/autocast.py",
+        "record/autograd.py", "record/factories.py", "record/flag_changes.py",
+        "record/foreign/pickling.py", "record/foreign/registry.py", "record/formulas/autocast.py",
         "record/formulas/decompositions.py", "record/formulas/optimizers.py", "record/handlers.py",
         "record/methods.py", "record/torch_compile.py", "runtime/crc32.py", "serving/plot.py",
         "serving/stages.py", "transfer/__init__.py",
