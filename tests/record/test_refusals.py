@@ -12,6 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import lazygt
+from lazygt.graph.meta import intern
+from lazygt.graph.node import Ref
+from lazygt.graph.ops import facts
 from lazygt.graph.shapes import cpu_errors
 from lazygt.record.tensor import NATIVE
 
@@ -335,6 +338,13 @@ def test_kernel_of_a_large_call_is_not_tried(monkeypatch: pytest.MonkeyPatch) ->
     assert text.startswith("Sizes of tensors must match except in dimension 0. Expected 3 in dim")
     monkeypatch.setattr(cpu_errors, "_CHECK_FIRST", frozenset())
     assert refused(CALLS["mm"], launcher="inline").startswith(META_TEXT)
+
+
+def test_operands_beyond_every_address_space_keep_the_text_of_the_meta_kernel() -> None:
+    large = intern((1 << 40, 1 << 24), (1 << 24, 1), torch.float32)
+    small = intern((3, 3), (3, 1), torch.float32)
+    mm, metas = facts(torch.ops.aten.mm.default), {0: large, 1: small}
+    assert cpu_errors.cpu_error(mm, (Ref(0), Ref(1)), (), metas, []) is None
 
 
 def test_call_that_the_kernel_takes_is_refused_by_the_meta_kernel(

@@ -27,7 +27,14 @@ _CHECK_FIRST = frozenset(
     f"aten.{name}.default"
     for name in ("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "convolution")
 )
-#: Of values, which are zeros here; of memory; of a kernel that there is none of.
+#: Refusals of values, which are zeros here, and of memory.
+_OF_OTHER_KIND: tuple[type[Exception], ...] = (
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+    MemoryError,
+    OSError,
+    OverflowError,  # operands that no address space holds
+)
+#: The same by their texts, and of a kernel that there is none of.
 _OTHER_REASONS = ("Could not run ", "DefaultCPUAllocator", "[enforce fail")
 _MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 
@@ -54,7 +61,7 @@ def cpu_error(
         with undispatched(), torch.no_grad(), nondeterministic():
             operands = with_tensors(args, kwargs, _zeros, metas, params, torch.device("cpu"))
             f.func(*operands[0], **operands[1])
-    except (torch.linalg.LinAlgError, MemoryError, OSError):  # type: ignore[attr-defined]
+    except _OF_OTHER_KIND:
         return None
     except Exception as error:  # noqa: BLE001 - whatever the kernel raises is the answer
         return None if str(error).startswith(_OTHER_REASONS) else error
