@@ -196,7 +196,8 @@ def _set_default_type(given: Any) -> None:
 
 def _note_device(device: Any) -> None:
     """Note that the program asks for a tensor on the CPU or a GPU while a session is open."""
-    if session_stack and str(device).startswith(("cpu", "cuda")):
+    kind = device.type if isinstance(device, torch.device) else str(device)
+    if session_stack and kind.startswith(("cpu", "cuda")):
         session: Any = session_stack[-1]
         if not session.recorder.lock._is_owned():
             session.idle.made_elsewhere = True

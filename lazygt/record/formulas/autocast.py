@@ -86,7 +86,7 @@ def _cast(arg: Any, dtype: torch.dtype) -> Any:
 
 
 def _is_cast(t: Any) -> bool:
-    """Whether autocast changes a tensor's dtype: that of float64 and of other devices stays."""
+    """Tell whether autocast changes a tensor: one of float64, or of another device, stays."""
     if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
         return False
     return t.device.type == NAME or workers_device() == "cpu"
@@ -201,7 +201,7 @@ def fall_through(library: torch.library.Library) -> None:
 
 
 def torchs_own(name: str, device: str) -> bool:
-    """Whether the installed torch casts an op on a device."""
+    """Tell whether the installed torch casts an op on a device."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(
             f"aten::{name}", f"Autocast{device.upper()}"
