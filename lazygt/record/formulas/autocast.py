@@ -245,10 +245,11 @@ def _begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
 
 @wraps(_enter)
 def _enter_both(self: Any) -> Any:
-    entered = _enter(self)
     inner = None
     if self.device == _device_in_session():
         inner = _autocast(NAME, self.fast_dtype, self._enabled, self._cache_enabled)
+    entered = _enter(self)
+    if inner is not None:
         _enter(inner)
     vars(self).setdefault("_lazygt", []).append(inner)
     return entered
