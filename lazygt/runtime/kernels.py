@@ -72,6 +72,14 @@ def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) 
     return base
 
 
+def initialize(device: torch.device) -> None:
+    """Create the device's context and make it this thread's current one: CUDA's generators exist
+    from then on only."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.set_device(device.index or 0)
+
+
 def generator(device: torch.device) -> torch.Generator:
     """The one that a worker's ops draw from."""
     if device.type == "cuda":

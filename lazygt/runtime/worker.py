@@ -96,6 +96,7 @@ class Worker:
     ) -> None:
         self._encode = encode
         self.device = torch.device(device)
+        kernels.initialize(self.device)
         self.rank, self.world_size = rank, world_size
         self.store = Store()
         config = Config.load(
