@@ -7,4 +7,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (bind_executor) bind_executor(m);
   if (bind_runs) bind_runs(m);
   if (bind_mailboxes) bind_mailboxes(m);
+  if (bind_accelerator) bind_accelerator(m);
 }

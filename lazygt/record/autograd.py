@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.source import PACKAGE
+from lazygt.record import accelerator
 from lazygt.record.context import recorder, session_stack
 from lazygt.record.host_values import blank
 from lazygt.record.patches import Patch
@@ -41,14 +42,15 @@ def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     It runs on the caller's thread, as one of CPU tensors does: the user's frames are on the stack.
     """
     if not (session_stack and any(is_lazy(t) for t in outputs)):
-        return _engine_run_backward(outputs, *args, **kwargs)
+        with accelerator.taken(False):
+            return _engine_run_backward(outputs, *args, **kwargs)
     active = session_stack[-1].recorder
     nested = _autograd_node() is not None
     DEFER_INTERRUPT.adopt()
     if not nested:
         active.before_backward()
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), accelerator.taken(True):
             result = _engine_run_backward(outputs, *args, **kwargs)
     except RuntimeError:
         active.raise_backward_error()

@@ -26,6 +26,7 @@ from torch.utils.backend_registration import (
 )
 
 from lazygt.record import (
+    accelerator,
     autograd,
     bridge,
     copies,
@@ -116,6 +117,7 @@ def _adapt() -> None:
     on_cpus = any(s.device_type == "cpu" for s in session_stack)
     with ExitStack() as rest:  # each is done, though another raises
         rest.callback(_activate)
+        rest.callback(accelerator.take, bool(session_stack))
         rest.callback(_IN_SESSIONS.apply if session_stack else _IN_SESSIONS.undo)
         rest.callback(factories.patch if defaulting else factories.unpatch)
         rest.callback(host_rng.install if on_cpus else host_rng.uninstall)
