@@ -12,13 +12,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazygt.graph.flags import nondeterministic
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
 from lazygt.graph.shapes.base import Results
+from lazygt.graph.shapes.fakes import fake_tensors
 from lazygt.graph.shapes.layouts import relaid
 from lazygt.graph.shapes.meta_kernels import META_KERNELS
 
@@ -50,8 +50,10 @@ def run_on_metas(
         tensors.append(meta.empty(device))
         return tensors[-1]
 
-    # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks
-    mode = FakeTensorMode(allow_fallback_kernels=not f.foreign) if by_device else nullcontext()
+    # a foreign op is not to be run on made-up values in place of the fake kernel that it lacks,
+    # and no op on a GPU
+    fallback = not f.foreign and device_type == "cpu"
+    mode = fake_tensors(fallback) if by_device else nullcontext()
     with undispatched(), torch.no_grad(), nondeterministic(), mode:
         margs, mkwargs = with_tensors(args, kwargs, empty, metas, params, device)
         try:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lazygt.graph.flags import Flags
 from lazygt.graph.meta import TensorMeta, contiguous_stride
 from lazygt.graph.ops import Foreign, undispatched
+from lazygt.graph.shapes.fakes import fake_tensors
 from lazygt.record.context import recorder
 from lazygt.record.foreign.definitions import known_op
 from lazygt.record.foreign.pickling import bundle
@@ -178,7 +178,7 @@ class _Results:
             grads = tuple(_rows(meta) for meta, wanted in pairs if wanted)
             return Structure(grads, pytree.tree_structure(list(grads)))
         try:
-            with undispatched(), FakeTensorMode(allow_fallback_kernels=False):
+            with undispatched(), fake_tensors(fallback=False):
                 returned = plain(self.device, [meta.empty(self.device) for meta in metas])
                 leaves, spec = pytree.tree_flatten(returned)
                 shown = tuple(_meta(x) if isinstance(x, torch.Tensor) else x for x in leaves)

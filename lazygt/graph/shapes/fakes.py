@@ -1,0 +1,39 @@
+"""Fake tensors of a GPU that this process leaves alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses import fake_tensor
+
+_create_context = fake_tensor.init_gpu_context
+_here = threading.local()
+
+
+def _init_gpu_context(device: torch.device) -> None:
+    """torch's own, which allocates on the GPU, outside of ``fake_tensors``."""
+    if not getattr(_here, "is_inside", False):
+        _create_context(device)
+
+
+fake_tensor.init_gpu_context = _init_gpu_context  # type: ignore[assignment]
+
+
+@contextmanager
+def fake_tensors(fallback: bool) -> Iterator[None]:
+    """Make fake tensors, of GPUs without a context there: that takes 0.5 GB, and children that
+    are forked later could not use CUDA.
+
+    Args:
+        fallback: whether an op without a fake kernel is run on zeros.
+    """
+    before = getattr(_here, "is_inside", False)
+    _here.is_inside = True
+    try:
+        with fake_tensor.FakeTensorMode(allow_fallback_kernels=fallback):
+            yield
+    finally:
+        _here.is_inside = before
