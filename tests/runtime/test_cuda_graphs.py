@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import lazygt
 from lazygt.config import Config
 from lazygt.runtime.executors.cuda_graphs import graphs_of
+from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from tests.bits import assert_same_bits
 from tests.models import zoo
 from tests.runtime.executors import cuda_stand_in
@@ -98,6 +101,36 @@ def test_a_failed_capture_warns_once_and_the_numbers_stay_right() -> None:
         assert len(w) == 1
         assert_same_bits(x, grown(torch.ones(8, device="cpu"), 12))
         assert s.stats()["cuda_graphs"] == 0
+
+
+def test_replays_compare_nothing_with_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That was done when the plan was captured; each time, it took longer than the graphs."""
+    checked: list[str] = []
+    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", compile="off") as s:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())  # numbers that change: steps between
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sin().exp().tanh().sum().backward()
+            optimizer.step()
+            s.flush()
+
+        for _ in range(12):
+            step()
+        s.synchronize()
+        before, made = cuda.replays, CheckedInterpreter._checked
+
+        def counting(self: CheckedInterpreter, number: int, *args: Any) -> Any:
+            checked.append(self.schedule.graph.nodes[number].op)
+            return made(self, number, *args)
+
+        monkeypatch.setattr(CheckedInterpreter, "_checked", counting)
+        for _ in range(3):
+            step()
+        s.synchronize()
+        assert cuda.replays > before
+    assert [op for op in checked if op.startswith("aten.")] == []
 
 
 def test_a_profiled_run_is_no_replay() -> None:

@@ -146,7 +146,7 @@ class CapturedPlan:
             if self._schedule.graph.nodes[number].dynamic:
                 return number
             try:
-                self._interpreter.step(number, values, params)
+                self._interpreter.step(number, values, params, check=self._copied is None)
             except Exception:  # noqa: BLE001 - the interpreter meets it again, and reports it
                 return number
         return None
@@ -163,6 +163,7 @@ class CapturedPlan:
     def _outputs(self, values: dict[int, Any]) -> list[Value]:
         """The outputs; what a replay writes anew is copied."""
         outputs = [values[number] for number in self._schedule.graph.outputs]
+        first = self._copied is None
         if self._copied is None:
             storages = self._storages()
             lent = {i for i, value in enumerate(outputs) if address(value) in storages}
@@ -170,7 +171,7 @@ class CapturedPlan:
         copies = copied([outputs[position] for position in self._copied])
         for position, copy in zip(self._copied, copies, strict=True):
             outputs[position] = copy
-        self._interpreter.lay_out(outputs, check=True)
+        self._interpreter.lay_out(outputs, check=first)  # replays lay them out alike
         return outputs
 
     def _stopped(self, number: int, values: dict[int, Any]) -> Stopped:
