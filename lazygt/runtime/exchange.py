@@ -102,14 +102,12 @@ class Exchange:
             return Fetched(meta)
         if value._is_zerotensor():
             value = torch.zeros_like(value)
-        host = value.detach().cpu().resolve_conj().resolve_neg()
-        meta = TensorMeta.of(host)
+        plain = value.detach().resolve_conj().resolve_neg()
+        meta = TensorMeta.of(plain)
         if meta.offset or meta.extent != meta.numel:
-            host = host.clone(memory_format=torch.contiguous_format)
-            meta = TensorMeta.of(host)
-        flat = host.as_strided(meta.shape, meta.stride) if meta == TensorMeta.of(host) else host
-        flat = flat.contiguous() if meta.is_contiguous() else flat
-        data = _bytes_of(flat, meta)
+            plain = plain.clone(memory_format=torch.contiguous_format)
+            meta = TensorMeta.of(plain)
+        data = _bytes_of(plain, meta)
         if self._fetch is not None and data.numel() >= self._shm_threshold:
             slot = self._fetch.put(data)
             return Fetched(meta, slot.offset)
@@ -119,15 +117,15 @@ class Exchange:
                 f"which has {max(self._most, 0):,} bytes at most: fetch it in parts, or raise "
                 f"lazygt.session(max_message_bytes=...)"
             )
-        buffers.append(data.numpy().data)
+        buffers.append(data.cpu().numpy().data)
         return Fetched(meta)
 
 
-def _bytes_of(host: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The elements of a dense CPU tensor in memory order, as bytes."""
+def _bytes_of(plain: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """The elements of a dense tensor in memory order, as bytes; nothing is copied."""
     if meta.numel == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return host.as_strided((meta.numel,), (1,)).view(torch.uint8)
+    return plain.as_strided((meta.numel,), (1,)).view(torch.uint8)
 
 
 def _shaped(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
