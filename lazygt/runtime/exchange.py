@@ -16,6 +16,7 @@ from lazygt.runtime.store import Failed, Store, Value
 from lazygt.runtime.wire import Buffer
 
 if TYPE_CHECKING:
+    from lazygt.runtime.host_copies import HostCopies
     from lazygt.runtime.shared_memory import Arena
 
 
@@ -27,6 +28,7 @@ class Exchange:
     """Small values travel as buffers beside a message, large ones in shared memory.
 
     Args:
+        copies: what copies to the GPU; None: values are used where they lie.
         upload, fetch, shm_threshold: see ``Worker``.
         max_message: bytes of the longest answer; more goes in shared memory alone.
     """
@@ -34,13 +36,13 @@ class Exchange:
     def __init__(
         self,
         store: Store,
-        device: torch.device,
+        copies: HostCopies | None,
         upload: Arena | None,
         fetch: Arena | None,
         shm_threshold: int,
         max_message: int = sys.maxsize,
     ) -> None:
-        self._store, self._device = store, device
+        self._store, self._copies = store, copies
         self._most = max_message - _BESIDE_BYTES
         self._upload, self._fetch, self._shm_threshold = upload, fetch, shm_threshold
 
@@ -68,11 +70,12 @@ class Exchange:
             value = _shaped(flat, meta)
         except RuntimeError as error:
             raise ProtocolError(f"there is no such tensor as {meta}: {error}") from error
-        if self._device.type != "cpu" and put.offset is not None:
-            # .to() has read the arena when it returns, so its room is free again at once
-            done.releases.append(put.offset)
-            borrowed = None
-        self._store.put(put.id, value.to(self._device), borrowed)
+        if self._copies is not None:
+            value = self._copies.to_device(value)
+            if put.offset is not None:  # it has been read, so its room is free again at once
+                done.releases.append(put.offset)
+                borrowed = None
+        self._store.put(put.id, value, borrowed)
 
     def fetched(self, fetches: Sequence[int], done: Done) -> list[Buffer]:
         """Note what is said of values that are wanted, whose bytes are returned."""

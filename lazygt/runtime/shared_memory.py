@@ -62,6 +62,8 @@ class _Segment:
     memory: mmap.mmap
     free: list[tuple[int, int]] = field(default_factory=list)
     populated: int = 0
+    #: whether whoever watches has taken it
+    watched: bool = False
 
 
 class Arena:
@@ -80,6 +82,8 @@ class Arena:
         self._in_use = 0
         self._freed: deque[int] = deque()
         self._lock = threading.Lock()
+        self._mapped: Callable[[mmap.mmap], bool] = lambda memory: False
+        self._unmapped: Callable[[mmap.mmap], None] = lambda memory: None
         self._closer = weakref.finalize(self, os.close, fd)
 
     @classmethod
@@ -187,16 +191,6 @@ class Arena:
                     yield offset, min(most, hole - offset)
                 begin = hole
 
-    def trim(self) -> None:
-        """Return the memory of segments that hold no slot to the machine."""
-        self._check_owner()
-        with self._lock:
-            self._drain_freed()
-            for segment in self._segments.values():
-                if segment.free == [(0, segment.nbytes)] and segment.populated:
-                    segment.memory.madvise(mmap.MADV_REMOVE)
-                    segment.populated = 0
-
     # -- everyone ----------------------------------------------------------------------------
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -209,11 +203,24 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._buffer(offset, nbytes), dtype=torch.uint8)
 
+    def watch(
+        self, mapped: Callable[[mmap.mmap], bool], unmapped: Callable[[mmap.mmap], None]
+    ) -> None:
+        """Have each mapping told of, from when it is made.
+
+        Args:
+            mapped: called with a new mapping; whether it takes it.
+            unmapped: called with one that was taken, before it goes.
+        """
+        self._mapped, self._unmapped = mapped, unmapped
+
     def close(self) -> None:
         """Close the memfd and drop the mappings; views that live on keep theirs. Idempotent."""
         self._closer()
         with self._lock:
             for segment in self._segments.values():
+                if segment.watched:
+                    self._unmapped(segment.memory)
                 _unmap(segment.memory)
             self._segments.clear()
 
@@ -251,6 +258,7 @@ class Arena:
                 raise ProtocolError(f"offset {start} lies beyond the end of the arena")
             os.ftruncate(self.fd, start + nbytes)
         segment = _Segment(start, nbytes, mmap.mmap(self.fd, nbytes, offset=start))
+        segment.watched = self._mapped(segment.memory)
         self._segments[index] = segment
         return segment
 

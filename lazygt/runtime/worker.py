@@ -20,6 +20,7 @@ from lazygt.runtime.exchange import Exchange
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome, TimedExecutor
 from lazygt.runtime.executors.interpreter import Stopped
 from lazygt.runtime.executors.native import NativeCode
+from lazygt.runtime.host_copies import HostCopies
 from lazygt.runtime.insight import WorkerInsight
 from lazygt.runtime.known_runs import KnownRuns, Unfinished
 from lazygt.runtime.memory import weighed
@@ -113,9 +114,11 @@ class Worker:
         self.known_runs = KnownRuns(self.store) if native else None
         # Inline, values are handed over as they are.
         longest = sys.maxsize if inline else config.max_message_bytes
-        self.exchange = Exchange(
-            self.store, self.device, upload, fetch, config.shm_threshold, longest
-        )
+        copies = None if self.device.type == "cpu" else HostCopies(self.device)
+        if copies is not None:
+            for arena in filter(None, (upload, fetch, snapshots)):
+                copies.register(arena)
+        self.exchange = Exchange(self.store, copies, upload, fetch, config.shm_threshold, longest)
         self._dynamic = DynamicResults(self.store)
         self._copies = WeightCopies(self.store, self.device, copier)
         self._random = RandomStream(self.device, inline)

@@ -128,16 +128,6 @@ def test_the_file_cannot_be_shrunk_under_a_reader(arena):
         os.ftruncate(arena.fd, 0)
 
 
-def test_trim_gives_memory_back_and_the_arena_still_works(arena):
-    slot = arena.allocate(8 * MIB)
-    arena.free(slot.offset)
-    arena.trim()
-    assert arena.bytes_held == 0
-    assert os.fstat(arena.fd).st_blocks * 512 <= MIB
-    again = arena.put(torch.ones(8 * MIB, dtype=torch.uint8))
-    assert int(arena.view(again.offset, again.nbytes).sum()) == 8 * MIB
-
-
 def test_release_comes_once_with_the_last_view(arena):
     released: list[int] = []
     slot = arena.put(torch.arange(6))

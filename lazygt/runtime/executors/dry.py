@@ -36,7 +36,7 @@ class DryWorker(Worker):
     def __init__(self, max_plans: int, max_plan_bytes: int) -> None:
         super().__init__(max_plans=max_plans, max_plan_bytes=max_plan_bytes)
         self.plans.ops_device = None
-        self.exchange = _Zeros(self.store, self.device, None, None, 0)
+        self.exchange = _Zeros(self.store, None, None, None, 0)
 
     def _inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
         return self.store.get_all(ids)

@@ -1,0 +1,68 @@
+"""Copies between a GPU and the host: from and to arenas that the GPU reads and writes itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lazygt.runtime.launch.procfs import memory_left
+
+if TYPE_CHECKING:
+    from lazygt.runtime.shared_memory import Arena
+
+#: One part of the memory that is left, at most, that a segment is registered with.
+_SHARE = 4
+
+
+class HostCopies:
+    """Copies to one GPU.
+
+    They go on a stream of their own: one that stood in line behind the kernels would have the
+    worker wait for all of these, and the GPU idle then.
+
+    Args:
+        cuda: ``torch.cuda``, or what stands in for it.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._stream: Any = None
+        #: whether CUDA registers this host's shared memory
+        self._registers = True
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor on the GPU; it has been read when this returns."""
+        if self._stream is None:
+            self._stream = self._cuda.Stream(self._device)
+        with self._cuda.stream(self._stream):
+            value = host.to(self._device, non_blocking=True)
+        self._stream.synchronize()
+        value.record_stream(self._cuda.current_stream(self._device))
+        return value
+
+    def register(self, arena: Arena) -> None:
+        """Have the GPU read and write an arena without a copy on the way (``cudaHostRegister``)."""
+        arena.watch(self._mapped, self._unmapped)
+
+    def _mapped(self, memory: mmap.mmap) -> bool:
+        """Register a new mapping; whether it is. All of its pages take memory from then on."""
+        if not self._registers or len(memory) > memory_left() // _SHARE:
+            return False
+        error = self._cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
+        if int(error) == 0:
+            return True
+        self._registers = False  # copies take longer, as from any memory
+        with contextlib.suppress(RuntimeError):  # the next launch would raise that error
+            torch.zeros(1, device=self._device)
+        return False
+
+    def _unmapped(self, memory: mmap.mmap) -> None:
+        self._cuda.cudart().cudaHostUnregister(_address(memory))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

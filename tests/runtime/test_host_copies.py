@@ -1,0 +1,145 @@
+"""Copies to a GPU, by what is asked of torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lazygt.graph.meta import TensorMeta
+from lazygt.runtime import host_copies
+from lazygt.runtime.exchange import Exchange
+from lazygt.runtime.host_copies import HostCopies
+from lazygt.runtime.messages import Done, Put
+from lazygt.runtime.shared_memory import Arena
+from lazygt.runtime.store import Store
+
+MIB = 1 << 20
+
+
+class Stream:
+    """Counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class Cuda:
+    """As ``torch.cuda``; all of its memory is the host's.
+
+    Args:
+        error: what cudaHostRegister answers.
+    """
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.kernels, self.side = error, Stream(), Stream()
+        self.on: Stream = self.kernels
+        #: address -> bytes
+        self.registered: dict[int, int] = {}
+        self.asked = 0
+
+    def Stream(self, _: torch.device) -> Stream:
+        return self.side
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.on, before = stream, self.on
+        yield
+        self.on = before
+
+    def current_stream(self, _: torch.device) -> Stream:
+        return self.on
+
+    def cudart(self) -> Any:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 0
+        self.asked += 1
+        if not self.error:
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a tensor lies in registered memory."""
+        begin, end = value.data_ptr(), value.data_ptr() + value.nbytes
+        return any(a <= begin and end <= a + n for a, n in self.registered.items())
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streams that new values are said to be used on."""
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: streams.append(stream))
+    return streams
+
+
+def test_an_upload_waits_for_its_copy_and_for_no_kernel(used: list[Any]) -> None:
+    cuda, store = Cuda(), Store()
+    arena = Arena.create(MIB)
+    copies = HostCopies(torch.device("cpu"), cuda)
+    copies.register(arena)
+    source = torch.arange(1000.0)
+    slot = arena.put(source)
+    done = Done(1)
+    meta = TensorMeta.of(source)
+    exchange = Exchange(store, copies, arena, None, 1)
+    exchange.receive(Put(7, meta, slot.offset), iter(()), done)
+    assert torch.equal(store.get(7), source)
+    assert (cuda.side.waits, cuda.kernels.waits) == (1, 0)
+    assert used == [cuda.kernels]
+    assert done.releases == [slot.offset]
+    assert cuda.holds(arena.view(slot.offset, slot.nbytes))
+    arena.close()
+
+
+def test_each_segment_is_registered_once_and_given_back() -> None:
+    cuda = Cuda()
+    arena = Arena.create(MIB)
+    HostCopies(torch.device("cpu"), cuda).register(arena)
+    slots = [arena.put(torch.ones(MIB // 2, dtype=torch.uint8)) for _ in range(5)]
+    assert sorted(cuda.registered.values()) == [MIB, 2 * MIB]
+    assert all(cuda.holds(arena.view(slot.offset, slot.nbytes)) for slot in slots)
+    reader = Arena.attach(ctypes.CDLL(None).dup(arena.fd))
+    HostCopies(torch.device("cpu"), cuda).register(reader)
+    assert cuda.holds(reader.view(slots[0].offset, slots[0].nbytes))
+    assert cuda.asked == 3
+    reader.close()
+    arena.close()
+    assert not cuda.registered
+
+
+def test_memory_that_cuda_refuses_is_asked_for_once_and_works() -> None:
+    cuda = Cuda(error=801)
+    arena = Arena.create(MIB)
+    HostCopies(torch.device("cpu"), cuda).register(arena)
+    for _ in range(3):
+        slot = arena.put(torch.ones(MIB, dtype=torch.uint8))
+        assert int(arena.view(slot.offset, slot.nbytes).sum()) == MIB
+    assert cuda.asked == 1
+    arena.close()
+
+
+def test_a_segment_of_most_of_the_memory_left_is_not_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_copies, "memory_left", lambda: 4 * MIB)
+    cuda = Cuda()
+    arena = Arena.create(MIB)
+    HostCopies(torch.device("cpu"), cuda).register(arena)
+    arena.put(torch.ones(MIB, dtype=torch.uint8))
+    assert list(cuda.registered.values()) == [MIB]
+    arena.put(torch.ones(MIB + 1, dtype=torch.uint8))
+    assert list(cuda.registered.values()) == [MIB]
+    arena.close()
