@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lazygt.record.context import workers_device
+from lazygt.record.formulas.attention import attention
 
 aten: Any = torch.ops.aten
 
@@ -63,134 +64,6 @@ def _dropout_(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     noise = torch.empty_like(x).bernoulli_(1 - p)
     noise.div_(1 - p)
     return x.mul_(noise)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """As ``sdp_utils`` in torch chooses: a fused kernel where it applies, else plain matmuls."""
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
-        )
-    on_cpus = workers_device() == "cpu"
-    if on_cpus and 0 in (query.numel(), key.numel(), value.numel()):
-        return _empty_attention(query, key, value)
-    mask = _additive(attn_mask, query)
-    if on_cpus:
-        result = _attention_on_cpus(
-            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa
-        )
-    else:
-        result = _fused_attention(query, key, value, mask, dropout_p, is_causal, scale)
-    if result is not None:
-        return result
-    return aten._scaled_dot_product_attention_math.default(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-
-
-def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask as what is added to the scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    kept, left = (
-        torch.scalar_tensor(number, dtype=query.dtype, device=query.device)
-        for number in (0.0, float("-inf"))
-    )
-    return torch.where(mask, kept, left)
-
-
-def _empty_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Zeros, and NaN where an operand has one; the sums give each operand its gradient."""
-    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    values, keys = value.sum(), key.sum()
-    return zeros + (query.sum() + keys + values) * 0
-
-
-def _attention_on_cpus(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor | None:
-    if torch.backends.cuda.flash_sdp_enabled() and (
-        dropout_p == 0
-        and query.dim() == key.dim() == value.dim() == 4
-        and query.shape[0] == key.shape[0] == value.shape[0]
-        and _heads_match(query.shape[1], key.shape[1], value.shape[1], enable_gqa)
-        and _mask_fits(mask, query, key)
-        and query.shape[3] == key.shape[3] == value.shape[3]
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and query.dtype == key.dtype == value.dtype
-        and query.dtype in _CPU_TYPES
-    ):
-        return aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-        )[0]
-    if not torch.backends.cuda.math_sdp_enabled():
-        raise RuntimeError("No available kernel. Aborting execution.")
-    return None
-
-
-def _heads_match(query: int, key: int, value: int, enable_gqa: bool) -> bool:
-    if enable_gqa:  # a group of query heads shares each head of the keys
-        return key == value and query % key == 0
-    return query == key == value
-
-
-def _mask_fits(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
-    if mask is None:
-        return True
-    mask.size(-2)  # a mask of one dim is torch's own IndexError
-    if mask.requires_grad or mask.dim() not in (2, 4):
-        return False
-    wanted = (*query.shape[:3], key.shape[2])[-mask.dim() :]
-    return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
-
-
-def _fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor | None:
-    if any(t.dim() != 4 for t in (query, key, value)) or query.numel() == 0 or key.numel() == 0:
-        return None
-    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if mask is not None and mask.requires_grad:
-        return None
-    same = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    heads = query.shape[1] == key.shape[1] == value.shape[1]
-    dense = all(t.stride(-1) == 1 for t in (query, key, value))
-    batches = query.shape[0] == key.shape[0] == value.shape[0]
-    if not (same and dense and batches and heads):
-        return None
-    if mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    return aten._scaled_dot_product_efficient_attention.default(
-        query, key, value, mask, grads, dropout_p, is_causal, scale=scale
-    )[0]
-
-
-_CPU_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,
@@ -243,7 +116,7 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "kaiser_window.periodic": _kaiser_window,
     "kaiser_window.beta": _kaiser_window,
     "dropout_": _dropout_,
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": attention,
     "linalg_eigvals": _eigvals,
     "linalg_eigvalsh": _eigvalsh,
     "linalg_svdvals": _svdvals,

@@ -1,0 +1,372 @@
+"""Attention: the kernel that eager torch would choose on the workers' device.
+
+On GPUs the choice is that of torch's ``sdp_utils``, by the conditions that its versions from 2.11
+on have in common: a kernel is taken where all of them would take it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from lazygt.record.context import workers_device
+from lazygt.record.formulas.gpu import Gpu, workers_gpu
+
+aten: Any = torch.ops.aten
+
+
+class Call(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether a gradient of query, key, value or mask may be asked for."""
+        tensors = self.operands if self.mask is None else (*self.operands, self.mask)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    @property
+    def additive(self) -> torch.Tensor | None:
+        """The mask as what is added to the scores."""
+        mask = self.mask
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        kept, left = (
+            torch.scalar_tensor(number, dtype=self.query.dtype, device=self.query.device)
+            for number in (0.0, float("-inf"))
+        )
+        return torch.where(mask, kept, left)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Record a fused kernel where eager torch would take it, else plain matmuls.
+
+    Raises:
+        RuntimeError: there is a mask and a causal one, or all kernels that fit are switched off.
+    """
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+        )
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if workers_device() != "cpu":
+        return _choice(call, workers_gpu())(call)
+    if 0 in (query.numel(), key.numel(), value.numel()):
+        return _empty(call)
+    return _on_cpus(call) if _fits_cpus(call) else _math(call)
+
+
+def _math(call: Call) -> torch.Tensor:
+    if not torch.backends.cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return aten._scaled_dot_product_attention_math.default(
+        *call.operands,
+        call.additive,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )[0]
+
+
+# -- on CPUs -----------------------------------------------------------------------------
+
+
+def _empty(call: Call) -> torch.Tensor:
+    """Zeros, and NaN where an operand has one; the sums give each operand its gradient."""
+    query, key, value = call.operands
+    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    values, keys = value.sum(), key.sum()
+    return zeros + (query.sum() + keys + values) * 0
+
+
+def _on_cpus(call: Call) -> torch.Tensor:
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        *call.operands, call.dropout_p, call.is_causal, attn_mask=call.additive, scale=call.scale
+    )[0]
+
+
+def _fits_cpus(call: Call) -> bool:
+    query, key, value = call.operands
+    return torch.backends.cuda.flash_sdp_enabled() and (
+        call.dropout_p == 0
+        and _shapes_fit(call, gqa=True)
+        and _mask_fits(call)
+        and query.shape[3] == key.shape[3] == value.shape[3]
+        and _rows_are_dense(call)
+        and _of_dtypes(call, _CPU_DTYPES)
+    )
+
+
+_CPU_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+# -- conditions of all devices -----------------------------------------------------------
+
+
+def _shapes_fit(call: Call, gqa: bool) -> bool:
+    """Whether all have four dims, the same samples, and heads that match.
+
+    Args:
+        gqa: the kernel shares each head of the keys among a group of query heads, if asked to.
+    """
+    query, key, value = call.operands
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if call.enable_gqa and gqa:
+        return key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
+    return query.shape[1] == key.shape[1] == value.shape[1]
+
+
+def _mask_fits(call: Call) -> bool:
+    mask = call.mask
+    if mask is None:
+        return True
+    mask.size(-2)  # a mask of one dim is torch's own IndexError
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    wanted = (*call.query.shape[:3], call.key.shape[2])[-mask.dim() :]
+    return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
+
+
+def _rows_are_dense(call: Call) -> bool:
+    return all(t.stride(-1) == 1 for t in call.operands)
+
+
+def _of_dtypes(call: Call, dtypes: frozenset[torch.dtype]) -> bool:
+    query, key, value = call.operands
+    return query.dtype == key.dtype == value.dtype and query.dtype in dtypes
+
+
+# -- on GPUs -----------------------------------------------------------------------------
+
+
+def _choice(call: Call, gpu: Gpu) -> Callable[[Call], torch.Tensor]:
+    """The first kernel in torch's order that is switched on and fits."""
+    for backend in _order(gpu):
+        if backend in _KERNELS:
+            enabled, fits, kernel = _KERNELS[backend]
+            if enabled() and fits(call, gpu):
+                return kernel
+    return _math
+
+
+def _order(gpu: Gpu) -> list[int]:
+    """Backends by priority; cuDNN is first where torch prefers it and no one asked for others."""
+    order: list[int] = torch._C._get_sdp_priority_order()
+    if order == _DEFAULT_ORDER and _prefers_cudnn(gpu):
+        return [SDPBackend.CUDNN_ATTENTION.value, *order]
+    return order
+
+
+#: Before torch has seen a GPU.
+_DEFAULT_ORDER = [
+    backend.value
+    for backend in (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.OVERRIDEABLE,
+    )
+]
+
+
+def _prefers_cudnn(gpu: Gpu) -> bool:
+    major, minor = gpu.capability
+    return (
+        gpu.cudnn > 91500
+        and major in (9, 10)
+        and minor in (0, 3)
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    )
+
+
+def _fits_cudnn(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.operands
+    return (
+        gpu.cudnn >= 90000
+        and (8, 0) <= gpu.capability <= (12, 1)
+        and _of_dtypes(call, _HALVES)
+        and _shapes_fit(call, gqa=True)
+        and _mask_fits(call)
+        and not _must_be_deterministic()
+        and _is_filled(call)
+        and _rows_are_dense_on_gpus(call, singles=True)
+        and max(query.shape[3], value.shape[3]) <= 128
+        and query.shape[3] % 8 == value.shape[3] % 8 == 0
+        and key.shape[2] != 1
+        and (call.dropout_p == 0 or _cudnn_drops(call, gpu))
+    )
+
+
+def _cudnn_drops(call: Call, gpu: Gpu) -> bool:
+    """Whether cuDNN draws the dropout: its probabilities are sixteenths."""
+    return gpu.cudnn >= 91400 and call.query.shape[2] != 1 and (call.dropout_p * 16).is_integer()
+
+
+def _cudnn(call: Call) -> torch.Tensor:
+    return aten._scaled_dot_product_cudnn_attention.default(
+        *call.operands,
+        call.additive,
+        call.differentiates,
+        call.dropout_p,
+        call.is_causal,
+        False,
+        scale=call.scale,
+    )[0]
+
+
+def _fits_flash(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.operands
+    return (
+        call.mask is None
+        and (8, 0) <= gpu.capability <= (12, 1)
+        and _of_dtypes(call, _HALVES)
+        and _shapes_fit(call, gqa=True)
+        and query.shape[3] == key.shape[3] == value.shape[3] <= 256
+        and not (call.is_causal and query.shape[2] != key.shape[2])
+        and _is_filled(call)
+        and _rows_are_dense_on_gpus(call, singles=True)
+        and _flash_differentiates(call, gpu)
+    )
+
+
+def _flash_differentiates(call: Call, gpu: Gpu) -> bool:
+    """Whether flash attention has the gradients: where shared memory is small, not of all heads."""
+    small = (8, 6) <= gpu.capability <= (8, 9) or (12, 0) <= gpu.capability <= (12, 1)
+    if not (small and call.differentiates):
+        return True
+    size = call.query.shape[3]
+    return size <= 192 or (size > 224 and call.dropout_p == 0)
+
+
+def _flash(call: Call) -> torch.Tensor:
+    """The kernel takes heads of a multiple of 8: others are filled up, and scaled as they were."""
+    size = call.query.shape[3]
+    scale = 1 / math.sqrt(size) if call.scale is None else call.scale
+    filled = [_filled_up(t, -size % 8) for t in call.operands]
+    result: torch.Tensor = aten._scaled_dot_product_flash_attention.default(
+        *filled, call.dropout_p, call.is_causal, False, scale=scale
+    )[0]
+    return result if size % 8 == 0 else result[..., :size]
+
+
+def _filled_up(t: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.pad(t, (0, count)) if count else t
+
+
+def _fits_efficient(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.operands
+    recent = gpu.capability >= (8, 0)
+    step = _step(query.dtype, gpu.capability)
+    return (
+        (5, 0) <= gpu.capability <= (12, 1)
+        and _of_dtypes(call, _EFFICIENT if recent else _EFFICIENT - {torch.bfloat16})
+        and _shapes_fit(call, gqa=False)
+        and query.shape[3] == key.shape[3]
+        and 0 not in (query.shape[3], value.shape[3])
+        and query.shape[3] % step == value.shape[3] % step == 0
+        and _is_filled(call)
+        and _rows_are_dense_on_gpus(call, singles=False)
+    )
+
+
+def _step(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """The number of elements that the products of efficient attention read at once."""
+    half = dtype in _HALVES
+    if capability >= (8, 0) or (capability >= (7, 0) and half):
+        return 8 if half else 4
+    return 1
+
+
+def _efficient(call: Call) -> torch.Tensor:
+    return aten._scaled_dot_product_efficient_attention.default(
+        *call.operands,
+        _expanded(call),
+        call.differentiates,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+    )[0]
+
+
+def _expanded(call: Call) -> torch.Tensor | None:
+    """The mask of all scores, in rows whose begin in memory the kernel can read 8 elements from."""
+    mask, query = call.additive, call.query
+    if mask is None:
+        return None
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = _filled_up(mask, 8 - length % 8)[..., :length]
+    return mask.expand(*query.shape[:3], call.key.shape[2])
+
+
+def _is_filled(call: Call) -> bool:
+    return 0 not in (t.numel() for t in call.operands)
+
+
+def _rows_are_dense_on_gpus(call: Call, singles: bool) -> bool:
+    """Whether the last dims have stride 1, that of the mask too.
+
+    Args:
+        singles: those of one element need not.
+    """
+    if not (_rows_are_dense(call) or (singles and call.query.shape[-1] == 1)):
+        return False
+    return call.mask is None or call.mask.stride(-1) == 1
+
+
+def _must_be_deterministic() -> bool:
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_EFFICIENT = _HALVES | {torch.float32}
+
+#: Backend -> whether it is switched on, whether it takes a call on a GPU, and its kernel.
+_KERNELS: dict[
+    int, tuple[Callable[[], bool], Callable[[Call, Gpu], bool], Callable[[Call], torch.Tensor]]
+] = {
+    SDPBackend.CUDNN_ATTENTION.value: (torch.backends.cuda.cudnn_sdp_enabled, _fits_cudnn, _cudnn),
+    SDPBackend.FLASH_ATTENTION.value: (torch.backends.cuda.flash_sdp_enabled, _fits_flash, _flash),
+    SDPBackend.EFFICIENT_ATTENTION.value: (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        _fits_efficient,
+        _efficient,
+    ),
+    SDPBackend.MATH.value: (torch.backends.cuda.math_sdp_enabled, lambda call, gpu: True, _math),
+}
