@@ -213,4 +213,5 @@ _ON_CPU = _table(
 _ON_GPU = _table(
     ((_convolved(0, 1),), "convolution.default"),
     ((_convolved(1, 2), _convolved(1, 2)), "convolution_backward.default"),
+    ((_like(0),), "log_sigmoid_forward.default log_sigmoid_backward.default"),
 )

@@ -127,6 +127,8 @@ def _corrected(
         fresh[0] = TensorMeta(fresh[0].shape, fresh[0].stride, operands[1].dtype)
     if f.name == _CPU_ATTENTION and operands[0].dtype == torch.float64 and fresh[1] is not None:
         fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
+    if f.name in _OTHER_ON_GPUS and device_type != "cpu":
+        fresh[1] = _OTHER_ON_GPUS[f.name](operands, fresh[1])
     return relaid(f.name, device_type, operands, fresh)
 
 
@@ -196,6 +198,27 @@ def _check_cast(f: OpFacts, args: Sequence[Any]) -> None:
 
 #: The meta kernel of torch 2.11 gives the logsumexp of float64 queries as float32.
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+def _no_buffer(operands: list[torch.Tensor], buffer: TensorMeta | None) -> TensorMeta:
+    """On GPUs the backward computes again what CPUs leave for it."""
+    return TensorMeta((0,), (1,), operands[0].dtype)
+
+
+def _single_norms(operands: list[torch.Tensor], norms: TensorMeta | None) -> TensorMeta | None:
+    """On GPUs the norms of half precision are kept in single precision."""
+    if norms is None or norms.dtype != torch.float16:
+        return norms
+    return TensorMeta(norms.shape, norms.stride, torch.float32)
+
+
+#: Op -> its second result on GPUs, by the operands and what the meta kernel says.
+_OTHER_ON_GPUS: Mapping[
+    str, Callable[[list[torch.Tensor], TensorMeta | None], TensorMeta | None]
+] = {
+    "aten.log_sigmoid_forward.default": _no_buffer,
+    "aten._weight_norm_interface.default": _single_norms,
+}
 
 #: The input's gradient has the input's dtype; torch's meta kernel promotes it with the weights'.
 _GROUP_NORM_BACKWARD = "aten.native_group_norm_backward.default"

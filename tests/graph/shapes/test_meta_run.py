@@ -231,3 +231,22 @@ def test_writes_that_lose_the_kind_of_number_are_refused_where_they_stand(
     expected = refused("cpu")
     with lazygt.session(launcher="inline"):
         assert refused("lazygt") == expected
+
+
+@pytest.mark.parametrize(("device", "elements"), [("cpu", 120), ("cuda", 0)])
+def test_log_sigmoid_leaves_its_backward_nothing_on_gpus(device: str, elements: int) -> None:
+    with lazygt.session(launcher="dry", device=device):
+        for x in _laid_out(torch.linspace(-1, 1, 120)):
+            value, buffer = torch.ops.aten.log_sigmoid_forward(x)
+            assert buffer.numel() == elements
+            backward = torch.ops.aten.log_sigmoid_backward(x, x, buffer)
+            if device == "cuda":
+                assert value.stride() == backward.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_weights_are_of_single_precision_on_gpus(dtype: torch.dtype) -> None:
+    with lazygt.session(launcher="dry", device="cuda"):
+        v, g = torch.ones(4, 6, dtype=dtype), torch.ones(4, 1, dtype=dtype)
+        w, norms = torch.ops.aten._weight_norm_interface(v, g, 0)
+        assert (w.dtype, norms.dtype) == (dtype, torch.float32)
