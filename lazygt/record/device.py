@@ -49,7 +49,9 @@ from lazygt.record.formulas import autocast, optimizers
 from lazygt.record.formulas.decompositions import (
     DECOMPOSED,
     KERNELS_OF_THEIR_OWN,
+    KERNELS_ON_GPUS,
     register_decompositions,
+    register_for_gpus,
 )
 from lazygt.record.formulas.derivatives import register_derivatives
 from lazygt.record.formulas.recurrent import RECURRENT, register_recurrent
@@ -85,6 +87,8 @@ def open_session(session: OpenSession) -> None:
     """
     try:
         with DEFER_INTERRUPT, _adapting:
+            if session.device_type != "cpu":
+                _prepare_for_gpus()
             session_stack.append(session)
             note_use()
             _adapt()
@@ -92,6 +96,15 @@ def open_session(session: OpenSession) -> None:
     except BaseException:
         leave_session(session)
         raise
+
+
+@functools.cache
+def _prepare_for_gpus() -> None:
+    """Register what only sessions on GPUs need, once in a process."""
+    _libraries.append(register_for_gpus(_fallback if NATIVE is None else None))
+    if NATIVE is not None:
+        for name in KERNELS_ON_GPUS:
+            NATIVE.record_whole("aten", name)
 
 
 def leave_session(session: OpenSession) -> None:

@@ -8,7 +8,7 @@ torch would make on the workers' device: that is what keeps numbers equal, bit f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ aten: Any = torch.ops.aten
 #: Composite ops that have a kernel on CPUs: decomposed, they round differently. torch decomposes
 #: them for a device without a kernel of its own.
 KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
+#: Composite ops that have a kernel on GPUs only.
+KERNELS_ON_GPUS = ("_fused_rms_norm",)
 
 
 def register_decompositions(record: Callable[..., Any] | None) -> torch.library.Library:
@@ -29,15 +31,37 @@ def register_decompositions(record: Callable[..., Any] | None) -> torch.library.
     Args:
         record: takes an op and its arguments, and records it as it is; None: C++ does.
     """
+    library = _library(DECOMPOSED)
+    if record is not None:
+        _record_whole(library, KERNELS_OF_THEIR_OWN, record)
+    return library
+
+
+def register_for_gpus(record: Callable[..., Any] | None) -> torch.library.Library:
+    """Register the choices that are others on GPUs only: sessions on CPUs do without Python there.
+
+    Args:
+        record: see `register_decompositions`.
+    """
+    library = _library({"rms_norm": _rms_norm})
+    if record is not None:
+        _record_whole(library, KERNELS_ON_GPUS, record)
+    return library
+
+
+def _library(choices: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in DECOMPOSED.items():
+    for name, kernel in choices.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")
-    if record is not None:
-        for name in KERNELS_OF_THEIR_OWN:
-            kernel = functools.partial(record, getattr(aten, name).default)
-            library.impl(name, kernel, "PrivateUse1")
     return library
+
+
+def _record_whole(
+    library: torch.library.Library, names: Sequence[str], record: Callable[..., Any]
+) -> None:
+    for name in names:
+        library.impl(name, functools.partial(record, getattr(aten, name).default), "PrivateUse1")
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -64,6 +88,19 @@ def _dropout_(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     noise = torch.empty_like(x).bernoulli_(1 - p)
     noise.div_(1 - p)
     return x.mul_(noise)
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """One kernel on GPUs, where torch has one for such operands; on CPUs simpler ops."""
+    fits = list(x.shape[x.dim() - len(shape) :]) == list(shape)
+    if workers_device() == "cpu" and fits and (weight is None or list(weight.shape) == list(shape)):
+        return aten._fused_rms_norm.default.decompose(x, shape, weight, eps)[0]
+    return aten.rms_norm.default.decompose(x, shape, weight, eps)
 
 
 def _fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, layout: Any = None, device: Any = None,

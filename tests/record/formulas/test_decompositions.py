@@ -183,3 +183,35 @@ def test_grouped_attention_has_eager_bits() -> None:
     keys = [drawn(2, 2, 19, 16, grad=True) for _ in range(2)]
     stats = same(grouped, drawn(2, 8, 19, 16, grad=True), *keys)
     assert stats["ops_recorded"] < 3 * 6
+
+
+def rms_norm(dtype: torch.dtype, weight: torch.dtype, *shape: int) -> list[str]:
+    """The ops of a norm and its backward on GPUs whose names tell of it."""
+    with lazygt.session(launcher="dry", device="cuda") as s:
+        x = torch.ones(shape, dtype=dtype)
+        if len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        w = torch.ones(shape[-1:], dtype=weight, requires_grad=True)
+        F.rms_norm(x.requires_grad_(), shape[-1:], w).sum().backward()
+        s.flush()
+        nodes = [node for plan in s.plans() for node in plan.graph.nodes]
+        return [node.op for node in nodes if "rms" in node.op]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_rms_norm_is_one_op_on_gpus_where_torch_has_a_kernel() -> None:
+    fused = ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+    assert rms_norm(torch.float32, torch.float32, 4, 6) == fused
+    assert rms_norm(torch.bfloat16, torch.bfloat16, 4, 6) == fused
+    assert rms_norm(torch.bfloat16, torch.float32, 4, 6) == []
+    assert rms_norm(torch.float32, torch.float32, 2, 3, 4, 5) == []
+
+
+def test_rms_norm_on_cpus_is_the_same_beside_sessions_on_gpus() -> None:
+    rms_norm(torch.float32, torch.float32, 4, 6)
+    same(lambda x, w: F.rms_norm(x, (47,), w), drawn(33, 47, grad=True), drawn(47, grad=True))
+    with (
+        lazygt.session(launcher="inline"),
+        pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], expected input"),
+    ):
+        F.rms_norm(torch.ones(3, 5), (4,))
