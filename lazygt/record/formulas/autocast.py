@@ -79,6 +79,20 @@ def _call_in(
     return overload(*cast, **{name: _cast(a, dtype) for name, a in kwargs.items()})
 
 
+def as_cudnn(layers: Callable[..., Any]) -> Callable[..., Any]:
+    """Recurrent layers as cuDNN's: autocast has them compute in float16, whatever its dtype is."""
+
+    @wraps(layers)
+    def op(x: torch.Tensor, *args: Any) -> Any:
+        cudnn = workers_device() != "cpu" and torch.backends.cudnn.enabled and x.numel() > 0
+        if not (cudnn and torch.is_autocast_enabled(NAME)):
+            return layers(x, *args)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            return layers(*(_cast(a, torch.float16) for a in (x, *args)))
+
+    return op
+
+
 def _cast(arg: Any, dtype: torch.dtype) -> Any:
     if isinstance(arg, torch.Tensor):
         return arg.to(dtype) if _is_cast(arg) and arg.dtype != dtype else arg

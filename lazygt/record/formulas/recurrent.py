@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lazygt.record.context import workers_device
+from lazygt.record.formulas.autocast import as_cudnn
 
 aten: Any = torch.ops.aten
 #: Of a layer: one tensor, or two for an LSTM.
@@ -359,12 +360,12 @@ def _relu_step(
 RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell_op,
     "gru_cell": _gru_cell_op,
-    "lstm.input": _lstm_input,
-    "gru.input": partial(_simple_rnn, _gru_step),
-    "rnn_tanh.input": partial(_simple_rnn, _tanh_step),
-    "rnn_relu.input": partial(_simple_rnn, _relu_step),
-    "lstm.data": _lstm,
-    "gru.data": _one_state(_gru_step),
-    "rnn_tanh.data": _one_state(_tanh_step),
-    "rnn_relu.data": _one_state(_relu_step),
+    "lstm.input": as_cudnn(_lstm_input),
+    "gru.input": as_cudnn(partial(_simple_rnn, _gru_step)),
+    "rnn_tanh.input": as_cudnn(partial(_simple_rnn, _tanh_step)),
+    "rnn_relu.input": as_cudnn(partial(_simple_rnn, _relu_step)),
+    "lstm.data": as_cudnn(_lstm),
+    "gru.data": as_cudnn(_one_state(_gru_step)),
+    "rnn_tanh.data": as_cudnn(_one_state(_tanh_step)),
+    "rnn_relu.data": as_cudnn(_one_state(_relu_step)),
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import lazygt
 from lazygt.record.formulas import autocast
@@ -133,6 +134,30 @@ def test_sessions_of_gpus_cast_as_cuda_does(op: str) -> None:
                 assert act(a, b).dtype == expected
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert (a @ a).dtype == torch.float32
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_gpus_are_cast_as_for_cudnn(
+    kind: type[nn.RNNBase], packed: bool
+) -> None:
+    def dtypes(dtype: torch.dtype) -> set[torch.dtype]:
+        model, x = kind(4, 3), torch.ones(5, 2, 4, dtype=dtype)
+        data = pack_padded_sequence(x, torch.tensor([5, 3], device="cpu")) if packed else x
+        with torch.autocast("lazygt", dtype=torch.bfloat16):
+            out, state = model(data)
+        out = out.data if packed else out
+        out.sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        states = state if isinstance(state, tuple) else (state,)
+        return {t.dtype for t in (out, *states)}
+
+    with lazygt.session(launcher="dry", device="cuda"):
+        assert dtypes(torch.float32) == dtypes(torch.bfloat16) == {torch.float16}
+        with torch.backends.cudnn.flags(enabled=False):
+            assert torch.float16 not in dtypes(torch.float32)
+    with lazygt.session(launcher="dry"):
+        assert torch.float16 not in dtypes(torch.float32)
 
 
 def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
