@@ -135,9 +135,25 @@ def _view_copy(source: torch.Tensor, size: list[int]) -> torch.Tensor:
     return source.reshape(size).contiguous()
 
 
+def _cudnn_grid_sampler(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """torch has none."""
+    sampled: torch.Tensor = aten.grid_sampler_2d.default(x, grid, 0, 0, True)
+    return torch.empty(sampled.shape, dtype=x.dtype, device="meta")
+
+
+def _cudnn_grid_sampler_backward(
+    x: torch.Tensor, grid: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch has none."""
+    of_x, of_grid = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, grid))
+    return of_x, of_grid
+
+
 #: Op -> meta kernel.
 META_KERNELS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm.default": _grouped_mm,
+    "aten.cudnn_grid_sampler.default": _cudnn_grid_sampler,
+    "aten.cudnn_grid_sampler_backward.default": _cudnn_grid_sampler_backward,
     "aten.multi_margin_loss.default": _multi_margin_loss,
     "aten.multilabel_margin_loss_forward.default": _multilabel_margin_loss,
     "aten.view_copy.default": _view_copy,

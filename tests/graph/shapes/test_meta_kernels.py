@@ -125,3 +125,14 @@ def test_margin_losses_have_the_shapes_of_torchs_kernels(
         ]
 
     same(losses, torch.randn(shape).requires_grad_())
+
+
+def test_grid_sampler_of_cudnn() -> None:
+    names = ["aten.cudnn_grid_sampler.default", "aten.cudnn_grid_sampler_backward.default"]
+    forward, backward = map(META_KERNELS.__getitem__, names)
+    x = torch.empty(2, 3, 5, 6, device="meta").to(memory_format=torch.channels_last)
+    grid = torch.empty(2, 7, 4, 2, device="meta")
+    sampled = forward(x, grid)
+    assert sampled.shape == (2, 3, 7, 4)
+    assert sampled.is_contiguous()
+    assert [t.shape for t in backward(x, grid, sampled)] == [x.shape, grid.shape]

@@ -185,22 +185,31 @@ def test_grouped_attention_has_eager_bits() -> None:
     assert stats["ops_recorded"] < 3 * 6
 
 
-def rms_norm(dtype: torch.dtype, weight: torch.dtype, *shape: int) -> list[str]:
-    """The ops of a norm and its backward on GPUs whose names tell of it."""
+def on_gpus(call: Callable[[], torch.Tensor], word: str) -> list[str]:
+    """The ops of a call and its backward on GPUs with a word in their names."""
     with lazygt.session(launcher="dry", device="cuda") as s:
+        call().sum().backward()
+        s.flush()
+        names = [node.op for plan in s.plans() for node in plan.graph.nodes]
+        return [
+            name.removeprefix("aten.").removesuffix(".default") for name in names if word in name
+        ]
+
+
+def rms_norm(dtype: torch.dtype, weight: torch.dtype, *shape: int) -> list[str]:
+    def call() -> torch.Tensor:
         x = torch.ones(shape, dtype=dtype)
         if len(shape) == 4:
             x = x.to(memory_format=torch.channels_last)
         w = torch.ones(shape[-1:], dtype=weight, requires_grad=True)
-        F.rms_norm(x.requires_grad_(), shape[-1:], w).sum().backward()
-        s.flush()
-        nodes = [node for plan in s.plans() for node in plan.graph.nodes]
-        return [node.op for node in nodes if "rms" in node.op]
+        return F.rms_norm(x.requires_grad_(), shape[-1:], w)
+
+    return on_gpus(call, "rms")
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_rms_norm_is_one_op_on_gpus_where_torch_has_a_kernel() -> None:
-    fused = ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+    fused = ["_fused_rms_norm", "_fused_rms_norm_backward"]
     assert rms_norm(torch.float32, torch.float32, 4, 6) == fused
     assert rms_norm(torch.bfloat16, torch.bfloat16, 4, 6) == fused
     assert rms_norm(torch.bfloat16, torch.float32, 4, 6) == []
@@ -215,3 +224,30 @@ def test_rms_norm_on_cpus_is_the_same_beside_sessions_on_gpus() -> None:
         pytest.raises(RuntimeError, match=r"Given normalized_shape=\[4\], expected input"),
     ):
         F.rms_norm(torch.ones(3, 5), (4,))
+
+
+def grid_sample(dtype: torch.dtype, channels: int, **options: Any) -> list[str]:
+    def call() -> torch.Tensor:
+        x = torch.ones(2, channels, 5, 5, dtype=dtype, requires_grad=True)
+        return F.grid_sample(x, torch.ones(2, 3, 4, 2, dtype=dtype), **options)
+
+    return on_gpus(call, "grid")
+
+
+def test_grid_sampler_is_cudnns_on_gpus_where_torch_takes_it() -> None:
+    cudnn = ["cudnn_grid_sampler", "cudnn_grid_sampler_backward"]
+    own = ["grid_sampler_2d", "grid_sampler_2d_backward"]
+    assert grid_sample(torch.float32, 4, align_corners=True) == cudnn
+    assert grid_sample(torch.float32, 4, align_corners=False) == own
+    assert grid_sample(torch.float32, 4, align_corners=True, mode="nearest") == own
+    assert grid_sample(torch.float32, 4, align_corners=True, padding_mode="border") == own
+    assert grid_sample(torch.bfloat16, 4, align_corners=True) == own
+    assert grid_sample(torch.float32, 1025, align_corners=True) == own
+    with torch.backends.cudnn.flags(enabled=False):
+        assert grid_sample(torch.float32, 4, align_corners=True) == own
+
+
+def test_grid_sampler_on_cpus_is_the_same_beside_sessions_on_gpus() -> None:
+    grid_sample(torch.float32, 4, align_corners=True)
+    x, grid = drawn(2, 3, 5, 5, grad=True), drawn(2, 3, 4, 2, grad=True)
+    same(lambda x, grid: F.grid_sample(x, grid, align_corners=True), x, grid)

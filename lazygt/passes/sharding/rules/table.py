@@ -254,7 +254,14 @@ _PICTURES: dict[str, Rule] = {
         "* ... !d !h !w -> ... !d !h !w",
         sizes="input_size",
     ),
-    **_filled("grid_sampler_2d.default grid_sampler_3d.default", "* n c !..., n !... -> n c !..."),
+    **_filled(
+        "grid_sampler_2d.default grid_sampler_3d.default cudnn_grid_sampler.default",
+        "* n c !..., n !... -> n c !...",
+    ),
+    **_filled(
+        "cudnn_grid_sampler_backward.default",
+        "n c !..., n !..., * n c !... -> n c !..., n !...",
+    ),
     **_filled(
         "grid_sampler_2d_backward.default grid_sampler_3d_backward.default",
         "* n c !..., n c !..., n !... -> n c !..., n !...",

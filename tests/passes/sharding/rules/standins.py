@@ -132,6 +132,15 @@ def cudnn_batch_norm_backward(value: Tensor, gradient: Tensor, weight: Tensor, *
                                            [True] * 3)  # fmt: skip
 
 
+def cudnn_grid_sampler(value: Tensor, grid: Tensor) -> Tensor:
+    sampled: Tensor = aten.grid_sampler_2d(value, grid, 0, 0, True)
+    return sampled
+
+
+def cudnn_grid_sampler_backward(value: Tensor, grid: Tensor, gradient: Tensor) -> Any:
+    return aten.grid_sampler_2d_backward(gradient, value, grid, 0, 0, True, [True, True])
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention.default": flash,
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
@@ -142,4 +151,6 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten.cudnn_batch_norm.default": cudnn_batch_norm,
     "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,
+    "aten.cudnn_grid_sampler.default": cudnn_grid_sampler,
+    "aten.cudnn_grid_sampler_backward.default": cudnn_grid_sampler_backward,
 }

@@ -118,6 +118,17 @@ def cudnn(backward: bool) -> Make:
     return make
 
 
+def grid_sampler(d: Draw) -> Case:
+    value = d.of(*d.shape(2), 4, 5)
+    return Case("cudnn_grid_sampler.default", value, d.of(value.shape[0], 3, 3, 2))
+
+
+def grid_sampler_backward(d: Draw) -> Case:
+    value = d.of(*d.shape(2), 4, 5)
+    grid, gradient = d.of(value.shape[0], 3, 3, 2), d.of(*value.shape[:2], 3, 3)
+    return Case("cudnn_grid_sampler_backward.default", value, grid, gradient)
+
+
 def recurrent(d: Draw) -> list[Any]:
     """All arguments of a layer of an LSTM on sequences, samples second."""
     length, samples, features, hidden = d.shape(4)
@@ -177,6 +188,7 @@ CASES: Cases = {
     "rms_norm backward of weights": rms_norm(1, True, True, (False, True)),
     "bag sum": bag(0), "bag mean": bag(1), "lstm": lstm, "lstm_backward": lstm_backward,
     "bag sum backward": bag_backward(0), "bag mean backward": bag_backward(1),
+    "cudnn_grid_sampler": grid_sampler, "cudnn_grid_sampler_backward": grid_sampler_backward,
     "cudnn_batch_norm": cudnn(backward=False), "cudnn_batch_norm_backward": cudnn(backward=True),
 }  # fmt: skip
 
