@@ -1,0 +1,88 @@
+"""Attention on a GPU: the kernel that torch chooses there, and its numbers, backward too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+import lazygt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPS = {
+    SDPBackend.MATH.value: None,
+    SDPBackend.FLASH_ATTENTION.value: "aten._scaled_dot_product_flash_attention.default",
+    SDPBackend.EFFICIENT_ATTENTION.value: "aten._scaled_dot_product_efficient_attention.default",
+    SDPBackend.CUDNN_ATTENTION.value: "aten._scaled_dot_product_cudnn_attention.default",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal of other lengths": {"is_causal": True, "queries": 4},
+    "one query": {"queries": 1},
+    "one query, mask of keys": {"queries": 1, "mask": (1, 9)},
+    "mask": {"mask": (9, 9)},
+    "mask of samples": {"mask": (2, 1, 1, 9)},
+    "mask of heads": {"mask": (4, 9, 9)},
+    "head of 20": {"size": 20},
+    "head of 512": {"size": 512},
+    "grouped": {"heads": 2, "enable_gqa": True},
+    "scale": {"scale": 0.3},
+}
+
+
+def operands(device: str, dtype: torch.dtype, case: dict[str, Any]) -> tuple[list[Any], Any]:
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
+
+    size, keys = case.get("size", 64), (2, case.get("heads", 4), 9, case.get("size", 64))
+    tensors = [drawn(2, 4, case.get("queries", 9), size), drawn(*keys), drawn(*keys)]
+    mask = case.get("mask")
+    kept = None if mask is None else drawn(*mask) > -0.5
+    return [t.requires_grad_() for t in tensors], kept
+
+
+def attend(device: str, dtype: torch.dtype, case: dict[str, Any]) -> list[torch.Tensor]:
+    (q, k, v), mask = operands(device, dtype, case)
+    options = {name: case[name] for name in ("is_causal", "scale", "enable_gqa") if name in case}
+    out = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    out.float().square().sum().backward()
+    grads = [t.grad for t in (q, k, v) if t.grad is not None]
+    return [t.detach().cpu() for t in (out, *grads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_and_numbers_are_those_of_eager_cuda(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    tensors, mask = operands("cuda", dtype, case)
+    options = {n: case[n] for n in ("is_causal", "scale", "enable_gqa") if n in case}
+    expected = OPS[torch._fused_sdp_choice(*tensors, mask, **options)]
+    theirs = attend("cuda", dtype, case)
+    with lazygt.session(workers=1, device="cuda", default_device=False) as s:
+        ours = attend("lazygt", dtype, case)
+        found = {node.op for plan in s.plans() for node in plan.graph.nodes}
+    fused = {op for op in OPS.values() if op in found}
+    assert fused == ({expected} if expected else set())
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, equal_nan=True)
+
+
+def test_backward_in_a_later_run_has_what_the_forward_kept() -> None:
+    with lazygt.session(workers=1, device="cuda"):
+        q = torch.randn(2, 4, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        loss = F.scaled_dot_product_attention(q, q, q, is_causal=True).float().sum()
+        assert loss.isfinite().item()
+        loss.backward()
+        assert q.grad is not None
+        assert q.grad.isfinite().all().item()
