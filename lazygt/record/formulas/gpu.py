@@ -42,7 +42,7 @@ def _capabilities() -> list[tuple[int, int]]:
     count = ctypes.c_uint()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return []
-    found = []
+    capabilities = []
     for index in range(count.value):
         gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)):
@@ -50,5 +50,5 @@ def _capabilities() -> list[tuple[int, int]]:
         if not nvml.nvmlDeviceGetCudaComputeCapability(
             gpu, ctypes.byref(major), ctypes.byref(minor)
         ):
-            found.append((major.value, minor.value))
-    return found
+            capabilities.append((major.value, minor.value))
+    return capabilities
