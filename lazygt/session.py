@@ -108,7 +108,7 @@ class Session:
         recovers = config.recover == "auto" and config.launcher not in {"inline", "dry"}
         self._client = Client(
             self._link, config.max_ahead, config.shm_threshold, self._console,
-            (config.snapshot_cost, config.journal_bytes) if recovers else None,
+            (config.snapshot_cost, config.journal_bytes) if recovers else None, kind != "cpu",
         )  # fmt: skip
         trie = TraceTrie(
             config.max_plans, config.max_plan_bytes, config.max_trie_nodes,
@@ -249,7 +249,7 @@ class Session:
         self.recorder.flush("flush()")
 
     def synchronize(self) -> None:
-        """Ship what is recorded and wait until the workers have done it.
+        """Ship what is recorded and wait until the workers have done it, kernels on GPUs included.
 
         Raises:
             ExecutionError: an op failed since the last sync point.
@@ -258,7 +258,7 @@ class Session:
         self._check_used()
         with self.recorder.lock, DEFER_INTERRUPT:
             self.recorder.flush("synchronize()")
-            self._client.synchronize()
+            self._client.finish()
             self._client.raise_failure()
 
     # -- checkpoints ---------------------------------------------------------------------

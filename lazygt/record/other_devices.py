@@ -1,7 +1,7 @@
 """Errors for programs that are written for torch's own devices: what to write in a session instead.
 
 ``.cuda()`` and ``device="cuda"`` where there is no GPU, and torch's wrappers of modules for several
-of its devices.
+of its devices. ``torch.cuda.synchronize()`` means what it says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch._utils import _get_available_device_type as _device_type
 
 from lazygt.graph.source import with_line
-from lazygt.record.context import NAME
+from lazygt.record.context import NAME, OpenSession, current_session
 from lazygt.record.patches import Patch
 from lazygt.record.tensor import is_lazy
 
@@ -33,6 +33,25 @@ def _init_cuda_or_say() -> None:
     except (AssertionError, RuntimeError) as error:
         error.args = (with_line(f"{error}. {_CUDA}"),)
         raise
+
+
+_synchronize_cuda: Any = torch.cuda.synchronize
+
+
+@functools.wraps(_synchronize_cuda)
+def _synchronize_workers(device: Any = None) -> None:
+    """``torch.cuda.synchronize``: the GPUs of a session's processes are waited for, too."""
+    session = current_session()
+    if session is not None and session.device_type == "cuda" and not _is_inline(session):
+        session.synchronize()
+        if not torch.cuda.is_initialized():
+            return  # this process has nothing there, and need not open a context
+    _synchronize_cuda(device)
+
+
+def _is_inline(session: OpenSession) -> bool:
+    """Whether the worker is in this process: it calls ``torch.cuda.synchronize`` itself."""
+    return session.config.launcher == "inline"
 
 
 def _refusing(wrapper: Any) -> Any:
@@ -62,6 +81,7 @@ def _would_be_lazy(wrapper: Any, module: nn.Module) -> bool:
 _WRAPPERS: tuple[Any, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 IN_SESSIONS = (
     Patch(torch.cuda, "_lazy_init", _init_cuda_or_say, "its error knows torch's own devices alone"),
+    Patch(torch.cuda, "synchronize", _synchronize_workers, "it knows this process's work alone"),
     *(
         Patch(wrapper, "__init__", _refusing(wrapper), "it knows torch's own devices alone")
         for wrapper in _WRAPPERS

@@ -37,6 +37,7 @@ class Client(Orders):
         max_ahead: runs that may be unanswered before ``run`` waits.
         shm_threshold: bytes from which an upload goes through the shared-memory arena.
         recover: (share of the time, bytes) that recovery may take; None: there is none.
+        launches_ahead: workers answer when kernels are launched, not when they have ended.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Client(Orders):
         shm_threshold: int,
         observer: Observer | None = None,
         recover: tuple[float, int] | None = None,
+        launches_ahead: bool = False,
     ) -> None:
         keeps = recover is not None
         uploads = Uploads(link.upload, link.world_size, shm_threshold, keeps)
         super().__init__(link, observer, uploads, max_ahead)
         self.recovery = None if recover is None else Recovery(self, link, *recover)
         self.numbers = number_reader() if link.world_size == 1 else None
+        self._launches_ahead = launches_ahead
         self._next_id = 1
         self._freed = Freed()
         #: what the last run has freed
@@ -133,6 +136,7 @@ class Client(Orders):
         why: str = "",
         ranks: Collection[int] = (0,),
         weigh: tuple[tuple[int, ...], ...] | None = None,
+        timed: bool = False,
     ) -> tuple[int, Iterable[RemoteValue]]:
         """Send a run; returns its number and the values of the plan's outputs.
 
@@ -141,6 +145,7 @@ class Client(Orders):
         Args:
             ranks: those that send what is fetched, and whose answers are looked at.
             weigh: groups of ids, to be told the workers' memory.
+            timed: have workers wait for their devices, see ``messages.Run``.
         """
         self.pump()
         if self._broken_since is not None:
@@ -156,7 +161,7 @@ class Client(Orders):
         if puts and self.link.mirrors:
             self.link.mirror([(p.offset, p.meta.nbytes) for p in puts if p.offset is not None])
         run = Run(self._seq, base=base, puts=puts, fetches=fetches, weigh=weigh)
-        run.timed = self.observer is not None and self.observer.wants_timings
+        run.timed = timed or (self.observer is not None and self.observer.wants_timings)
         if weigh is not None:
             run.timed = True  # else C++ might take it, which knows nothing of this
         self.last_frees = frees = self._freed.take()
@@ -179,6 +184,16 @@ class Client(Orders):
         if self.recovery is not None and self.recovery.is_due(self._uploads.kept_bytes):
             self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
+
+    def finish(self) -> None:
+        """Wait until every rank has answered every run, and its device has done all of it.
+
+        Raises:
+            WorkerDied, WorkerFrozen: as ``synchronize``.
+        """
+        if self._death is None and self._launches_ahead:
+            self.run(None, (), (), why="synchronize()", timed=True)
+        self.synchronize()
 
     def memory(self, groups: Sequence[Iterable[int]]) -> list[Memory]:
         """What memory each worker has, by rank; waits until they have done all that they were told.

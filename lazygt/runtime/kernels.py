@@ -102,6 +102,12 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     generator(device).set_state(state.cpu().contiguous())
 
 
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all that was launched on it; CPUs have by then."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     WRITE_BACK: write_back,
     "lazygt.manual_seed": manual_seed,

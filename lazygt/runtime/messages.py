@@ -151,7 +151,8 @@ class Run(Part, tag=2):
         params: run-time numbers; None: the same as in the last run of this plan.
         releases: arena offsets that the client has done with.
         fetches: ids whose values are wanted.
-        timed: run it node by node, and say how long each took (``Done.timings``).
+        timed: wait for what was launched before, run it node by node, each to its end on the
+            device, and say how long each took (``Done.timings``).
         weigh: groups of ids; say then what memory there is (``Done.memory``).
     """
 

@@ -217,6 +217,7 @@ class Worker:
         """Take a snapshot; from here on runs can be read without what was said before."""
         if self._snapshots is None:
             raise ProtocolError("this worker was started without memory for snapshots")
+        kernels.finish(self.device)  # an op that fails there is not to be what all go back to
         self.plans.begin_anew()
         return self._snapshots.take(message, self.store, self._dynamic.next_id, self._random.state)
 
@@ -244,6 +245,8 @@ class Worker:
     # -- runs ----------------------------------------------------------------------------
 
     def _run(self, run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
+        if run.timed:
+            kernels.finish(self.device)
         begin = time.monotonic_ns() if run.timed else 0
         done = Done(run.seq)
         for offset in run.releases:

@@ -54,6 +54,7 @@ torch.Tensor.data
 torch.nn.parameter.Parameter.__new__
 torch.jit._script.ScriptModule._apply
 torch.cuda._lazy_init
+torch.cuda.synchronize
 torch.nn.parallel.data_parallel.DataParallel.__init__
 torch.nn.parallel.distributed.DistributedDataParallel.__init__"""
 

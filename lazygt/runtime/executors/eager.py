@@ -19,10 +19,10 @@ import torch
 
 from lazygt import native
 from lazygt.graph.node import Node
+from lazygt.runtime import kernels
 from lazygt.runtime.executors.generated import GeneratedCode
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.native import NativeCode
-from lazygt.runtime.kernels import clone
 from lazygt.runtime.messages import Failure
 from lazygt.runtime.plan import Plan, PlanTemplate, Schedule
 from lazygt.runtime.store import Failed, Value
@@ -178,7 +178,7 @@ class EagerExecutor:
         outputs = [values[number] for number in self.schedule.graph.outputs]
         for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
-            outputs[position] = value if type(value) is Failed else clone(value)  # type: ignore[arg-type]
+            outputs[position] = value if type(value) is Failed else kernels.clone(value)  # type: ignore[arg-type]
         self.interpreter.lay_out(outputs, check)
         return Outcome(outputs, failures, self.interpreter.returned, self.interpreter.written)
 
@@ -240,7 +240,6 @@ class _Timed(CheckedInterpreter):
         begin = time.monotonic_ns()
         try:
             super()._node(number, node, results, values, params, check)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            kernels.finish(self.device)
         finally:
             self.ran(number, begin)
