@@ -106,10 +106,11 @@ def draws(node: Node) -> bool:
     f = op_facts(node)
     if f is None:
         return node.op in _STATEFUL
-    return f.random and not _drops_nothing(node)
+    return f.random and not drops_nothing(node)
 
 
-def _drops_nothing(node: Node) -> bool:
+def drops_nothing(node: Node) -> bool:
+    """Whether a node is attention, or its backward, without dropout."""
     place = _dropout_of(node.op) if "attention" in node.op else None
     if place is None:
         return False
@@ -122,7 +123,7 @@ def _dropout_of(op: str) -> int | None:
     """The place of an op's ``dropout_p``, which is 0 where nothing is given."""
     arguments = overload(op)._schema.arguments
     places = [at for at, argument in enumerate(arguments) if argument.name == "dropout_p"]
-    return places[0] if places and arguments[places[0]].default_value == 0.0 else None
+    return places[0] if places and arguments[places[0]].default_value in (0.0, None) else None
 
 
 class Aliases:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 import torch
 
-from lazygt.graph.alias import COPY, WRITE_BACK, Aliases, op_facts
-from lazygt.graph.node import DEVICE, Node, params_in
+from lazygt.graph.alias import COPY, WRITE_BACK, Aliases, drops_nothing, op_facts
+from lazygt.graph.node import DEVICE, Node, Ref, params_in
+from lazygt.graph.ops import overload
 from lazygt.runtime.plan import Schedule
 
 #: Kernels from which on a stretch is worth a graph: each costs a launch and copies of its own.
 SHORTEST = 4
+#: Names that schemas of attention give to the state of the generator that dropout began with.
+_SEEDS = frozenset({"philox_seed", "philox_offset", "rng_state"})
+_ATTENTION = re.compile(r"aten\.\w*attention\w*\.\w+$")
+#: (first node, the one after the last, whether they are to be captured)
+Run = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +70,80 @@ def cut(schedule: Schedule, apart: Collection[int], changing: Collection[int]) -
         and not any(index in changing for index in params_of(node))
         for number, node in enumerate(nodes)
     ]
-    kernels = [_launches(node) for node in nodes]
-    runs: list[tuple[int, int, bool]] = []
+    runs = _runs(nodes, fits)
+    while torn := _torn(schedule, runs):
+        for number in torn:
+            fits[number] = False
+        runs = _runs(nodes, fits)
+    if not any(captured for _, _, captured in runs):
+        return []
+    return list(_described(schedule, runs))
+
+
+def _runs(nodes: Sequence[Node], fits: list[bool]) -> list[Run]:
+    """Nodes in a row that fit, where they are enough for a graph, and those between."""
+    runs: list[Run] = []
     for fit, numbers in groupby(range(len(nodes)), fits.__getitem__):
         row = list(numbers)
-        long = fit and sum(kernels[number] for number in row) >= SHORTEST
+        long = fit and sum(_launches(nodes[number]) for number in row) >= SHORTEST
         if runs and not long and not runs[-1][2]:
             runs[-1] = runs[-1][0], row[-1] + 1, False
         else:
             runs.append((row[0], row[-1] + 1, long))
-    if not any(captured for _, _, captured in runs):
-        return []
-    return list(_described(schedule, runs))
+    return runs
+
+
+def _torn(schedule: Schedule, runs: list[Run]) -> set[int]:
+    """The captured nodes that share seeds of dropout with others than their own graph's.
+
+    Attention keeps its seeds on the GPU in a capture and on the host otherwise, and its backward
+    reads them where it would have put them: of an address on the other side the process dies.
+    """
+    graph_at = {n: at for at, (first, end, captured) in enumerate(runs) if captured
+                for n in range(first, end)}  # fmt: skip
+    torn: set[int] = set()
+    for seed, users in _seeds(schedule).items():
+        alone = len({graph_at.get(number) for number in users}) == 1
+        inside = len(schedule.graph.inputs) <= seed and seed not in schedule.graph.outputs
+        if not (alone and inside):
+            torn.update(users & graph_at.keys())
+    return torn
+
+
+def _seeds(schedule: Schedule) -> dict[int, set[int]]:
+    """The seeds of dropout in attention, and the nodes that make or take them."""
+    users: defaultdict[int, set[int]] = defaultdict(set)
+    for number, (node, results) in enumerate(schedule.graph.numbered()):
+        for seed in _own_seeds(node, results):
+            users[seed].add(number)
+        for ref in node.refs():
+            if ref in users:
+                users[ref].add(number)
+    return users
+
+
+def _own_seeds(node: Node, results: range) -> Iterator[int]:
+    """The seeds that attention returns, or is called with."""
+    if not _ATTENTION.match(node.op) or drops_nothing(node):
+        return
+    arguments, returned = _seed_places(node.op)
+    yield from (results[place] for place in returned)
+    for place in arguments:
+        arg = node.args[place] if place < len(node.args) else None
+        if isinstance(arg, Ref):
+            yield arg.index
+
+
+@cache
+def _seed_places(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The places of seeds among an op's arguments, and among the tensors that it returns."""
+    schema = overload(op)._schema
+    tensors = [each for each in schema.returns if isinstance(each.type, torch.TensorType)]
+    arguments, returned = (
+        tuple(place for place, each in enumerate(row) if each.name in _SEEDS)
+        for row in (schema.arguments, tensors)
+    )
+    return arguments, returned
 
 
 def capturable(node: Node) -> bool:
@@ -150,7 +221,7 @@ def _launches(node: Node) -> bool:
     return f is None or not f.views
 
 
-def _described(schedule: Schedule, runs: list[tuple[int, int, bool]]) -> Iterator[Stretch]:
+def _described(schedule: Schedule, runs: list[Run]) -> Iterator[Stretch]:
     graph = schedule.graph
     numbered = list(graph.numbered())
     aliases = Aliases(graph)
