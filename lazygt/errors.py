@@ -7,6 +7,7 @@
     │   └── CollectiveMismatch  ranks were about to run different collectives
     ├── CodeError           the code of an op or function can't be brought to the workers
     ├── WorkerDied          a worker process ended
+    │   └── DeviceLost          a kernel failed in a way that ends all of its process's on the GPU
     ├── WorkerFrozen        a worker process no longer answers
     ├── ProtocolError       a message that is not of the wire schema
     ├── SecurityError       a configuration that would expose the session
@@ -210,6 +211,30 @@ class WorkerDied(LazyGTError):
             f"worker {rank} (pid {pid}) died: {status}.{during and ' ' + during} Its values are "
             f"lost: leave the session and open a new one.{advice}{tail}"
         )
+
+
+class DeviceLost(WorkerDied):
+    """A kernel failed in a way after which its process can't use the GPU any more.
+
+    So it is after an assertion on the device (an index out of range) and an illegal address. Where
+    a session recovers, the op fails with an ExecutionError, and all other values are computed again
+    in a new process; without that they are lost, and this is raised.
+
+    Attributes:
+        why: what the driver says.
+        culprit: the failed op, where it is known (see ``messages.Failure``).
+    """
+
+    culprit: Any = None
+
+    def __init__(self, rank: int, pid: int, why: str, at: str = "") -> None:
+        self.why = why
+        met = f"This was met at {at}. " if at else ""
+        super().__init__(
+            rank, pid, f"it can't use its device any more: {why}", "",
+            f"{met}Kernels run while others are launched, so an earlier op may be the cause: "
+            f"started with CUDA_LAUNCH_BLOCKING=1 in its environment, a program is told which.",
+        )  # fmt: skip
 
 
 class WorkerFrozen(LazyGTError):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
-from lazygt.errors import ProtocolError, WorkerDied, WorkerFrozen
+from lazygt.errors import DeviceLost, ProtocolError, WorkerDied, WorkerFrozen
 from lazygt.runtime.failures import Describe
 from lazygt.runtime.messages import (
     TO_CLIENT,
@@ -17,6 +17,7 @@ from lazygt.runtime.messages import (
     Done,
     Installed,
     Left,
+    Lost,
     Need,
     Relaid,
     Snapped,
@@ -45,9 +46,8 @@ class Answers(Reports):
         ranks: Collection[int] = (0,),
     ) -> None:
         """A run is about to be sent, or was sent by C++: its answers will come."""
-        everyone = set(range(self.link.world_size))
         self._in_flight[seq] = InFlightRun(
-            entry, describe, base, everyone, frozenset(ranks), fetches
+            entry, describe, base, set(self._everyone), frozenset(ranks), fetches
         )
 
     # -- messages to workers ------------------------------------------------------------
@@ -103,8 +103,8 @@ class Answers(Reports):
     def _receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
-        if self._nonsense is not None:
-            raise self._nonsense
+        if self._no_answers is not None:
+            raise self._no_answers
         try:
             if self.recovery is not None:
                 self.recovery.go_on()
@@ -127,6 +127,8 @@ class Answers(Reports):
             self.recovery.recover(error)
         except WorkerDied as death:
             self._death = death
+            if isinstance(death, DeviceLost):  # its process lives, so nothing else ends a wait
+                self._no_answers = death
             raise
 
     def _take(self, message: tuple[int, list[memoryview]]) -> None:
@@ -145,14 +147,17 @@ class Answers(Reports):
             if self.observer is not None:
                 kind = type(told).__name__.lower()
                 self.observer.message("receive", kind, rank, _number(told), size, "")
+            if isinstance(told, Lost):  # nothing else comes from there, so it waits for nobody
+                self._lost(self.device_lost(rank, told))
+                return
             for believed in self._relied_on(Told(rank, told, frames[1:])):
                 self._act(*believed)
         except ProtocolError as error:
-            self._nonsense = ProtocolError(
+            self._no_answers = ProtocolError(
                 f"worker {rank} sent what makes no sense: {error}. Leave the session and open a "
                 f"new one; please report this, if nobody tampered with the worker"
             )
-            raise self._nonsense from error
+            raise self._no_answers from error
 
     def _relied_on(self, told: Told) -> Iterable[Told]:
         """What to act on by now: perhaps not this, since a rank may be dying."""
@@ -207,6 +212,10 @@ class Answers(Reports):
             self._failures.note(done.seq, rank, failure, run.describe, run.errors)
         if not run.waiting:
             del self._in_flight[done.seq]
+            if self._launches_ahead:
+                self._note_launched(done.seq, run)
+                if done.timings is not None or (run.fetches and run.asked >= self._everyone):
+                    self._note_ended(done.seq)
             if run.fetches or run.describe is not None:
                 self._keep_early(done.seq, run)
 
@@ -269,6 +278,7 @@ class Answers(Reports):
             number = self.numbers.number(frames, seq)
             if number is not None:
                 del self._in_flight[seq]
+                self._note_ended(seq)
                 counts, size = self.counts, len(frames[1])
                 counts.messages_received += 1
                 counts.bytes_received += len(frames[0]) + size

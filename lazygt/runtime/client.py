@@ -51,10 +51,9 @@ class Client(Orders):
     ) -> None:
         keeps = recover is not None
         uploads = Uploads(link.upload, link.world_size, shm_threshold, keeps)
-        super().__init__(link, observer, uploads, max_ahead)
+        super().__init__(link, observer, uploads, max_ahead, launches_ahead)
         self.recovery = None if recover is None else Recovery(self, link, *recover)
         self.numbers = number_reader() if link.world_size == 1 else None
-        self._launches_ahead = launches_ahead
         self._next_id = 1
         self._freed = Freed()
         #: what the last run has freed
@@ -111,7 +110,7 @@ class Client(Orders):
         """Whether nothing is under way or waits to be said, so that C++ may send a run."""
         waits = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
         told = self.installing or self.relaid or self.capture_errors or self._failures.unraised
-        wrong = self._death or self._nonsense or not self.link.healthy
+        wrong = self._death or self._no_answers or not self.link.healthy
         return not (waits or told or wrong or self.observer) and monotonic() < self.quiet_until
 
     def go_on(self, unsent: list[Buffer] | None, told: list[memoryview] | None, why: str) -> None:

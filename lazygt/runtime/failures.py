@@ -102,6 +102,20 @@ class Failures:
             if known is not None:
                 self._breaks.setdefault(id(known), broken)
 
+    def note_for_all(
+        self,
+        rank: int,
+        failure: Failure,
+        describe: Describe | None,
+        errors: list[ExecutionError],
+        ranks: int,
+    ) -> None:
+        """Note a failure of one rank's with which all of them will answer the run."""
+        self.note(failure.seq, rank, failure, describe, errors)
+        error = self._errors[failure.seq, rank, failure.node]
+        for other in range(ranks):
+            self._errors[failure.seq, other, failure.node] = error
+
     def _note_break(self, seq: int, errors: list[ExecutionError]) -> _Break:
         """Note that ranks did not meet in a run; it may be an earlier one than was noted first."""
         if self._break is None:

@@ -108,6 +108,20 @@ def finish(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether this process can't use a device any more, for a kernel that has failed there.
+
+    Does not wait: what has not failed yet may still do so.
+    """
+    if device.type == "cpu":
+        return False
+    try:
+        torch.get_device_module(device).current_stream(device).query()
+    except RuntimeError:
+        return True
+    return False
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     WRITE_BACK: write_back,
     "lazygt.manual_seed": manual_seed,

@@ -154,6 +154,7 @@ class Run(Part, tag=2):
         timed: wait for what was launched before, run it node by node, each to its end on the
             device, and say how long each took (``Done.timings``).
         weigh: groups of ids; say then what memory there is (``Done.memory``).
+        failed: do not run the plan: all that it makes has failed, for this.
     """
 
     seq: Count
@@ -167,6 +168,7 @@ class Run(Part, tag=2):
     fetches: tuple[Count, ...] = ()
     timed: bool = False
     weigh: tuple[tuple[Count, ...], ...] | None = None
+    failed: Failure | None = None
 
 
 class Swap(Part, tag=5):
@@ -380,7 +382,19 @@ class Restored(Part, tag=16):
     epoch: Count
 
 
+class Lost(Part, tag=19):
+    """The worker can't use its device any more, for a kernel that has failed; it does nothing else.
+
+    Attributes:
+        failure: what has met that, in which run; its node is -1 where it was no op.
+        exact: it is the failed kernel's own op.
+    """
+
+    failure: Failure
+    exact: bool = False
+
+
 TO_WORKER: tuple[type[Part], ...] = (Ship, Run, Swap, Install, Write, Renew, Snap, Restore)
 TO_CLIENT: tuple[type[Part], ...] = (
-    Done, Need, Swapped, Installed, Wrote, Left, Relaid, Captured, Snapped, Restored,
+    Done, Need, Swapped, Installed, Wrote, Left, Relaid, Captured, Snapped, Restored, Lost,
 )  # fmt: skip

@@ -10,18 +10,30 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from lazygt.errors import ExecutionError, ProtocolError, WorkerDied
+from lazygt.errors import DeviceLost, ExecutionError, ProtocolError, WorkerDied
 from lazygt.graph.node import Graph
 from lazygt.runtime.compiling.installs import Installs
 from lazygt.runtime.console import Observer
 from lazygt.runtime.failures import Describe, Failures, FirstFailed
 from lazygt.runtime.launch.link import Link
-from lazygt.runtime.messages import Captured, Done, Installed, Left, Relaid, Snapped
+from lazygt.runtime.messages import (
+    Captured,
+    Done,
+    Failure,
+    Installed,
+    Left,
+    Lost,
+    Relaid,
+    Snapped,
+)
 from lazygt.runtime.plan_records import PlanRecord, PlanRecords
 from lazygt.runtime.recovery.recover import Recovery, RecoveryRecord
 from lazygt.runtime.values import Answer, Fetches, Uploads
 
 _log = logging.getLogger("lazygt")
+
+#: Runs that are remembered though they are answered.
+_LAUNCHED = 64
 
 
 @dataclass(slots=True)
@@ -65,12 +77,20 @@ class Reports:
     Args:
         uploads: what is on its way to the workers.
         max_ahead: runs that may be unanswered before another one waits.
+        launches_ahead: workers answer when kernels are launched, not when they have ended.
     """
 
     def __init__(
-        self, link: Link, observer: Observer | None, uploads: Uploads, max_ahead: int
+        self,
+        link: Link,
+        observer: Observer | None,
+        uploads: Uploads,
+        max_ahead: int,
+        launches_ahead: bool,
     ) -> None:
         self.link = link
+        self._everyone = frozenset(range(link.world_size))
+        self._launches_ahead = launches_ahead
         #: who is told of messages, waits and timed runs, if anybody looks
         self.observer = observer
         self.counts = Counts()
@@ -88,8 +108,8 @@ class Reports:
         #: (graph, rows of a Relaid message): results that lie otherwise than was inferred
         self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
-        #: why no worker's answers can be relied on any more
-        self._nonsense: ProtocolError | None = None
+        #: why it is no use to wait for an answer any more
+        self._no_answers: ProtocolError | DeviceLost | None = None
         self._max_ahead = max_ahead
         #: see ``RunsInFlight``
         self.quiet_until = inf
@@ -108,6 +128,8 @@ class Reports:
         #: number of the last run
         self._seq = 0
         self._in_flight: OrderedDict[int, InFlightRun] = OrderedDict()
+        #: what is answered, and may still fail: its kernels were launched, and nobody has waited
+        self._launched: dict[int, InFlightRun] = {}
         #: what is answered, and may not have been waited for yet
         self._early: dict[int, InFlightRun] = {}
         self._written: list[tuple[Any, ...]] = []
@@ -131,10 +153,23 @@ class Reports:
 
     @property
     def oldest_open(self) -> int:
-        """The oldest run that some rank has not answered, or in which something has failed."""
+        """The oldest run that some rank has not answered, or in which something has failed, or
+        may."""
         first = self._failures.first_failed()
         failed = self.next_run if first is None else first.seq
-        return min(next(iter(self._in_flight), self.next_run), failed)
+        launched = [seq for seq in self._launched if seq > self._seq - _LAUNCHED]
+        return min(next(iter(self._in_flight), self.next_run), failed, *launched)
+
+    def _note_launched(self, seq: int, run: InFlightRun) -> None:
+        """Remember what runs were, of which devices may still have something to do."""
+        self._launched[seq] = run
+        if len(self._launched) > _LAUNCHED:
+            del self._launched[next(iter(self._launched))]
+
+    def _note_ended(self, seq: int) -> None:
+        """All devices have done a run, and those before it."""
+        for launched in [each for each in self._launched if each <= seq]:
+            del self._launched[launched]
 
     @property
     def failed(self) -> bool:
@@ -228,6 +263,24 @@ class Reports:
     def under_way(self, rank: int) -> int | None:
         """The oldest run that a rank has not answered."""
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
+
+    def will_fail(self, rank: int, failure: Failure) -> None:
+        """An op can't be done again: its run fails on all ranks."""
+        seq = failure.seq
+        run = self._in_flight.get(seq) or self._launched.get(seq)
+        describe, errors = (None, []) if run is None else (run.describe, run.errors)
+        self._failures.note_for_all(rank, failure, describe, errors, self.link.world_size)
+
+    def device_lost(self, rank: int, told: Lost) -> DeviceLost:
+        """The error for a worker whose device can't be used any more."""
+        failure, at = told.failure, ""
+        run = self._in_flight.get(failure.seq)
+        if run is not None and run.describe is not None and failure.node >= 0:
+            op, inputs, where = run.describe(failure.node, rank)
+            at = f"{op}({', '.join(inputs)}), recorded at {where}"
+        lost = DeviceLost(rank, self.link.pids[rank], failure.detail.partition("\n")[0], at)
+        lost.culprit = failure if told.exact else None
+        return lost
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
         """What a step of a run is, what it asks for, and the user's line; None: it is not known."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lazygt.config import Config
-from lazygt.errors import ProtocolError
+from lazygt.errors import ProtocolError, kind_of
 from lazygt.graph.flags import Flags, read_flags, write_flags
 from lazygt.runtime import kernels
 from lazygt.runtime.collectives import desync, group
@@ -31,6 +31,7 @@ from lazygt.runtime.messages import (
     Failure,
     Install,
     Left,
+    Lost,
     Need,
     Renew,
     Restore,
@@ -53,6 +54,13 @@ from lazygt.runtime.wire import Buffer, Part, decode, encode
 
 if TYPE_CHECKING:
     from lazygt.runtime.shared_memory import Arena
+
+#: What an inline session can say of a device that is lost.
+_CONTEXT_GONE = (
+    "\n  This process can't use its device any more: start the program again. Kernels run while "
+    "others are launched, so an earlier op may be the cause: CUDA_LAUNCH_BLOCKING=1 in the "
+    "environment shows which."
+)
 
 
 class Worker:
@@ -96,6 +104,9 @@ class Worker:
         snapshots: Arena | None = None,
     ) -> None:
         self._encode = encode
+        self._inline = inline
+        #: whether the device can't be used any more, and the client is told so
+        self._lost = False
         self.device = torch.device(device)
         kernels.initialize(self.device)
         self.rank, self.world_size = rank, world_size
@@ -141,6 +152,22 @@ class Worker:
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
         """
+        if self._lost:
+            return []
+        try:
+            return self._handled(frames)
+        except _DeviceLost as lost:
+            told = Lost(lost.failure, lost.exact)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            if self._inline or not kernels.is_lost(self.device):
+                raise
+            told = Lost(Failure(-1, kind_of(error), str(error)))
+        self._lost = True
+        return [self._encode(told)]
+
+    def _handled(self, frames: list[Buffer]) -> list[list[Buffer]]:
         if self.known_runs is not None and len(frames) == 1 and not self._waiting:
             told = self.known_runs.run(frames[0])
             if told is not None:
@@ -258,7 +285,7 @@ class Worker:
             done.releases.extend(self.store.free(run.frees[1] if run.frees else ()))
         else:
             self._execute(run, done)
-        replies = self.exchange.fetched(run.fetches, done)
+        replies = self._fetched(run.fetches, done, run.timed)
         if run.weigh is not None:
             done.memory = weighed(self.store, run.weigh, self.device)
         if run.timed:
@@ -275,7 +302,26 @@ class Worker:
             assert executor is not None
             outcome = executor.go_on(Stopped(*stopped), self.plans.known[digest].params)
             self._settle(executor.plan, seq, base, outcome, done)
-        return self._encode(done, self.exchange.fetched(fetches, done))
+        return self._encode(done, self._fetched(fetches, done))
+
+    def _fetched(self, fetches: Sequence[int], done: Done, waited: bool = False) -> list[Buffer]:
+        """Note what is said of values that are wanted, whose bytes are returned.
+
+        Args:
+            waited: each op has ended before the next began.
+
+        Raises:
+            _DeviceLost: something has failed, for good.
+        """
+        replies = self.exchange.fetched(fetches, done)
+        failures = [*done.failures, *(f for f in done.fetched if isinstance(f, Failure))]
+        if failures and kernels.is_lost(self.device):
+            first = failures[0]
+            if not self._inline:
+                raise _DeviceLost(first, waited and first.node >= 0 and first.seq == done.seq)
+            for failure in failures:
+                failure.detail = failure.detail.removesuffix(_CONTEXT_GONE) + _CONTEXT_GONE
+        return replies
 
     def _execute(self, run: Run, done: Done) -> None:
         assert run.digest is not None
@@ -299,10 +345,11 @@ class Worker:
         if known.checked != self._group:
             known.checked = self._group
             known.mismatch = self._mismatch(executor.plan, run.seq, known.own)
-        if known.mismatch is None:
+        refused = run.failed or known.mismatch
+        if refused is None:
             outcome = self._isolated(executor, inputs, known.params)
         else:
-            outcome = _nothing(executor.plan, known.mismatch)
+            outcome = _nothing(executor.plan, refused)
         if isinstance(executor, TimedExecutor):
             done.timings = Timings(0, 0, tuple(executor.times))
         self._settle(executor.plan, run.seq, run.base, outcome, done)
@@ -347,6 +394,13 @@ class Worker:
             return executor.run(inputs, params)
         with self._random.lent():
             return executor.run(inputs, params)
+
+
+class _DeviceLost(Exception):
+    """The device can't be used any more; see ``Lost``."""
+
+    def __init__(self, failure: Failure, exact: bool) -> None:
+        self.failure, self.exact = failure, exact
 
 
 def _kept(frames: Sequence[Buffer]) -> list[Buffer]:

@@ -15,13 +15,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lazygt.errors import WorkerDied, WorkerFrozen
+from lazygt.errors import DeviceLost, WorkerDied, WorkerFrozen
 from lazygt.runtime.launch.link import Link
 from lazygt.runtime.messages import (
     TO_CLIENT,
     TO_WORKER,
     Done,
     Failure,
+    Lost,
     Renew,
     Restore,
     Restored,
@@ -111,6 +112,12 @@ class RunsInFlight(Protocol):
     def under_way(self, rank: int) -> int | None:
         """The oldest run that a rank has not answered."""
 
+    def will_fail(self, rank: int, failure: Failure) -> None:
+        """An op can't be done again: its run fails on all ranks."""
+
+    def device_lost(self, rank: int, told: Lost) -> DeviceLost:
+        """The error for a worker whose device can't be used any more."""
+
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
         """What a step of a run is, what it asks for, and the user's line; None: it is not known."""
 
@@ -164,6 +171,10 @@ class Recovery:
         self._oom_deaths: Counter[int] = Counter()
         #: in this recovery, of what ranks were to have again
         self._deaths_between = 0
+        #: whether each op is waited for when it is done again: which has ended a device?
+        self._seeks = False
+        #: runs whose ops did, and what all ranks answer instead
+        self._failed: dict[int, Failure] = {}
         #: whether ranks are being brought back, and do no run yet
         self._restoring = False
         #: when the next snapshot is due
@@ -224,6 +235,8 @@ class Recovery:
             return None
         parts = self.journal.committed.parts.values()
         self._journaled = 0
+        covered = self.journal.committed.seq
+        self._failed = {seq: failure for seq, failure in self._failed.items() if seq > covered}
         slowest = max(part.nanoseconds for part in parts) / 1e9
         if self._link.mirrors:  # copies have come over the network, which others use, too
             slowest = max(slowest, time.monotonic() - self._begun)
@@ -314,6 +327,7 @@ class Recovery:
                 except (WorkerDied, WorkerFrozen) as another:
                     self._judge(another)
                     self._cause = another
+            self._seeks = False
         finally:
             self.active = False
             for raised in filter(None, (error, self._cause)):
@@ -329,6 +343,9 @@ class Recovery:
 
     def _judge(self, error: WorkerDied | WorkerFrozen) -> None:
         """Give up on a run that has killed its worker too often."""
+        if isinstance(error, DeviceLost):
+            self._blame(error)
+            return
         seq = None if self._restoring else self._client.under_way(error.rank)
         if seq is None:
             self._judge_between(error)
@@ -346,6 +363,15 @@ class Recovery:
         during = f"{deaths} processes died in this run, the last of them at {what}."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
+    def _blame(self, error: DeviceLost) -> None:
+        """Have the op found that has ended a worker's device; once it is, it is not done again."""
+        self._seeks = True
+        if (culprit := error.culprit) is not None:
+            self._failed[culprit.seq] = culprit
+            self._client.will_fail(error.rank, culprit)
+        if self.active:
+            self._judge_between(error)
+
     def _tries_left(self, seq: int, rank: int) -> int:
         """How often a run may still be tried, if the same goes on."""
         tries = _POISON - self._deaths[seq, rank]
@@ -358,7 +384,7 @@ class Recovery:
         if self._deaths_between < _HOPELESS:
             return
         self._unfinished = False
-        if not isinstance(error, WorkerDied):
+        if type(error) is not WorkerDied:
             raise error
         during = f"{_HOPELESS} processes died while values were restored, and runs done again."
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
@@ -416,6 +442,8 @@ class Recovery:
                 waiting.discard(rank)
             elif isinstance(told, Done):
                 self._client.drop_answer(rank, told)
+            elif isinstance(told, Lost):
+                raise self._client.device_lost(rank, told)
         self._answered = dict.fromkeys(ranks, committed.seq)
 
     def _replay(self) -> int:
@@ -457,7 +485,9 @@ class Recovery:
         message = decode(frames, TO_WORKER)
         assert isinstance(message, Run)
         message.releases = ()
-        message.timed = self._tries_left(seq, rank) == 1  # which step is it that kills?
+        # which step is it that kills?
+        message.timed = self._seeks or self._tries_left(seq, rank) == 1
+        message.failed = self._failed.get(seq)
         if rank not in self._client.waiting_for(seq):
             message.fetches = ()
         return self._link.encode(message, frames[1:])
