@@ -145,9 +145,9 @@ class CheckedInterpreter:
         self._node(number, node, results, values, params, check)
         self.relaid.clear()  # the client was told when the plan ran first
         for position in () if check else self.restrided.get(number, ()):
-            meta, made = node.results[position], results[position]
+            meta, result = node.results[position], results[position]
             assert meta is not None
-            values[made] = kernels.restride(values[made], meta.stride)
+            values[result] = kernels.restride(values[result], meta.stride)
         for dead in self.schedule.frees[number]:
             values.pop(dead, None)
 
