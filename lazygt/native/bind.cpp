@@ -142,8 +142,10 @@ void bind_recorder(py::module_& m) {
   bind_ship(m, type);
   bind_fetcher(m);
   m.def("handle", [](py::object meta, py::object storage, py::object view) {
-    return wrap(new_handle(meta_of(meta), cell_of(storage), view.is_none() ? ViewP() : py::cast<ViewP>(view)));
+    return wrap(new_handle(*meta_of(meta), cell_of(storage), view.is_none() ? ViewP() : py::cast<ViewP>(view)));
   });
+  m.def("metas", &metas);
+  m.def("owned_metas", &owned_metas);
   m.def("activate", [](py::object recorder) {
     set_active_recorder(recorder.is_none() ? nullptr : py::cast<Recorder*>(recorder));
   });

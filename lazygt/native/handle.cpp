@@ -43,13 +43,13 @@ std::pair<LinkP, std::vector<int32_t>> View::now() const {
   return {link, params};
 }
 
-Handle::Handle(const Meta* meta, CellP cell, ViewP view)
-    : c10::TensorImpl(c10::DispatchKeySet(KEY), c10::scalarTypeToTypeMeta(meta->dtype), lazy_device()),
+Handle::Handle(const Meta& meta, CellP cell, ViewP view)
+    : c10::TensorImpl(c10::DispatchKeySet(KEY), c10::scalarTypeToTypeMeta(meta.dtype), lazy_device()),
       cell(std::move(cell)),
       view(std::move(view)) {
   show(meta);
-  if (C10_UNLIKELY(meta->conj)) _set_conj(true);
-  if (C10_UNLIKELY(meta->neg)) _set_neg(true);
+  if (C10_UNLIKELY(meta.conj)) _set_conj(true);
+  if (C10_UNLIKELY(meta.neg)) _set_neg(true);
 }
 
 Handle::Handle(const Handle& source, int)
@@ -57,16 +57,16 @@ Handle::Handle(const Handle& source, int)
       cell(source.cell),
       view(source.view) {}
 
-void Handle::show(const Meta* meta) {
-  sizes_and_strides_.set_sizes(meta->sizes);
+void Handle::show(const Meta& meta) {
+  sizes_and_strides_.set_sizes(meta.sizes);
   refresh_numel();
-  if (C10_LIKELY(meta->plain)) {
+  if (C10_LIKELY(meta.plain)) {
     empty_tensor_restride(c10::MemoryFormat::Contiguous);
   } else {
-    sizes_and_strides_.set_strides(meta->strides);
+    sizes_and_strides_.set_strides(meta.strides);
     refresh_contiguous();
   }
-  storage_offset_ = meta->offset;
+  storage_offset_ = meta.offset;
 }
 
 void Handle::be_like(Handle& source) {
@@ -111,7 +111,7 @@ void Handle::release_resources() {
   view.reset();
 }
 
-at::Tensor new_handle(const Meta* meta, CellP cell, ViewP view) {
+at::Tensor new_handle(const Meta& meta, CellP cell, ViewP view) {
   return at::Tensor(c10::make_intrusive<Handle>(meta, std::move(cell), std::move(view)));
 }
 

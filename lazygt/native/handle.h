@@ -24,13 +24,13 @@ struct Cell final : c10::intrusive_ptr_target {
   bool blank = false;
   bool keeps_proxy = false;
   uint64_t entered = 0;  // the trace that it has entered last
-  const Meta* meta;
+  const MetaP meta;
   RemoteP remote;             // its value on the workers
   at::Tensor host;            // a number that is computed in the client
   PyObject* proxy = nullptr;  // what Python sees of it: see storage.cpp
 
-  Cell(Recorder* owner, uint64_t serial, int32_t index, const Meta* meta)
-      : owner(owner), serial(serial), index(index), meta(meta) {}
+  Cell(Recorder* owner, uint64_t serial, int32_t index, MetaP meta)
+      : owner(owner), serial(serial), index(index), meta(std::move(meta)) {}
   void set_recorded(uint64_t trace, int32_t value) {
     blank = false;
     serial = trace;
@@ -54,14 +54,14 @@ struct ViewKind final : c10::intrusive_ptr_target {
   uint32_t at = 0;              // where in them the tensor is
   MoveRule rule = nullptr;      // of an op whose position is in them
   int32_t which;
-  const Meta* meta;
+  const MetaP meta;
   bool moves = false;              // its position is a number of the run
   int64_t pitch = 0;               // then: bytes from one position to the next
   bool absolute = false;           // it says itself where it begins
   bool beginning_matters = false;  // it looks at where its operand begins
   HeldP op;  // record.tensor.ViewOp
-  ViewKind(uint64_t id, int32_t which, const Meta* meta, HeldP op)
-      : id(id), which(which), meta(meta), op(std::move(op)) {}
+  ViewKind(uint64_t id, int32_t which, MetaP meta, HeldP op)
+      : id(id), which(which), meta(std::move(meta)), op(std::move(op)) {}
 };
 using ViewKindP = c10::intrusive_ptr<ViewKind>;
 
@@ -94,9 +94,9 @@ struct Handle final : c10::TensorImpl {
   CellP cell;
   ViewP view;
 
-  Handle(const Meta* meta, CellP cell, ViewP view);
-  const Meta* meta() const { return view ? view->link->kind->meta : cell->meta; }
-  void show(const Meta* meta);
+  Handle(const Meta& meta, CellP cell, ViewP view);
+  const Meta& meta() const { return view ? *view->link->kind->meta : *cell->meta; }
+  void show(const Meta& meta);
   // Begins where it does, and not where the metas of graphs say.
   void shift() { if (view) storage_offset_ += view->link->shift / int64_t(itemsize()); }
   // A view of an ordinary tensor is an ordinary one, in inference_mode too.
@@ -122,7 +122,7 @@ inline Handle* handle(const at::Tensor& t) {
   TORCH_CHECK(is_lazy(t), "expected a lazygt tensor");
   return static_cast<Handle*>(t.unsafeGetTensorImpl());
 }
-at::Tensor new_handle(const Meta* meta, CellP cell, ViewP view = {});
+at::Tensor new_handle(const Meta& meta, CellP cell, ViewP view = {});
 // Another handle for the same.
 at::Tensor twin_of(Handle& source);
 }  // namespace lazygt

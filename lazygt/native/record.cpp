@@ -52,10 +52,10 @@ c10::DispatchKeySet above_python() {
   return keys;
 }
 
-bool shows(const at::Tensor& t, const Meta* written) {
-  if (!is_lazy(t) || written == nullptr) return false;
-  const Meta* shown = handle(t)->meta();
-  return shown == written || shown->shows_like(*written);
+bool shows(const at::Tensor& t, const MetaP& written) {
+  if (!is_lazy(t) || !written) return false;
+  const Meta& shown = handle(t)->meta();
+  return &shown == written.get() || shown.shows_like(*written);
 }
 
 // -- one op --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ bool Recorder::blank(const Facts& f, Stack& stack) {
   cell->blank = true;
   const auto& context = at::globalContext();  // where torch fills new memory, it is no longer blank
   if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) enter(cell);
-  replace(stack, f.arguments(), new_handle(cell->meta, cell));
+  replace(stack, f.arguments(), new_handle(*cell->meta, cell));
   return true;
 }
 
@@ -328,7 +328,7 @@ void Recorder::results(Step& next, Facts& f, Stack& stack) {
       out.push_back(args[f.returned[i]]);
       continue;
     }
-    const Meta* meta = next.fresh[index - next.first];
+    const MetaP& meta = next.fresh[index - next.first];
     out.emplace_back(meta ? show(index, meta) : at::Tensor());
     ++index;
   }
@@ -336,10 +336,11 @@ void Recorder::results(Step& next, Facts& f, Stack& stack) {
   for (auto& value : out) stack.push_back(std::move(value));
 }
 
-at::Tensor Recorder::show(int32_t index, const Meta* meta) {
-  auto cell = c10::make_intrusive<Cell>(this, serial, index, meta);
+at::Tensor Recorder::show(int32_t index, MetaP meta) {
+  auto cell = c10::make_intrusive<Cell>(this, serial, index, std::move(meta));
   owners[index] = c10::weak_intrusive_ptr<Cell>(cell);
-  return new_handle(meta, std::move(cell));
+  const Meta& shown = *cell->meta;
+  return new_handle(shown, std::move(cell));
 }
 
 at::Tensor Recorder::show_view(Step& next, Handle& source, size_t which) {
@@ -352,7 +353,7 @@ at::Tensor Recorder::show_view(Step& next, Handle& source, size_t which) {
                                         next.first + int32_t(which));
   if (source.view) view->params = source.view->params;
   if (kind->moves) view->params.push_back(next.params - 1);
-  auto impl = c10::make_intrusive<Handle>(kind->meta, source.cell, std::move(view));
+  auto impl = c10::make_intrusive<Handle>(*kind->meta, source.cell, std::move(view));
   impl->shift();
   impl->be_like(source);
   return at::Tensor(std::move(impl));

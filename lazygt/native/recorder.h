@@ -55,7 +55,7 @@ struct Recorder {
   }
   void enter(const CellP& cell);
   void own(const CellP& cell, int32_t index);
-  at::Tensor show(int32_t index, const Meta* meta);
+  at::Tensor show(int32_t index, MetaP meta);
   at::Tensor show_view(Step& step, Handle& source, size_t which);
   int64_t last_number();  // of the trace, a position
   Step* find_moved(const Facts& f, const at::Tensor& first, const Words& key, Moved& moved);
@@ -81,15 +81,15 @@ struct Recorder {
   bool shows_written(const Step& step, const Facts& f, c10::ArrayRef<c10::IValue> args) const;
   void write_blank(const CellP& cell);
   void replay(View& view, const CellP& cell);
-  void take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move);
-  void take_in_python(View& view, Link& link, int32_t index, const Meta* meta);
+  void take_again(View& view, Link& link, int32_t index, const Meta& meta, bool may_move);
+  void take_in_python(View& view, Link& link, int32_t index, const Meta& meta);
   bool item(Stack& stack);
   void host_item(Stack& stack);
   bool blank(const Facts& f, Stack& stack);
 };
 
 // Whether a handle looks as a step's result that it is written with.
-bool shows(const at::Tensor& t, const Meta* written);
+bool shows(const at::Tensor& t, const MetaP& written);
 // The recorder of the innermost open session; null: none is open.
 Recorder* active_recorder();
 void set_active_recorder(Recorder* recorder);

@@ -89,7 +89,7 @@ PyObject* get_meta(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   Cell* cell = proxy(self)->cell;
   TORCH_CHECK(cell != nullptr, "the storage that this stood for is gone");
-  return tensor_meta(cell->meta).inc_ref().ptr();
+  return tensor_meta(*cell->meta).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 PyObject* get_remote(PyObject* self, void*) {
@@ -134,9 +134,6 @@ int set_index(PyObject* self, PyObject* value, void*) {
 int set_blank(PyObject* self, PyObject* value, void*) {
   return assign(self, value, [&](Cell& cell) { cell.blank = PyObject_IsTrue(value) == 1; });
 }
-int set_meta(PyObject* self, PyObject* value, void*) {
-  return assign(self, value, [&](Cell& cell) { cell.meta = meta_of(value); });
-}
 int set_remote(PyObject* self, PyObject* value, void*) {
   return assign(self, value, [&](Cell& cell) {
     cell.remote = value == Py_None ? RemoteP() : py::cast<RemoteP>(py::handle(value));
@@ -154,7 +151,7 @@ PyGetSetDef attributes[] = {
     {"serial", get_serial, set_serial, nullptr, nullptr},
     {"index", get_index, set_index, nullptr, nullptr},
     {"blank", get_blank, set_blank, nullptr, nullptr},
-    {"meta", get_meta, set_meta, nullptr, nullptr},
+    {"meta", get_meta, nullptr, nullptr, nullptr},
     {"remote", get_remote, set_remote, nullptr, nullptr},
     {"host", get_host, set_host, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},

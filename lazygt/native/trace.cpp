@@ -95,11 +95,11 @@ void Recorder::enter(const CellP& cell) {
   Words key;
   const uint32_t sharding = cell->remote->sharding;
   key.put(word(INPUT, sharding));
-  key.put(reinterpret_cast<uint64_t>(cell->meta));
+  key.put(meta_word(cell->meta));
   Step* next = step->find(key);
   if (next == nullptr) {
     Gil gil;
-    auto made = step_of(call_method(trace, "input_step", tensor_meta(cell->meta), sharding_of(sharding)));
+    auto made = step_of(call_method(trace, "input_step", tensor_meta(*cell->meta), sharding_of(sharding)));
     step->add(key, made);
     next = made.get();
   }
@@ -113,7 +113,7 @@ void Recorder::enter(const CellP& cell) {
 void Recorder::write_blank(const CellP& cell) {
   Words key;
   key.put(word(BLANK, 0));
-  key.put(reinterpret_cast<uint64_t>(cell->meta));
+  key.put(meta_word(cell->meta));
   if (Step* next = step->find(key)) {
     advance(StepP::reclaim_copy(next));
     own(cell, step->first);
@@ -127,13 +127,13 @@ void Recorder::write_blank(const CellP& cell) {
 
 void Recorder::replay(View& view, const CellP& cell) {
   int32_t index = cell->index;
-  const Meta* meta = cell->meta;
+  MetaP meta = cell->meta;
   LinkP last = view.link, again;  // the chain, and once there are positions what it is from now on
   std::vector<int32_t> numbers;
   auto links = chain(last);
   bool may_move = std::none_of(links.begin(), links.end(), [](Link* l) { return l->kind->beginning_matters; });
   for (Link* link : links) {
-    take_again(view, *link, index, meta, may_move);
+    take_again(view, *link, index, *meta, may_move);
     const auto& kind = step->kinds[link->kind->which];
     if (C10_UNLIKELY(step->moves || again)) {
       if (!again) again = link->before;
@@ -150,7 +150,7 @@ void Recorder::replay(View& view, const CellP& cell) {
 }
 
 // Advances by an op of a chain that is taken of value `index`.
-void Recorder::take_again(View& view, Link& link, int32_t index, const Meta* meta, bool may_move) {
+void Recorder::take_again(View& view, Link& link, int32_t index, const Meta& meta, bool may_move) {
   ViewKind& kind = *link.kind;
   if (kind.words.empty()) return take_in_python(view, link, index, meta);
   Words key;
@@ -162,7 +162,7 @@ void Recorder::take_again(View& view, Link& link, int32_t index, const Meta* met
     if (kind.moves) params.emplace_back(link.position);
     return advance(StepP::reclaim_copy(next));
   }
-  if (may_move && !kind.moves && kind.rule != nullptr) kind.rule(key, meta->sizes, moved);
+  if (may_move && !kind.moves && kind.rule != nullptr) kind.rule(key, meta.sizes, moved);
   if (!moved.key.empty()) next = step->find(moved.key);
   if (next != nullptr) {
     params.insert(params.end(), moved.numbers.begin(), moved.numbers.end());
@@ -180,7 +180,7 @@ void Recorder::take_again(View& view, Link& link, int32_t index, const Meta* met
   }
 }
 
-void Recorder::take_in_python(View& view, Link& link, int32_t index, const Meta* meta) {
+void Recorder::take_in_python(View& view, Link& link, int32_t index, const Meta& meta) {
   Gil gil;
   c10::impl::ExcludeDispatchKeyGuard below(above_python());
   auto shown = py::cast(ViewP::reclaim_copy(&view));

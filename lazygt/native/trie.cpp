@@ -24,10 +24,16 @@ void free_capsule(PyObject* capsule) {
   c10::raw::intrusive_ptr::decref(step);
 }
 
-c10::SmallVector<const Meta*, 1> metas(py::handle tuple) {
-  c10::SmallVector<const Meta*, 1> result;
-  for (auto meta : tuple) result.push_back(meta.is_none() ? nullptr : meta_of(meta));
+c10::SmallVector<MetaP, 1> metas_of(py::handle tuple) {
+  c10::SmallVector<MetaP, 1> result;
+  for (auto meta : tuple) result.push_back(meta.is_none() ? MetaP() : meta_of(meta));
   return result;
+}
+
+// The meta whose address stands in a key.
+MetaP named_in(const Words& key) {
+  bool names = key.size() == 2 && (tag_of(key[0]) == INPUT || tag_of(key[0]) == BLANK);
+  return names ? MetaP::reclaim_copy(reinterpret_cast<Meta*>(key[1])) : MetaP();
 }
 
 bool all_of(const std::vector<Out>& outs, Out kind) {
@@ -95,7 +101,7 @@ void Step::add(const Words& key, StepP step) {
     TORCH_CHECK(known == step.get(), "a step's key leads to two steps");
     return;
   }
-  children_.push_back({{key.begin(), key.end()}, std::move(step)});
+  children_.push_back({{key.begin(), key.end()}, std::move(step), named_in(key)});
   likely_ = children_.size() - 1;
   if (children_.size() < MANY) return;
   size_t at = places_.empty() ? 0 : likely_;
@@ -149,8 +155,8 @@ StepP step_of(py::handle node) {
 void prepare(Step& step, const Facts& f) {
   if (step.make != Make::UNKNOWN) return;
   auto node = attribute(step.node, "node");
-  step.fresh = metas(attribute(node, "fresh"));
-  step.written = metas(attribute(node, "written"));
+  step.fresh = metas_of(attribute(node, "fresh"));
+  step.written = metas_of(attribute(node, "written"));
   step.make = make_of(step, f, node);
   if (step.make == Make::ONE_VIEW || step.make == Make::VIEWS) kinds_of(step);
 }
@@ -176,13 +182,14 @@ void add_again(py::handle parent, py::handle made, py::handle before, py::handle
   auto from = step_of(old);
   Words key = step_of(before)->key_of(from.get());
   if (key.empty()) return;
-  if (!input.is_none()) key[1] = reinterpret_cast<uint64_t>(meta_of(input));
+  const MetaP entering = input.is_none() ? MetaP() : meta_of(input);
+  if (entering) key[1] = meta_word(entering);
   auto step = step_of(made);
   const bool same = node.is(get(old, node_name));
   if (from->make != Make::UNKNOWN) {
     step->make = from->make;
-    step->fresh = same ? from->fresh : metas(attribute(node, "fresh"));
-    step->written = same ? from->written : metas(attribute(node, "written"));
+    step->fresh = same ? from->fresh : metas_of(attribute(node, "fresh"));
+    step->written = same ? from->written : metas_of(attribute(node, "written"));
   }
   if (same) {
     step->kinds = from->kinds;

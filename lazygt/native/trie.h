@@ -29,9 +29,9 @@ struct Step final : c10::intrusive_ptr_target {
   bool full;
   bool moves;  // takes its position when it runs
   Make make = Make::UNKNOWN;
-  c10::SmallVector<const Meta*, 1> fresh, written;  // of its results; null: an undefined tensor
-  c10::SmallVector<ViewKindP, 1> kinds;             // of its results, if they are views
-  c10::SmallVector<LinkP, 1> links;                 // so, to them from a whole storage
+  c10::SmallVector<MetaP, 1> fresh, written;  // of its results; null: an undefined tensor
+  c10::SmallVector<ViewKindP, 1> kinds;       // of its results, if they are views
+  c10::SmallVector<LinkP, 1> links;           // so, to them from a whole storage
   std::vector<int32_t> alive;  // the values that were shown when a trace ended here last
   HeldP alive_tuple;           // the same in Python: compared in no time, when it is a key
 
@@ -50,6 +50,7 @@ struct Step final : c10::intrusive_ptr_target {
   struct Child {
     c10::SmallVector<uint64_t, 7> key;
     StepP step;
+    MetaP named;  // by its address in the key
     bool matches(const Words& words) const {
       return key.size() == words.size() && std::equal(words.begin(), words.end(), key.begin());
     }

@@ -29,6 +29,7 @@ enum Tag : uint8_t {
 
 constexpr uint64_t PAYLOAD = 0x00ffffffffffffffull;
 inline uint64_t word(Tag tag, uint64_t payload) { return uint64_t(tag) << 56 | (payload & PAYLOAD); }
+inline Tag tag_of(uint64_t word) { return Tag(word >> 56); }
 inline uint64_t tensor_word(int32_t index) { return word(TENSOR, uint32_t(index)); }
 
 struct Words : c10::SmallVector<uint64_t, 64> {

@@ -42,6 +42,8 @@ def recording() -> Iterator[None]:
             number += 1
             x = torch.ones(2 + number % 50, 3, device="lazygt") * 2 + number
             x[0].add_(1)
+            for size in range(100):
+                torch.empty(number, size, device="lazygt")
             if number % 10 == 0:
                 x.t().sum().item()
 
@@ -63,6 +65,8 @@ def child(t: torch.Tensor) -> None:
     with lazygt.session(launcher="inline", compile="off"):
         x = torch.arange(7.0) + 0.5
         assert (x[1:] * 2).sum().item() == 48.0
+        for size in range(10_000):
+            assert torch.empty(3, size).shape == (3, size)
 
 
 def exit_code(t: torch.Tensor) -> int:
