@@ -89,7 +89,8 @@ PyObject* get_meta(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   Cell* cell = proxy(self)->cell;
   TORCH_CHECK(cell != nullptr, "the storage that this stood for is gone");
-  return tensor_meta(*cell->meta).release().ptr();
+  const MetaP meta = cell->meta;  // another thread may end the cell while Python runs
+  return tensor_meta(*meta).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 PyObject* get_remote(PyObject* self, void*) {
