@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lazygt.runtime.kernels import clone
 from lazygt.runtime.launch.procfs import memory_left
 
 if TYPE_CHECKING:
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
 
 #: One part of the memory that is left, at most, that a segment is registered with.
 _SHARE = 4
+#: Bytes of a value that are copied twice, at most: it takes twice its room for a while.
+_MOST_STAGED = 256 << 20
 
 
 class HostCopies:
     """Copies to one GPU.
 
     They go on a stream of their own: one that stood in line behind the kernels would have the
-    worker wait for all of these, and the GPU idle then.
+    worker wait for all of these, and the GPU idle then. What has come is copied once more, in
+    line: memory of one stream that another one has used can't be freed after a failed kernel
+    (torch's allocator aborts the process).
 
     Args:
         cuda: ``torch.cuda``, or what stands in for it.
@@ -31,17 +37,26 @@ class HostCopies:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._stream: Any = None
+        #: what has come, until it is copied, and the event that says so
+        self._staged: deque[tuple[Any, torch.Tensor]] = deque()
         #: whether CUDA registers this host's shared memory
         self._registers = True
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A CPU tensor on the GPU; it has been read when this returns."""
+        if host.nbytes > _MOST_STAGED:
+            return host.to(self._device)
         if self._stream is None:
             self._stream = self._cuda.Stream(self._device)
+        while self._staged and self._staged[0][0].query():
+            self._staged.popleft()
         with self._cuda.stream(self._stream):
-            value = host.to(self._device, non_blocking=True)
+            staged = host.to(self._device, non_blocking=True)
         self._stream.synchronize()
-        value.record_stream(self._cuda.current_stream(self._device))
+        value = clone(staged)
+        copied = self._cuda.Event()
+        copied.record()
+        self._staged.append((copied, staged))
         return value
 
     def register(self, arena: Arena) -> None:

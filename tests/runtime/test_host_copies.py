@@ -31,6 +31,24 @@ class Stream:
         self.waits += 1
 
 
+class Event:
+    """Is reached when a test says so.
+
+    Attributes:
+        stream: on which it was recorded.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda, self.reached = cuda, False
+        self.stream: Stream | None = None
+
+    def record(self) -> None:
+        self.stream = self._cuda.on
+
+    def query(self) -> bool:
+        return self.reached
+
+
 class Cuda:
     """As ``torch.cuda``; all of its memory is the host's.
 
@@ -41,6 +59,7 @@ class Cuda:
     def __init__(self, error: int = 0) -> None:
         self.error, self.kernels, self.side = error, Stream(), Stream()
         self.on: Stream = self.kernels
+        self.events: list[Event] = []
         #: address -> bytes
         self.registered: dict[int, int] = {}
         self.asked = 0
@@ -54,8 +73,9 @@ class Cuda:
         yield
         self.on = before
 
-    def current_stream(self, _: torch.device) -> Stream:
-        return self.on
+    def Event(self) -> Event:
+        self.events.append(Event(self))
+        return self.events[-1]
 
     def cudart(self) -> Any:
         return self
@@ -77,15 +97,7 @@ class Cuda:
         return any(a <= begin and end <= a + n for a, n in self.registered.items())
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streams that new values are said to be used on."""
-    streams: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: streams.append(stream))
-    return streams
-
-
-def test_an_upload_waits_for_its_copy_and_for_no_kernel(used: list[Any]) -> None:
+def test_an_upload_waits_for_its_copy_and_for_no_kernel() -> None:
     cuda, store = Cuda(), Store()
     arena = Arena.create(MIB)
     copies = HostCopies(torch.device("cpu"), cuda)
@@ -98,10 +110,22 @@ def test_an_upload_waits_for_its_copy_and_for_no_kernel(used: list[Any]) -> None
     exchange.receive(Put(7, meta, slot.offset), iter(()), done)
     assert torch.equal(store.get(7), source)
     assert (cuda.side.waits, cuda.kernels.waits) == (1, 0)
-    assert used == [cuda.kernels]
+    assert [event.stream for event in cuda.events] == [cuda.kernels]
     assert done.releases == [slot.offset]
     assert cuda.holds(arena.view(slot.offset, slot.nbytes))
     arena.close()
+
+
+def test_what_has_come_is_kept_until_it_is_copied() -> None:
+    cuda = Cuda()
+    copies = HostCopies(torch.device("cpu"), cuda)
+    source = torch.arange(6.0).view(2, 3).T
+    values = [copies.to_device(source) for _ in range(3)]
+    assert all(torch.equal(v, source) and v.stride() == source.stride() for v in values)
+    assert len(copies._staged) == 3
+    cuda.events[0].reached = cuda.events[1].reached = True
+    copies.to_device(source)
+    assert [event for event, _ in copies._staged] == cuda.events[2:]
 
 
 def test_each_segment_is_registered_once_and_given_back() -> None:
