@@ -74,6 +74,8 @@ def crc32(data: Tensor) -> int:
 def xor64(data: Tensor) -> int:
     """All 64-bit words of a flat uint8 tensor, xor-ed where it lies; blind to moved words."""
     words = data.numel() // 8
+    if data.storage_offset() % 8:  # torch views words where they begin at a multiple of 8 alone
+        data = data.clone()
     folded = 0
     if words:
         folded = int(torch.hash_tensor(data[: words * 8].view(torch.int64)).item())

@@ -19,7 +19,8 @@ pytestmark = [
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "lstm"])
 def test_training_follows_eager_cuda(name: str) -> None:
     data = zoo.batches(name, 5)
-    eager, _ = zoo.train(name, "adamw", data, "cuda")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its recurrent layers' own
+        eager, _ = zoo.train(name, "adamw", data, "cuda")
     with lazygt.session(workers=1, device="cuda"):
         lazy, _ = zoo.train(name, "adamw", data, "lazygt")
     torch.testing.assert_close(lazy, eager, rtol=1e-4, atol=1e-5)
@@ -35,7 +36,8 @@ def test_attention_takes_a_fused_kernel() -> None:
     with lazygt.session(workers=1, device="cuda") as s:
         q = torch.randn(2, 4, 64, 32, dtype=torch.float16)
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
-        assert any("flash" in node.op for plan in s.plans() for node in plan.graph.nodes)
+        ops = {node.op for plan in s.plans() for node in plan.graph.nodes}
+        assert any("flash" in op or "cudnn_attention" in op for op in ops), ops
 
 
 def learn(device: str, optimizer: type[torch.optim.Optimizer], steps: int) -> list[torch.Tensor]:
@@ -45,11 +47,11 @@ def learn(device: str, optimizer: type[torch.optim.Optimizer], steps: int) -> li
     model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 1))
     model = model.to(device)
     chosen = optimizer(model.parameters(), lr=0.05)
-    data = torch.rand(steps, 64, 16, device="cpu").to(device)
+    data = torch.rand(steps, 64, 16, device="cpu")
     losses = []
-    for x in data:
+    for batch in data:
         chosen.zero_grad()
-        loss = model(x).square().mean()
+        loss = model(batch.to(device)).square().mean()
         loss.backward()
         chosen.step()
         losses.append(loss.detach())

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import lazygt
+from tests.models import zoo
 from tests.sharding import training
 
 GPUS = torch.cuda.device_count()
@@ -22,8 +23,10 @@ needs_four = pytest.mark.skipif(GPUS < 4, reason="needs four CUDA devices")
 
 
 def agree(name: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(3)
+    model = zoo.MODELS[name][0]()  # on the CPU: a GPU draws other numbers
     with lazygt.session(mesh=mesh, device="cuda"):
-        losses, state, _ = training.train(name, mesh)
+        losses, state, _ = training.train(name, mesh, model=model.to("lazygt"))
     eager_losses, eager_state = training.eager(name)
     for got, expected in zip(losses + state, eager_losses + eager_state, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)

@@ -36,12 +36,20 @@ def eager(name: str, optimizer: str = "sgd") -> tuple[list[torch.Tensor], list[t
 
 
 def train(
-    name: str, mesh: Mapping[str, int], optimizer: str = "sgd"
+    name: str,
+    mesh: Mapping[str, int],
+    optimizer: str = "sgd",
+    model: nn.Module | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], lazygt.Session]:
     """The same in the session that is open: the batch is cut along ``data``, if the mesh has
-    such an axis, the weights along ``model``."""
+    such an axis, the weights along ``model``.
+
+    Args:
+        model: None: it is drawn by the session's workers.
+    """
     torch.manual_seed(3)
-    model = zoo.MODELS[name][0]()
+    if model is None:
+        model = zoo.MODELS[name][0]()
     if "model" in mesh:
         lazygt.parallelize_module(model, None, MEGATRON[name])
     opt = zoo.OPTIMIZERS[optimizer](model.parameters())

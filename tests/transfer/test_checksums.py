@@ -68,6 +68,12 @@ def test_checksums_see_every_byte(size: int) -> None:
     assert len(sha256(data)) == 32
 
 
+@pytest.mark.parametrize("begin", range(9))
+def test_xor64_of_a_piece_that_begins_anywhere(begin: int) -> None:
+    data = torch.randint(0, 256, (64,), dtype=torch.uint8)[begin : begin + 43]
+    assert xor64(data) == xor64(data.clone())
+
+
 def test_an_unknown_checksum_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of none, crc32, xor64"):
         checksum_named("md5")
