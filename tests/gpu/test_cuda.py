@@ -16,7 +16,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "lstm"])
+# no "lstm": cuDNN draws the dropout between its layers from a state of its own
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "bilstm", "gru"])
 def test_training_follows_eager_cuda(name: str) -> None:
     data = zoo.batches(name, 5)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its recurrent layers' own

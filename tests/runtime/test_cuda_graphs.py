@@ -25,7 +25,7 @@ def test_training_has_the_bits_of_eager_torch(name: str, optimizer: str) -> None
     eager, _ = zoo.train(name, optimizer, data, "cpu")
     with (
         cuda_stand_in.captured() as cuda,
-        lazygt.session(launcher="inline", compile="off") as s,
+        lazygt.session(launcher="inline", device="cpu", compile="off") as s,
     ):
         lazy, _ = zoo.train(name, optimizer, data, "lazygt")
         graphs = s.stats()["cuda_graphs"]
@@ -51,7 +51,10 @@ def swept(device: str) -> list[torch.Tensor]:
 
 
 def test_places_that_change_are_never_old_ones() -> None:
-    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", compile="off"):
+    with (
+        cuda_stand_in.captured() as cuda,
+        lazygt.session(launcher="inline", device="cpu", compile="off"),
+    ):
         lazy = swept("lazygt")
         assert cuda.replays > 4
     for ours, theirs in zip(lazy, swept("cpu"), strict=True):
@@ -62,7 +65,7 @@ def test_a_measured_plan_that_gains_nothing_is_a_known_run_again() -> None:
     ticks = iter(range(1000))  # plain and captured runs take one each
     with (
         cuda_stand_in.captured(measured=True, clock=lambda: float(next(ticks))) as cuda,
-        lazygt.session(launcher="inline", compile="off") as s,
+        lazygt.session(launcher="inline", device="cpu", compile="off") as s,
     ):
         x = grown(torch.ones(8), 30)
         s.synchronize()
@@ -75,7 +78,7 @@ def test_a_measured_plan_that_gains_nothing_is_a_known_run_again() -> None:
 
 
 def test_a_plan_that_is_captured_is_told_of() -> None:
-    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline") as s:
+    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", device="cpu") as s:
         grown(torch.ones(8), 9)
         s.synchronize()
         assert cuda.replays > 3
@@ -94,7 +97,10 @@ def grown(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def test_a_failed_capture_warns_once_and_the_numbers_stay_right() -> None:
-    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", compile="off") as s:
+    with (
+        cuda_stand_in.captured() as cuda,
+        lazygt.session(launcher="inline", device="cpu", compile="off") as s,
+    ):
         cuda.failing = 1
         with pytest.warns(RuntimeWarning, match="could not be captured: worker 0: Runtime") as w:
             x = grown(torch.ones(8), 12).cpu()
@@ -106,7 +112,10 @@ def test_a_failed_capture_warns_once_and_the_numbers_stay_right() -> None:
 def test_replays_compare_nothing_with_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """That was done when the plan was captured; each time, it took longer than the graphs."""
     checked: list[str] = []
-    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", compile="off") as s:
+    with (
+        cuda_stand_in.captured() as cuda,
+        lazygt.session(launcher="inline", device="cpu", compile="off") as s,
+    ):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())  # numbers that change: steps between
 
@@ -134,7 +143,10 @@ def test_replays_compare_nothing_with_what_was_recorded(monkeypatch: pytest.Monk
 
 
 def test_a_profiled_run_is_no_replay() -> None:
-    with cuda_stand_in.captured() as cuda, lazygt.session(launcher="inline", compile="off") as s:
+    with (
+        cuda_stand_in.captured() as cuda,
+        lazygt.session(launcher="inline", device="cpu", compile="off") as s,
+    ):
         x = grown(torch.ones(8), 6)
         s.synchronize()
         before = cuda.replays
