@@ -20,7 +20,7 @@ _ASSERT = "opt_ready_stream && opt_parent_stream"
 
 
 def _shared() -> bool:
-    """Whether torch decides by thread; where it has no CUDA there is nothing to decide."""
+    """Have torch decide by thread; False where it can't, or has no CUDA to decide for."""
     return bool(torch.backends.cuda.is_built() and NATIVE and NATIVE.share_accelerator())
 
 
