@@ -65,7 +65,7 @@ def train(name: str, steps: int, folder: Path | None, dies: Dies | None = None) 
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-            session.checkpoint(step + 1)
+            session.checkpoint(step + 1, now=dies is not None and dies.in_file(step))
             if dies is not None:
                 dies.step(step)
         state = [v for each in optimizer.state.values() for v in each.values()]
@@ -96,15 +96,16 @@ class Dies:
             delay = self._draw.uniform(0, 0.05)
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    def _writing(self, write: Any) -> Any:
-        left = self._draw.randint(2, _MOST)
+    def in_file(self, step: int) -> bool:
+        """Whether it is to end in the file of this step, which is waited for."""
+        return self._how == "writing" and step >= self._last
 
+    def _writing(self, write: Any) -> Any:
         def dying(
             folder: CheckpointFolder, about: Mapping[str, Any], sections: Iterable[memoryview]
         ) -> Path:
-            nonlocal left
-            left -= 1
-            return write(folder, about, self._cut(sections) if left <= 0 else sections)
+            last = about["step"] > self._last
+            return write(folder, about, self._cut(sections) if last else sections)
 
         return dying
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.cluster.frames import GOODBYE, MESSAGE, OVERHEAD, RECEIVED, give_number, pack
 from lazygt.runtime.cluster.stream import Arrival, Stream
 from lazygt.runtime.cluster.tcp import keep_from_children, word_of
+from lazygt.runtime.launch.channel import probe
 from lazygt.runtime.launch.mailbox import Frame
 
 #: Seconds for which a dead link is borne, and for which a peer that hung up may come back.
@@ -304,19 +304,15 @@ class Connection:
 
 def configure(sock: zmq.Socket[bytes], max_message: int, grace: float) -> None:
     """What both ends' sockets have in common; a quiet link is asked after, for ``grace`` s."""
-    interval = max(1, math.ceil(grace / 100))  # seconds; the kernel asks 127 times at most
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, 0),
         (zmq.MAXMSGSIZE, max_message),
         (zmq.IPV6, 1),
         (zmq.HANDSHAKE_IVL, 10_000),
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 1),
-        (zmq.TCP_KEEPALIVE_INTVL, interval),
-        (zmq.TCP_KEEPALIVE_CNT, max(1, round(grace / interval))),
     ):
         sock.setsockopt(option, value)
+    probe(sock, grace)
 
 
 def give(sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK) -> None:

@@ -24,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from lazygt.errors import SecurityError
 from lazygt.runtime.cluster.keys import derived
-from lazygt.runtime.launch.channel import Address, listen_tcp
+from lazygt.runtime.launch.channel import Address, listen_tcp, probe
 
 ROLE = "store"
 NUMBER = struct.Struct("<Q")
@@ -32,7 +32,7 @@ ANSWER, WAIT, REFUSED = b"a", b"w", b"r"
 
 _MOST_BYTES = 16 << 20  # of a frame
 _HANDSHAKE_MS = 10_000
-_HEARTBEAT_MS, _SILENT_MS = 2_000, 15_000
+_SILENT_SECONDS = 15
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -270,9 +270,11 @@ def check_interface(host: str) -> None:
 
 
 def keep_alive(sock: zmq.Socket[bytes]) -> None:
-    """Notice an end of a connection that is gone without a word: its host has lost power, say.
+    """Close a connection whose other end is gone without a word: its host has lost power, say.
 
-    After more seconds than a network may fail for; ZMQ's own thread asks and answers.
+    The kernel probes it, longer than a network may fail for. ZMQ's own heartbeats abort the process
+    where a peer ends while its last messages lie unread (libzmq issue 4364: a timer writes to the
+    socket that has failed).
     """
-    sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    probe(sock, _SILENT_SECONDS)
+    sock.setsockopt(zmq.TCP_MAXRT, _SILENT_SECONDS * 1000)  # while something is unacknowledged

@@ -18,6 +18,7 @@ owner. All arrive in the order in which they were sent: for that, either end cou
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import select
 import socket
@@ -150,6 +151,17 @@ def listen_tcp(host: str, keys: Keys | None, port: int = 0) -> Address:
         raise
     name = f"[{host}]" if family is socket.AF_INET6 else host
     return Address(f"tcp://{name}:{listener.getsockname()[1]}", listener.detach())
+
+
+def probe(sock: zmq.Socket[bytes], seconds: float) -> None:
+    """Let the kernel probe a quiet TCP connection each second or so, and close it after these
+    seconds without an answer (TCP keepalive).
+    """
+    interval = max(1, math.ceil(seconds / 100))  # seconds; the kernel probes 127 times at most
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, max(1, round(seconds / interval)))
 
 
 def check_exposure(host: str, keys: Keys | None) -> None:

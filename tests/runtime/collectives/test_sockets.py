@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 
+from lazygt.runtime.collectives.encrypted import _connect
 from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous
 from lazygt.runtime.launch.channel import listen_local
 from tests.descriptors import descriptors_before, open_descriptors
+from tests.forking import ROOT
 from tests.runtime.collectives.encrypted_peers import encrypted
 
 pytestmark = pytest.mark.timeout(60)
@@ -259,3 +264,32 @@ def test_descriptors_travel() -> None:
     with pytest.raises(ConnectionError, match="rank 0 has left"):
         there.receive_descriptor()
     there.close()
+
+
+def test_peer_that_dies_with_messages_unread_does_not_abort_the_one_that_closed() -> None:
+    """ZMQ's heartbeats did: their timer wrote to the socket that had failed (libzmq issue 4364)."""
+    command = [sys.executable, "-m", "tests.runtime.collectives.closing_rank"]
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as rank,
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as peer,
+    ):
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        endpoint, public = rank.stdout.readline().rstrip("\n").split(" ", 1)
+        peer.setsockopt(zmq.RCVHWM, 1)
+        peer.setsockopt(zmq.SNDHWM, 1)
+        peer.setsockopt(zmq.LINGER, 0)
+        _connect(peer, endpoint, public)
+        peer.send(b"1")
+        assert rank.stdout.readline() == "closed\n"
+        while peer.poll(1_000, zmq.POLLOUT):  # until nobody takes it there
+            peer.send(bytes(1 << 16))
+        peer.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(5)  # the heartbeats came each 2 s
+        rank.stdin.write("\n")
+        rank.stdin.close()
+        assert rank.wait(30) == 0
