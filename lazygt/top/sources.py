@@ -122,8 +122,16 @@ def open_source(wanted: str, interval: float = 1.0) -> LocalSource:
 
 
 def listed(known: list[tuple[str, int]]) -> str:
-    """Sessions, one a line, as they are named on the command line."""
-    return "\n".join(f"  lazygt top {name}  (process {pid})" for name, pid in known)
+    """Sessions, one a line, as they are named on the command line: by process where a name is there
+    twice, as in two pools.
+    """
+    names = [name for name, _ in known]
+    return "\n".join(
+        f"  lazygt top {name}  (process {pid})"
+        if names.count(name) == 1
+        else f"  lazygt top {pid}  (session {name})"
+        for name, pid in known
+    )
 
 
 def _of_process(pid: int, wanted: str, interval: float) -> LocalSource:

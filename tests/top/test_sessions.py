@@ -19,7 +19,7 @@ import lazygt
 from lazygt.errors import NoSession
 from lazygt.kinds import Kinds
 from lazygt.runtime.launch.status_reader import sessions
-from lazygt.top.sources import LocalSource, open_source
+from lazygt.top.sources import LocalSource, listed, open_source
 from lazygt.top.status import SessionStatus
 
 pytestmark = pytest.mark.timeout(120)
@@ -235,6 +235,14 @@ def test_of_several_sessions_one_has_to_be_named(session: Any) -> None:
     with lazygt.session(workers=1), pytest.raises(NoSession, match="name one") as raised:
         open_source(str(os.getpid()))
     assert session._link.name in str(raised.value)
+
+
+def test_sessions_of_the_same_name_are_listed_by_process() -> None:
+    assert listed([("alice-2", 7), ("alice-2", 8), ("bob-1", 9)]).splitlines() == [
+        "  lazygt top 7  (session alice-2)",
+        "  lazygt top 8  (session alice-2)",
+        "  lazygt top bob-1  (process 9)",
+    ]
 
 
 @pytest.mark.anew
