@@ -109,7 +109,7 @@ def wheels_setting() -> str | None:
 #: Settings that are integers of at least 1.
 _COUNTS = (
     "workers", "max_graph_nodes", "max_graph_bytes", "max_plans", "max_plan_bytes", "max_ahead",
-    "max_cuda_graph_bytes", "journal_bytes",
+    "journal_bytes",
 )  # fmt: skip
 
 
@@ -198,8 +198,11 @@ class Config:
         "auto, off, or now: on GPUs, run hot plans as CUDA graphs; auto: where they are faster",
         str,
     )
-    max_cuda_graph_bytes: int = _setting(
-        4 << 30, "bytes of a GPU's memory that a worker's CUDA graphs may keep", int
+    max_cuda_graph_bytes: int | None = _setting(
+        None,
+        "bytes of a GPU's memory that a worker's CUDA graphs may keep; None: they may take half of "
+        "what is free when a plan is captured",
+        int,
     )
     compile_timeout: float = _setting(
         300.0, "seconds that a wait for compiled code lasts without an answer", float
@@ -273,8 +276,10 @@ class Config:
             raise ValueError(
                 f"lazygt.session(bucket_cap_mb={self.bucket_cap_mb!r}): expected at least 0"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"lazygt.session(threads={self.threads!r}): expected at least 1")
+        for name in ("threads", "max_cuda_graph_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"lazygt.session({name}={value!r}): expected at least 1")
         if self.compile not in {"auto", "off", "now"}:
             raise ValueError(
                 f"lazygt.session(compile={self.compile!r}): expected 'auto', 'off' or 'now'"

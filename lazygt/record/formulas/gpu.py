@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import NamedTuple
 
 import torch
+
+from lazygt.runtime.gpus import host_gpus
 
 
 class Gpu(NamedTuple):
@@ -27,28 +28,7 @@ def workers_gpu() -> Gpu:
 
     Without one the workers are elsewhere, or there are none: the default then.
     """
-    capability = min(_capabilities(), default=None)
+    capability = min((gpu.capability for gpu in host_gpus()), default=None)
     if capability is None:
         return Gpu()
     return Gpu(capability, torch.backends.cudnn.version() or 0)
-
-
-def _capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities by the driver's library: torch would open a context to tell them."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return []
-    capabilities = []
-    for index in range(count.value):
-        gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)):
-            continue
-        if not nvml.nvmlDeviceGetCudaComputeCapability(
-            gpu, ctypes.byref(major), ctypes.byref(minor)
-        ):
-            capabilities.append((major.value, minor.value))
-    return capabilities

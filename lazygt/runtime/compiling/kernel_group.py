@@ -26,6 +26,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
 from lazygt.runtime.compiling.by_tensor import BY_TENSOR, WRITE_UNSAID
+from lazygt.runtime.gpus import host_gpus
 
 aten = torch.ops.aten
 
@@ -235,7 +236,8 @@ def toolchain(device: str) -> str:
     if device == "cpu":
         target = f"{torch.backends.cpu.get_cpu_capability()} {_instructions()}"
     else:
-        target = f"{torch.version.cuda} {torch.cuda.get_device_name()}"
+        kinds = {gpu.name for gpu in host_gpus()} or {torch.cuda.get_device_name()}
+        target = f"{torch.version.cuda} {', '.join(sorted(kinds))}"
     return f"{torch.__version__} {platform.machine()} {device} {target}"
 
 

@@ -24,6 +24,8 @@ from lazygt.runtime.executors.stretches import Stretch
 from lazygt.runtime.kernels import clone
 from lazygt.runtime.store import Value
 
+#: Of a GPU's free memory, how much graphs may take where nobody has set a limit.
+FREE_SHARE = 0.5
 #: What torch says of an op that waits for the GPU, where none may.
 _WAITED = "called a synchronizing CUDA operation"
 
@@ -36,7 +38,7 @@ class CudaGraphs:
     """The stream and the memory pool in which a worker captures.
 
     Args:
-        limit: bytes that the graphs may keep.
+        limit: bytes that the graphs may keep; None: a share of the memory that is free now.
         measured: whether a plan's graphs are used only if they are faster.
         alignment: bytes; how round an address kernels look at, at most.
         cuda: ``torch.cuda``, or what stands in for it.
@@ -49,12 +51,12 @@ class CudaGraphs:
     def __init__(
         self,
         device: torch.device,
-        limit: int,
+        limit: int | None,
         measured: bool = True,
         cuda: Any = torch.cuda,
         alignment: int = 256,
     ) -> None:
-        self.device, self.limit, self.measured = device, limit, measured
+        self.device, self._limit, self.measured = device, limit, measured
         self.alignment = alignment
         self.usable = True
         self.clock: Callable[[], float] = time.perf_counter
@@ -71,6 +73,15 @@ class CudaGraphs:
         if not self._kept:
             return 0
         return self._pool_bytes + sum(kept.nbytes for kept in self._kept)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the graphs may keep, by what is free now where no number was given."""
+        if self._limit is not None:
+            return self._limit
+        free, _ = self._cuda.mem_get_info(self.device)
+        unused = self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device)
+        return self.nbytes + int(FREE_SHARE * (free + unused))
 
     def room_for(self, peak: int) -> bool:
         """Whether a plan with so many bytes alive at once can be captured within the limit."""
@@ -205,11 +216,11 @@ class CudaGraphs:
             torch._C._cuda_clearCublasWorkspaces()
 
 
-def graphs_of(device: torch.device, setting: str, limit: int) -> CudaGraphs | None:
+def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGraphs | None:
     """What captures on a device; None: nothing is captured there.
 
     Args:
-        setting: as ``lazygt.session(cuda_graphs=...)`` has it.
+        setting, limit: as ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)`` has them.
     """
     if device.type != "cuda" or setting == "off":
         return None

@@ -145,6 +145,7 @@ class GraphedExecutor(EagerExecutor):
             self._give_up(refusal)
             return self.plain.run(inputs, params)
         self._captures += 1
+        limit = self._graphs.limit
         plan = CapturedPlan(self.interpreter, self._graphs, stretches)
         outcome = self._outcome(plan.capture(inputs, params, self._moved), params)
         if plan.error is not None:
@@ -154,8 +155,8 @@ class GraphedExecutor(EagerExecutor):
             self._captures -= 1  # an op has failed: that was no try
         elif not plan.captures:
             self._give_up("none of it can be captured")
-        elif self._graphs.nbytes > self._graphs.limit:
-            self._give_up(self._too_large(self._graphs.nbytes))
+        elif self._graphs.nbytes > limit:
+            self._give_up(_too_large(self._graphs.nbytes, limit))
         else:
             self._captured, self._mismatches, self._times = plan, 0, []
             self._phase = _TRY if self._graphs.measured else _REPLAY
@@ -173,11 +174,8 @@ class GraphedExecutor(EagerExecutor):
             return "a capture has failed in this worker"
         needed = _made_at_once(self.schedule)
         if not self._graphs.room_for(needed):
-            return self._too_large(needed)
+            return _too_large(needed, self._graphs.limit)
         return None
-
-    def _too_large(self, nbytes: int) -> str:
-        return f"it takes {nbytes} bytes, of max_cuda_graph_bytes={self._graphs.limit}"
 
     # -- runs ----------------------------------------------------------------------------
 
@@ -258,6 +256,10 @@ class _Asking(CheckedInterpreter):
                     raise
                 self.waits.add(number)
         return super()._node(number, node, results, values, params, check)
+
+
+def _too_large(nbytes: int, limit: int) -> str:
+    return f"it takes {nbytes} bytes, of max_cuda_graph_bytes={limit}"
 
 
 def _made_at_once(schedule: Schedule) -> int:

@@ -186,7 +186,7 @@ def link_spec(config: Config, mesh: Mesh, copier: str) -> LinkSpec:
             "LAZYGT_SHM_THRESHOLD": str(config.shm_threshold),
             "LAZYGT_PLAN_CODE": config.plan_code,
             "LAZYGT_CUDA_GRAPHS": config.cuda_graphs,
-            "LAZYGT_MAX_CUDA_GRAPH_BYTES": str(config.max_cuda_graph_bytes),
+            "LAZYGT_MAX_CUDA_GRAPH_BYTES": str(config.max_cuda_graph_bytes or ""),
             "LAZYGT_SHIP_CODE": str(int(config.ship_code)),
         },
     )

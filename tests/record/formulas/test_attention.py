@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import lazygt
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.record.formulas import attention, gpu
 from lazygt.record.formulas.gpu import Gpu
+from lazygt.runtime.gpus import HostGpu
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -326,47 +326,17 @@ def _same(result: torch.Tensor, call: attention.Call) -> None:
 # -- the workers' GPU --------------------------------------------------------------------------
 
 
-class Driver:
-    """NVML of a host whose second GPU does not answer."""
-
-    def __init__(self, *capabilities: tuple[int, int], works: bool = True) -> None:
-        self.capabilities, self.works = capabilities, works
-
-    def nvmlInit_v2(self) -> int:
-        return 0 if self.works else 9
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.capabilities) + 1
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = index + 1
-        return 15 if index == 1 else 0
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
-        known = [self.capabilities[0], (0, 0), *self.capabilities[1:]]
-        major._obj.value, minor._obj.value = known[handle.value - 1]
-        return 0
-
-
 @pytest.mark.parametrize(
-    ("driver", "expected"),
+    ("gpus", "expected"),
     [
-        (Driver((9, 0), (8, 6)), Gpu((8, 6), 91900)),
-        (Driver((9, 0)), H100),
-        (Driver((9, 0), works=False), Gpu()),
-        (OSError("no library"), Gpu()),
+        ((HostGpu("H100", (9, 0)), HostGpu("A10", (8, 6))), Gpu((8, 6), 91900)),
+        ((HostGpu("H100", (9, 0)),), H100),
+        ((), Gpu()),
     ],
 )
-def test_gpu_is_told_by_the_driver(
-    monkeypatch: pytest.MonkeyPatch, driver: Driver | OSError, expected: Gpu
+def test_the_least_capable_gpu_chooses(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[HostGpu, ...], expected: Gpu
 ) -> None:
-    def load(name: str) -> Driver:
-        assert name == "libnvidia-ml.so.1"
-        if isinstance(driver, OSError):
-            raise driver
-        return driver
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(gpu, "host_gpus", lambda: gpus)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert gpu.workers_gpu.__wrapped__() == expected

@@ -190,6 +190,8 @@ class StandInCuda:
 
     def __init__(self) -> None:
         self.captured = self.replays = self.reserved = 0
+        #: bytes that nobody has, and that the allocator has and nobody uses
+        self.free = self.unused = 0
         self.ended = self.failing = 0
         self.stuck = False
         self.current: object = None
@@ -222,6 +224,12 @@ class StandInCuda:
     def memory_reserved(self, device: torch.device) -> int:
         return self.reserved
 
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.reserved - self.unused
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, self.free + self.reserved
+
     def get_sync_debug_mode(self) -> str | int:
         return self.sync_mode
 
@@ -235,7 +243,7 @@ class StandInCuda:
         self.sync_mode = mode
 
 
-def stand_in(measured: bool = False, limit: int = 1 << 40) -> tuple[CudaGraphs, StandInCuda]:
+def stand_in(measured: bool = False, limit: int | None = 1 << 40) -> tuple[CudaGraphs, StandInCuda]:
     """What captures on the CPU, and what it captures with."""
     cuda = StandInCuda()
     return CudaGraphs(torch.device("cpu"), limit, measured, cuda, alignment=64), cuda

@@ -60,7 +60,7 @@ UPDATE = """
 class Both:
     """Runs a plan captured and plain, and compares the bits."""
 
-    def __init__(self, text: str, measured: bool = False, limit: int = 1 << 40) -> None:
+    def __init__(self, text: str, measured: bool = False, limit: int | None = 1 << 40) -> None:
         plan = Plan.build(graph_of(text))
         self.graphs, self.cuda = stand_in(measured, limit)
         self.plain = EagerExecutor(plan, CPU, code=GeneratedCode)
@@ -275,6 +275,21 @@ def test_graphs_keep_no_more_than_they_may(limit: int, captures: int) -> None:
     assert both.cuda.captured == captures
     assert both.graphs.nbytes == (96 if limit == 96 else 0)
     assert (f"max_cuda_graph_bytes={limit}" in both.news[0].error) is (limit < 96)
+
+
+@pytest.mark.parametrize(
+    ("free", "unused", "captures"), [(95, 0, 0), (96, 0, 1), (0, 96, 1), (192, 0, 1)]
+)
+def test_graphs_take_half_of_what_is_free_where_no_limit_is_set(
+    free: int, unused: int, captures: int
+) -> None:
+    """48 bytes live at once, and 96 are what a graph comes to keep: that is half of 192."""
+    both = Both(CHAIN, limit=None)
+    both.cuda.free, both.cuda.reserved, both.cuda.unused = free, unused, unused
+    for _ in range(8):
+        both.run(fresh(), 0.5)
+    assert both.cuda.captured == captures
+    assert both.graphs.nbytes == (96 if free == 192 else 0)
 
 
 def test_graphs_are_let_go_with_their_plan() -> None:
