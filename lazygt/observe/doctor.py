@@ -18,6 +18,7 @@ from lazygt.config import Config
 from lazygt.errors import MachineError
 from lazygt.machine import CALIBRATED, calibrated_place, default_machine, machine_of
 from lazygt.native import build
+from lazygt.runtime.gpus import host_gpus, why_none
 from lazygt.runtime.launch.procfs import cpu_quota
 
 OLDEST_TORCH = (2, 11)
@@ -87,9 +88,7 @@ def version_of(text: str) -> tuple[int, int]:
 def cuda() -> Check:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        advice = ""
-        if torch.version.cuda and Path("/proc/driver/nvidia").exists():
-            advice = "a driver is loaded but torch sees no GPU: compare its version with torch's"
+        advice = why_none() if host_gpus() else ""
         status: Status = "warn" if advice else "ok"
         return Check("cuda", status, f"no GPU; torch is {built}; workers run on the CPU", advice)
     gpus = "; ".join(map(gpu, range(torch.cuda.device_count())))

@@ -6,11 +6,14 @@ CUDA after that.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
+import torch
+
+T = TypeVar("T")
 
 
 class HostGpu(NamedTuple):
@@ -22,26 +25,70 @@ class HostGpu(NamedTuple):
 
 @functools.cache
 def host_gpus() -> tuple[HostGpu, ...]:
-    """All GPUs of this host, visible to CUDA or not; none without a driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return ()
-    gpus = (_gpu(nvml, index) for index in range(count.value))
+    """All GPUs of this host that answer, visible to CUDA or not; none without a driver."""
+    count = _told(lambda: int(_driver().nvmlDeviceGetCount())) or 0
+    gpus = (_told(functools.partial(_gpu, index)) for index in range(count))
     return tuple(gpu for gpu in gpus if gpu is not None)
 
 
-def _gpu(nvml: Any, index: int) -> HostGpu | None:
-    """The GPU of this index; None: the driver can't tell."""
-    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    name = ctypes.create_string_buffer(_NAME_BYTES)
-    if (
-        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-        or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-        or nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(_NAME_BYTES))
-    ):
+def why_none() -> str:
+    """The reason for which torch sees no GPU here, and a remedy."""
+    built = torch.version.cuda
+    if built is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA: install a build for your driver "
+            f"(https://pytorch.org/get-started), or use device='cpu'"
+        )
+    count = len(host_gpus())
+    if not count:
+        return "this host has no GPU that NVIDIA's driver knows: use device='cpu'"
+    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides this host's {gpus}: unset it or name one"
+    driver = _told(lambda: int(_driver().nvmlSystemGetCudaDriverVersion_v2())) or 0
+    major, minor = driver // 1000, driver % 1000 // 10
+    if major < int(built.partition(".")[0]):
+        return (
+            f"the driver supports CUDA {major}.{minor} at most, and torch {torch.__version__} is "
+            f"built for {built}: update the driver, or install a build of torch for CUDA {major}"
+        )
+    return f"the driver knows {gpus}; torch.cuda.init() says why torch can use none"
+
+
+def why_unusable(index: int, error: BaseException) -> str:
+    """The reason for which a process can't use a visible GPU, and the processes that are on it."""
+    held = _told(lambda: torch.cuda.list_gpu_processes(index)) or "the driver does not tell"
+    return (
+        f"{error}. Processes on it ({'; '.join(held.splitlines())}). Wait for them, end them, or "
+        f"choose other GPUs with CUDA_VISIBLE_DEVICES. In the compute mode EXCLUSIVE_PROCESS, a "
+        f"GPU takes one process: ask for at most as many workers as there are GPUs"
+    )
+
+
+def _driver() -> Any:
+    driver = _library()
+    driver.nvmlInit()  # counts its calls; the library stays open
+    return driver
+
+
+def _library() -> Any:
+    # why: programs without GPUs need not wait 40 ms for it
+    import pynvml
+
+    return pynvml
+
+
+def _gpu(index: int) -> HostGpu:
+    driver = _driver()
+    handle = driver.nvmlDeviceGetHandleByIndex(index)
+    major, minor = driver.nvmlDeviceGetCudaComputeCapability(handle)
+    return HostGpu(driver.nvmlDeviceGetName(handle), (major, minor))
+
+
+def _told(ask: Callable[[], T]) -> T | None:
+    """The driver's answer; None: it has none."""
+    try:
+        return ask()
+    except _library().NVMLError:
         return None
-    return HostGpu(name.value.decode(errors="replace"), (major.value, minor.value))

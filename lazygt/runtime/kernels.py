@@ -30,6 +30,7 @@ from lazygt.graph.placement import (
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives import ops as collective_ops
 from lazygt.runtime.foreign import loader
+from lazygt.runtime.gpus import why_none, why_unusable
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
@@ -74,10 +75,20 @@ def write_back(base: torch.Tensor, value: torch.Tensor, chain: tuple[Any, ...]) 
 
 def initialize(device: torch.device) -> None:
     """Create the device's context and make it this thread's current one: CUDA's generators exist
-    from then on only."""
-    if device.type == "cuda":
+    from then on only.
+
+    Raises:
+        RuntimeError: the device can't be used.
+    """
+    if device.type != "cuda":
+        return
+    index = device.index or 0
+    try:
         torch.cuda.init()
-        torch.cuda.set_device(device.index or 0)
+        torch.cuda.set_device(index)
+    except (AssertionError, RuntimeError) as error:
+        why = why_unusable(index, error) if torch.cuda.device_count() else why_none()
+        raise RuntimeError(f"a worker can't use device={str(device)!r}: {why}") from error
 
 
 def generator(device: torch.device) -> torch.Generator:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
-from lazygt.runtime import gpus
+from lazygt.runtime import gpus, kernels
 from lazygt.runtime.compiling import kernel_group
 from lazygt.runtime.gpus import HostGpu
 
@@ -16,34 +16,44 @@ H100, A10 = HostGpu("NVIDIA H100 80GB HBM3", (9, 0)), HostGpu("NVIDIA A10", (8, 
 
 
 class Driver:
-    """NVML of a host whose second GPU does not answer."""
+    """NVML of a host whose second GPU does not answer.
 
-    def __init__(self, *known: HostGpu, works: bool = True) -> None:
-        self.known, self.works = [*known[:1], None, *known[1:]], works
+    Args:
+        cuda: the version of CUDA that it supports, such as 12040.
+    """
 
-    def nvmlInit_v2(self) -> int:
-        return 0 if self.works else 9
+    NVMLError = pynvml.NVMLError
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.known)
-        return 0
+    def __init__(self, *known: HostGpu, works: bool = True, cuda: int = 13_000) -> None:
+        self.known, self.works, self.cuda = [*known[:1], None, *known[1:]], works, cuda
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = index + 1
-        return 0 if self.known[index] else 15
+    def nvmlInit(self) -> None:
+        if not self.works:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
-        gpu = self.known[handle.value - 1]
-        assert gpu is not None
-        major._obj.value, minor._obj.value = gpu.capability
-        return 0
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.known)
 
-    def nvmlDeviceGetName(self, handle: Any, name: Any, length: Any) -> int:
-        gpu = self.known[handle.value - 1]
-        assert gpu is not None
-        name.value = gpu.name.encode()
-        assert len(name.value) < length.value
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> HostGpu:
+        gpu = self.known[index]
+        if gpu is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return gpu
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: HostGpu) -> list[int]:
+        return list(handle.capability)
+
+    def nvmlDeviceGetName(self, handle: HostGpu) -> str:
+        return handle.name
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+
+@pytest.fixture
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_library", lambda: request.param)
+    monkeypatch.setattr(gpus, "host_gpus", gpus.host_gpus.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -52,20 +62,62 @@ class Driver:
         (Driver(H100, A10), (H100, A10)),
         (Driver(H100), (H100,)),
         (Driver(H100, works=False), ()),
-        (OSError("no library"), ()),
     ],
+    indirect=["driver"],
 )
-def test_gpus_are_told_by_the_driver(
-    monkeypatch: pytest.MonkeyPatch, driver: Driver | OSError, expected: tuple[HostGpu, ...]
-) -> None:
-    def load(name: str) -> Driver:
-        assert name == "libnvidia-ml.so.1"
-        if isinstance(driver, OSError):
-            raise driver
-        return driver
+def test_gpus_are_told_by_the_driver(driver: None, expected: tuple[HostGpu, ...]) -> None:
+    assert gpus.host_gpus() == expected
 
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert gpus.host_gpus.__wrapped__() == expected
+
+@pytest.mark.parametrize(
+    ("driver", "built", "visible", "why"),
+    [
+        (Driver(H100), None, None, "is built without CUDA: install a build for your driver"),
+        (Driver(works=False), "13.0", None, "this host has no GPU that NVIDIA's driver knows"),
+        (Driver(H100, A10), "13.0", "", "CUDA_VISIBLE_DEVICES='' hides this host's 2 GPUs: unset"),
+        (Driver(H100, cuda=12_080), "13.0", None, "supports CUDA 12.8 at most, and torch .* 13.0"),
+        (Driver(H100), "13.0", None, r"the driver knows 1 GPU; torch.cuda.init\(\) says why"),
+    ],
+    indirect=["driver"],
+)
+def test_absence_of_gpus_has_a_reason_and_a_remedy(
+    driver: None,
+    built: str | None,
+    visible: str | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", refuse(AssertionError("no CUDA")))
+    with pytest.raises(RuntimeError, match=rf"a worker can't use device='cuda:0': .*{why}"):
+        kernels.initialize(torch.device("cuda:0"))
+
+
+def test_gpu_that_is_taken_is_refused_with_the_processes_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    held = "GPU:1\nprocess       4711 uses    71234.000 MB GPU memory"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse(busy))
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", [None, held].__getitem__)
+    with pytest.raises(
+        RuntimeError,
+        match=r"'cuda:1': CUDA error: .* .*4711 uses .* EXCLUSIVE_PROCESS",
+    ):
+        kernels.initialize(torch.device("cuda:1"))
+
+
+def refuse(error: BaseException) -> Any:
+    def call(*args: Any) -> None:
+        raise error
+
+    return call
 
 
 def test_code_for_gpus_is_told_by_their_names_without_initializing_cuda(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from lazygt.runtime.gpus import why_none
 from lazygt.runtime.launch import procfs
 from lazygt.runtime.launch.base import Boot, Launcher, Process
 from lazygt.runtime.launch.working_directory import start_directory
@@ -128,7 +129,7 @@ def visible_gpu(number: int, count: int) -> str:
         ValueError: there is no GPU.
     """
     if count < 1:
-        raise ValueError("device='cuda', but torch sees no GPU; use device='cpu'")
+        raise ValueError(f"device='cuda', but torch sees no GPU: {why_none()}")
     listed = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     names = listed if listed != [""] else [str(index) for index in range(count)]
     return names[number % count]
