@@ -86,6 +86,17 @@ def refused(pool, what):
     return pool.status()["refused"].get(what, 0)
 
 
+def is_let_in(pool, key):
+    """Whether the pool takes a connection with this key: those that were closed may count still."""
+    try:
+        with Pool(pool.on, key, SECONDS) as client:
+            return client.names() == []
+    except PoolError as error:
+        if "connections already" not in str(error):
+            raise
+        return False
+
+
 def is_dropped(asker):
     until = time.monotonic() + SECONDS
     while asker.connection.closed is None:
@@ -293,8 +304,7 @@ def test_a_key_has_so_many_connections_and_no_more(pool):
             assert bob.names() == []
         assert refused(pool, "connections") == before + 1
         ends.close()
-        with Pool(pool.on, key, SECONDS) as again:
-            pool.until(lambda _: again.names() == [])
+        pool.until(lambda _: is_let_in(pool, key))
 
 
 def test_a_flood_of_sessions_takes_no_place_in_the_queue_from_others(pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
 from lazygt.runtime.recovery.doubts import Doubts, Told
 from lazygt.runtime.recovery.journal import Cut, Journal, Renewed
+from lazygt.runtime.recovery.recover import Recovery
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -114,6 +116,20 @@ def test_a_failed_collective_is_believed_once_all_have_answered_its_run() -> Non
     last = answer(2, 2)
     assert ranks.tell(last) == [*said[1:], last]
     assert ranks.tell(answer(0, 3, True)) == []
+
+
+def test_a_collective_that_fails_when_its_run_is_done_again_is_in_doubt() -> None:
+    """Its first answer was believed, so the client waits for none; a rank may be dying anew."""
+    client = SimpleNamespace(waiting_for=lambda seq: set())
+    link = SimpleNamespace(world_size=2)
+    recovery = Recovery(client, link, cost=0.1, journal_bytes=1 << 20)  # type: ignore[arg-type]
+    for rank in (0, 1):
+        recovery.answered(rank, 5)  # what the snapshot covers
+    failed = answer(0, 6, True)
+    inherited = Told(0, Done(7, fetched=[Failure(0, COLLECTIVE_ERROR, "", 6)]), [])
+    assert list(recovery.doubts.sort_out(failed)) == []
+    assert list(recovery.doubts.sort_out(inherited)) == []
+    assert recovery.doubts.take() == [failed, inherited]
 
 
 def test_what_was_held_may_be_in_doubt_itself() -> None:

@@ -148,7 +148,7 @@ class Recovery:
 
     def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
         self.journal = Journal(link.world_size)
-        self.doubts = Doubts(client.waiting_for)
+        self.doubts = Doubts(self._waiting_for)
         self._client, self._link = client, link
         self._cost, self._journal_bytes = cost, journal_bytes
         #: bytes of the journal when it was weighed last
@@ -255,6 +255,11 @@ class Recovery:
     def answered(self, rank: int, seq: int) -> None:
         """A rank has answered a run."""
         self._answered[rank] = seq
+
+    def _waiting_for(self, seq: int) -> set[int]:
+        """The ranks that have not answered a run; where it is done again: have not once more."""
+        ranks = range(self._link.world_size)
+        return {rank for rank in ranks if self._answered.get(rank, 0) < seq}
 
     # -- a worker has died ---------------------------------------------------------------
 
