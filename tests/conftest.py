@@ -27,7 +27,7 @@ from lazygt.runtime.compiling import compiler
 from lazygt.runtime.compiling.artifacts import Record
 from lazygt.runtime.recovery import recover
 from tests import forking
-from tests.patience import patience
+from tests.patience import DEEP, patience
 
 # A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -78,6 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None and item.path.parent.name in TIMED:
             item.add_marker("timed")
+        if item.get_closest_marker("deep") is not None and not DEEP:
+            item.add_marker(pytest.mark.skip(reason="minutes: `make test-deep`"))
         limit = item.get_closest_marker("timeout")
         if limit is not None:
             item.add_marker(pytest.mark.timeout(BUSY * limit.args[0]), append=False)

@@ -11,3 +11,7 @@ def patience(seconds: float) -> float:
         minute, _, _, tasks, _ = file.read().split()
     running = max(float(minute), float(tasks.split("/")[0]))
     return seconds * max(1.0, running / len(os.sched_getaffinity(0)))
+
+
+#: Whether the tests that take minutes run, and many more examples of the others.
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"

@@ -18,6 +18,7 @@ def test_the_first_entries() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_the_whole_database() -> None:

@@ -74,6 +74,7 @@ def run(arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("only", "peer"),
@@ -91,6 +92,7 @@ def test_training_against_peers(only: str, peer: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_memory_beside_peers() -> None:
     output = run("--parts memory --workers 2")
@@ -98,6 +100,7 @@ def test_memory_beside_peers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_a_sum_passes_no_tensor_through_the_client() -> None:
     output = run("--parts sum scaling invariant --workers 2 --megabytes 1")

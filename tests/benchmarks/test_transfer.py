@@ -31,6 +31,7 @@ def test_a_verdict_says_whether_the_aim_is_met(value: float, least: bool, expect
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(115)
 def test_the_benchmark_runs() -> None:
     done = subprocess.run(

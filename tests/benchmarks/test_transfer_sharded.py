@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 def test_it_runs_and_counts_no_weights_in_the_client() -> None:
     done = subprocess.run(

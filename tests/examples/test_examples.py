@@ -218,6 +218,7 @@ def test_large_gpt_agrees_with_eager(mesh: str) -> None:
     assert losses(lazy) == losses(eager)
 
 
+@pytest.mark.deep
 def test_47_billion_parameters_are_simulated_and_not_allocated() -> None:
     """Six bytes a token and parameter, and what attention multiplies; 8 bytes of state on 8."""
     told = subprocess.run(
@@ -233,6 +234,7 @@ def test_47_billion_parameters_are_simulated_and_not_allocated() -> None:
     assert int(resident) << 10 < 1e9
 
 
+@pytest.mark.deep
 def test_a_width_of_175_billion_over_1536_ranks() -> None:
     """One block a stage, where it has eight; the first or the last has a table of words, too."""
     told = subprocess.run(

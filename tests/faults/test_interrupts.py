@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import DEEP
+
 ROOT = Path(__file__).parents[2]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 INTERRUPTS = 1000 if DEEP else 40
 SECONDS = 3000 if DEEP else 1000
 

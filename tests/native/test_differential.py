@@ -6,7 +6,6 @@ the comparison can fail is asked of the recorder in Python against itself with f
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,7 @@ def test_recorders_record_the_same(tmp_path: Path, kind: str) -> None:
 
 @needs_native
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.environ.get("HYPOTHESIS_PROFILE") != "deep", reason="minutes: `make test-deep`"
-)
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", DEEP)
 def test_recorders_record_the_same_of_many_more(tmp_path: Path, kind: str) -> None:

@@ -13,6 +13,7 @@ STEPS = 10_000
 
 
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_memory_stays_flat_over_many_steps() -> None:
     """With new batches and learning rates in each; in a process of its own, with this recorder."""

@@ -21,9 +21,7 @@ pytestmark = [
     pytest.mark.anew,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
-    pytest.mark.skipif(
-        os.environ.get("HYPOTHESIS_PROFILE") != "deep", reason="minutes: `make test-deep`"
-    ),
+    pytest.mark.deep,
 ]
 ROOT = Path(__file__).parents[2]
 

@@ -17,6 +17,7 @@ import torch
 
 import lazygt
 from lazygt.runtime.messages import Snapped
+from tests.patience import DEEP
 from tests.recovery.programs import LAYOUTS, outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -256,7 +257,7 @@ def test_a_spare_process_takes_the_rank(name: str) -> None:
 
 
 #: One of so many messages of a program of two ranks is tried; in the deep profile each.
-STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 6
+STRIDE = 1 if DEEP else 6
 
 
 @pytest.mark.parametrize("when", ["before", "inside", "after"])

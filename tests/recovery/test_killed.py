@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import DEEP
+
 ROOT = Path(__file__).parents[2]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 KILLS = 500 if DEEP else 6
 SECONDS = 3000 if DEEP else 300
 CASES = [("fully sharded", 2, "off"), ("pipeline", 2, "off"), ("one worker", 1, "now")]
