@@ -59,15 +59,16 @@ def step_of_training() -> Callable[[], object]:
 
 def used(pid: int, but: int) -> float:
     """Seconds that a process's threads have had a core, but for one of them."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    others = [task for task in tasks if int(task.name) != but]
-    times = (int((task / "schedstat").read_text().split()[0]) for task in others)
-    return sum(times) / 1e9
+    threads = (int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(of_thread(thread, pid) for thread in threads if thread != but)
 
 
-def of_thread(thread: int) -> float:
-    """Seconds that a thread of this process has had a core."""
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+def of_thread(thread: int, pid: int | str = "self") -> float:
+    """Seconds that a thread of a process has had a core; none where it has ended meanwhile."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
 
 
 def measured(rounds: int, seconds: float) -> dict[str, Measured]:
