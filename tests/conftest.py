@@ -125,7 +125,7 @@ def child_pids() -> set[int]:
         try:
             with open(f"/proc/self/task/{thread}/children") as file:
                 found.update(int(pid) for pid in file.read().split())
-        except FileNotFoundError:  # the thread ended between the listing and the read
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             continue
     return found
 
