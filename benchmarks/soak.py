@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace) -> Report:
     case = threads(args.threads)
     add(report, f"rounds of {args.threads} threads", case, args.rounds, 5 * args.rounds)
     with lazygt.session(workers=1, threads=1, compile="off") as session:
-        add(report, "shapes", shapes(session), min(CACHED, args.shapes), args.shapes)
+        add(report, "shapes", shapes(session), args.fill, args.shapes)
     return report
 
 
@@ -163,6 +163,7 @@ def main() -> None:
     options.add_argument("--processes", type=int, default=16)
     options.add_argument("--threads", type=int, default=8)
     options.add_argument("--shapes", type=int, default=100_000)
+    options.add_argument("--fill", type=int, default=CACHED, help="shapes before the first reading")
     options.add_argument("--program", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args()
     torch.set_num_threads(1)
