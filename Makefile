@@ -60,12 +60,11 @@ test-slow: $(STAMP) $(NATIVE)
 	$(PYTEST) -m timed
 
 test-deep: $(STAMP) $(NATIVE)
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes tests/native --timeout 3600
-	LAZYGT_ALL_SAMPLES=1 $(BIN)/python -m pytest tests/conformance/test_op_db.py
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/property tests/passes tests/native tests/conformance --timeout 3600
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/faults/test_interrupts.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/recovery --timeout 3600
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/record/test_recorder.py tests/runtime/test_nonsense.py
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep tests/benchmarks tests/examples --timeout 3600
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "deep or sampled" --timeout 3600
 
 # Programs on several hosts: network namespaces, which only root can make; torchrun, srun, mpirun and
 # Ray where they are installed.

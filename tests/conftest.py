@@ -14,6 +14,7 @@ os.environ["LAZYGT_COMPILE"] = "off"
 # Plans are those that come without a calibration.
 os.environ.pop("LAZYGT_MACHINE", None)
 
+import random
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -73,8 +74,25 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Draw one of each `n` cases of the tests that are marked ``sampled(n)``, always the same ones,
+    and return the others."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {item for all_ in cases.values() for item in all_}
+    for test, all_ in cases.items():
+        apart = all_[0].get_closest_marker("sampled").args[0]  # type: ignore[union-attr]
+        left.difference_update(random.Random(test).sample(all_, -(-len(all_) // apart)))
+    return left
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not DEEP and (left := left_out(items)):
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     for item in items:
         if item.get_closest_marker("slow") is not None and item.path.parent.name in TIMED:
             item.add_marker("timed")

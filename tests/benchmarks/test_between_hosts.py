@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_collectives_on_one_host_and_on_two() -> None:

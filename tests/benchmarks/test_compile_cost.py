@@ -32,6 +32,7 @@ def test_every_pass_is_timed_by_its_name() -> None:
     assert names == ["inference", "build_graph", *passes, ALL_PASSES, "plan", "encode"]
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_the_table_has_a_column_a_size_and_says_whether_the_aim_is_met() -> None:
     report = measure(argparse.Namespace(sizes=[20, 40], rounds=1))

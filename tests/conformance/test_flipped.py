@@ -96,6 +96,7 @@ def walk(op: OpInfo) -> list[str]:
     return [f"{harness.name_of(op)}: {why}" for why in found if why is not None]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_changed_arguments_give_what_eager_torch_gives(share: int) -> None:
     with warnings.catch_warnings():

@@ -7,7 +7,6 @@ are left out.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +19,14 @@ from lazygt.graph.node import Ref
 from lazygt.graph.ops import OPAQUE_RESULTS, OpFacts, facts
 from lazygt.record.infer import Inference
 from tests.conformance.layouts import LAYOUTS
+from tests.patience import DEEP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
-ALL = os.environ.get("LAZYGT_ALL_SAMPLES") == "1"
 #: Calls of an overload, for each shape.
-CALLS = 12 if ALL else 3
+CALLS = 12 if DEEP else 3
 SHAPES = [(2, 4, 3, 5), (3, 4, 5)]
-if ALL:
+if DEEP:
     SHAPES += [(4, 6), (1, 4, 3, 5), (2, 1, 3, 3), (2, 3, 2, 4, 3), (4,)]
 
 #: Families with kernels for other devices or classes of tensors, and ops that take memory as it is.

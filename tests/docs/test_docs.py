@@ -34,6 +34,8 @@ DOCUMENTS = [
         )
     ),
 ]
+#: Pages whose examples take minutes.
+LONG = ("docs/foresight.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -44,7 +46,10 @@ def blocks(name: str, language: str) -> list[str]:
     return [body for kind, body in BLOCK.findall(text) if kind == language]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.deep] * (each in LONG)) for each in DOCUMENTS],
+)
 def test_python_examples_run(name: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(name, "python")))

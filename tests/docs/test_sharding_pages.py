@@ -16,6 +16,7 @@ PAGES = sorted((ROOT / "docs" / "sharding").glob("*.md"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_explains(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())

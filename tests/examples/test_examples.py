@@ -96,6 +96,7 @@ def test_gpt_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert losses(rest) == losses(whole)[-1:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["--launcher inline", "--workers 1", "--mesh data=2 --fsdp"])
 def test_gpt_killed_at_random_ends_with_the_same_weights(tmp_path: Path, kind: str) -> None:
     draw = random.Random(seed := random.SystemRandom().randrange(1 << 32))
@@ -179,6 +180,7 @@ def test_gpt_refuses_axes_that_it_does_not_cut_along() -> None:
         run_example("train_gpt.py", "--mesh foo=2")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,model=2", "data=2 --fsdp"])
 def test_gpt_on_a_mesh_agrees_with_eager(mesh: str) -> None:
     lazy = run_example("train_gpt.py", f"{TINY_GPT} --sample 0 --mesh {mesh}")
@@ -203,6 +205,7 @@ def test_killed_workers_change_no_bit(workers: int) -> None:
 TINY_LARGE = "--layers 2 --hidden 16 --heads 2 --vocabulary 50 --sequence 8 --batch 4"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mesh",
     [

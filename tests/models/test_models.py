@@ -24,6 +24,7 @@ def assert_same_bits(
             assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", zoo.OPTIMIZERS)
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_bit_equal_to_eager(name: str, optimizer: str) -> None:

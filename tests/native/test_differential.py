@@ -23,8 +23,8 @@ needs_native = pytest.mark.skipif(
 
 FAST: dict[str, list[Any]] = {
     "drawn": [0, 40],
-    "positions": [0, 40],
-    "operators": [5, 24, 1],
+    "positions": [0, 20],
+    "operators": [5, 60, 1],
     "models": [["adamw"], 2],
 }
 DEEP: dict[str, list[Any]] = {
@@ -82,6 +82,7 @@ def test_a_recorder_agrees_with_itself(told: Any) -> None:
     assert not differences(told[0], told[1])
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["operators", "models"])
 def test_a_recorder_agrees_with_itself_in_all(tmp_path: Path, kind: str) -> None:

@@ -60,6 +60,7 @@ def by_fsdp2(place: Path, ranks: int, policy: str, microbatches: int) -> dict[st
     return weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "policy", "microbatches"),
     [(1, "param, reduce wide", 2), (2, "param", 1), (2, "param, reduce wide", 2),

@@ -45,6 +45,7 @@ def train(
     return [loss.item() for loss in losses], [p.detach().cpu() for p in model.parameters()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mesh", [{"pipe": 2}, {"pipe": 4}, {"pipe": 2, "data": 2}, {"data": 2, "pipe": 2}], ids=str
 )

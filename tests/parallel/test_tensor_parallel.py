@@ -137,6 +137,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], Callable[[nn.Module], nn.Module]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("tied", [False, True])

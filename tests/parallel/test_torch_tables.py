@@ -68,6 +68,7 @@ def train(make: Callable[[], nn.Module], words: int, device: str) -> list[torch.
     return [t.detach().cpu() for t in (*losses, *model.parameters())]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def written_form_computes_the_same_bits(op: str) -> None:
     assert tried, "no dtype and shape was tried"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", sorted(MEMBERS | OVERWRITING))
 def test_every_op(op: str) -> None:
     if op in MEMBERS:

@@ -72,6 +72,7 @@ def memory_left():
     return {name for name in os.listdir("/dev/shm") if name.startswith("lazygt")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", BOTH)
 def test_a_client_that_is_ended_leaves_its_places(number, folder, tmp_path):
     before = memory_left()
@@ -89,6 +90,7 @@ def test_a_client_that_is_ended_leaves_its_places(number, folder, tmp_path):
     assert memory_left() <= before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", BOTH)
 def test_a_pool_that_is_ended_tells_its_clients(number, folder, tmp_path):
     with served(tmp_path, "--workers", "2") as pool:

@@ -12,7 +12,7 @@ import pytest
 from tests.pool.serving import SECONDS, Served, served
 from tests.strange import LATER, OTHER_LAZYGT, OTHER_TORCH, UP_LONGER, strange
 
-pytestmark = [pytest.mark.anew, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 CLIENT = """
 import sys, torch, lazygt
@@ -35,6 +35,7 @@ def said(pool: Served, environment: dict[str, str], *before: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.anew
 def test_another_version_is_told_with_both_and_takes_no_place(tmp_path: Path) -> None:
     with served(tmp_path, "--workers", "1") as pool:
         for what, name, other in (

@@ -103,6 +103,7 @@ def sixteen():
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at_once", [1, 2, 4, 8])
 def test_sixteen_greedy_clients_of_very_different_runs_get_the_same_time(at_once):
     clients = sixteen()

@@ -530,6 +530,7 @@ print("done")
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "which",

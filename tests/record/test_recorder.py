@@ -299,9 +299,10 @@ def states(operation: Operation, size: int) -> list[list[list[float]]]:
 
 
 #: Of the lines of recording, every so many-th is interrupted; under the deep profile each.
-LINES_APART = 1 if DEEP else 4
+LINES_APART = 1 if DEEP else 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("known", [True, False], ids=["hit", "miss"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_ctrl_c_at_any_line_of_recording_leaves_a_stretch_to_go_on_with(

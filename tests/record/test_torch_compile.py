@@ -224,6 +224,7 @@ assert len(calls) == 1
 """
 
 
+@pytest.mark.deep
 @pytest.mark.anew
 def test_dynamo_loaded_in_the_session() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], check=True, timeout=200)

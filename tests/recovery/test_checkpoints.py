@@ -119,6 +119,7 @@ def test_a_run_goes_on_inline(tmp_path: Path) -> None:
     check_resumed(INLINE_LAYOUT, tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_goes_on_with_the_bits_of_one_that_was_not_killed(name: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def run(kill: int | None, snapshot: int | None, workers: int) -> tuple[torch.Ten
         return values, swapped, len(session.recoveries)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("snapshot", [None, 2, 5])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_recovery_changes_no_bit(workers: int, snapshot: int | None) -> None:

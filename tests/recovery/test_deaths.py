@@ -30,6 +30,7 @@ def kill(s: lazygt.Session, *ranks: int) -> None:
         os.kill(s.worker_pids[rank], signal.SIGKILL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_killed_worker_is_a_longer_wait(name: str, rank: int, tmp_path: Path) -> None:
@@ -260,6 +261,7 @@ def test_a_spare_process_takes_the_rank(name: str) -> None:
 STRIDE = 1 if DEEP else 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_death_at_any_message_of_two_ranks(

@@ -122,6 +122,7 @@ def test_a_value_is_copied_by_one_snapshot_alone() -> None:
         assert s.stats()["snapshot_bytes"] - before < 256
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 @pytest.mark.parametrize("snapshots", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)

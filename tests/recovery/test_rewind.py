@@ -141,6 +141,7 @@ def trained(layout: Layout, bad: int, fails: bool) -> str:
     return digest([*model.parameters(), *state])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("name", REWINDS)

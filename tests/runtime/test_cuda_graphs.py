@@ -18,6 +18,7 @@ from tests.runtime.executors import cuda_stand_in
 RUNS = 12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "lstm"])
 def test_training_has_the_bits_of_eager_torch(name: str, optimizer: str) -> None:

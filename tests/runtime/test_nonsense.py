@@ -75,7 +75,7 @@ def test_nobody_takes_what_is_meant_for_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "count"), [(nonsense.to_workers, 800), (nonsense.to_clients, 250 if DEEP else 80)]
+    ("make", "count"), [(nonsense.to_workers, 800), (nonsense.to_clients, 250 if DEEP else 40)]
 )
 def test_changed_messages_are_understood_or_refused(
     make: Callable[[int, random.Random], Iterator[Callable[[], object]]], count: int

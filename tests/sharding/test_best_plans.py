@@ -508,12 +508,14 @@ def attention_of_shared_keys(place: Place, q: Tensor, k: Tensor, v: Tensor) -> A
 # -- the tests ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", KNOWN)
 def test_ranks_send_no_more_than_they_have_to(name: str, ranks: int) -> None:
     KNOWN.check_bytes(name, ranks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_numbers_are_those_of_one_device(name: str, ranks: int) -> None:

@@ -62,6 +62,7 @@ def agree(graph: Graph, mesh: Mesh, stored: Sequence[Sharding]) -> None:
     assert by_class == alone
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "mesh"),
     [

@@ -250,6 +250,7 @@ def test_a_step_has_the_same_bits_on_any_number_of_workers(
     check_step(program, worlds, ranks, seed=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2))
@@ -373,6 +374,7 @@ def check_gpt(cut: str, meshes: list[dict[str, int]], invariant: Any) -> None:
         assert all(map(torch.equal, state, states[0])), mesh
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cut", ["batch", "weights", "fsdp"])

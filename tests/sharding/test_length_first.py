@@ -129,6 +129,7 @@ def in_samples(name: str, program: Program) -> list[Sharding]:
     return [Sharding((label if each else Replicate(),)) for each in is_batch]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("samples", [8, 3])
 @pytest.mark.parametrize("name", MODULES)
@@ -142,6 +143,7 @@ def test_a_step_on_blocks_of_samples_is_the_step(name: str, samples: int, ranks:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("samples", [8, 3])
 @pytest.mark.parametrize("name", MODULES)

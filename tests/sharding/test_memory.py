@@ -268,6 +268,7 @@ def clipped_steps(name: str, way: str, count: int, device: str = "lazygt") -> li
     return [t.detach().cpu() for t in (*norms, *model.state_dict().values())]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", ["fsdp", "zero"])
 @pytest.mark.parametrize("name", MODELS)

@@ -153,6 +153,7 @@ def norm_of_all_gradients(place: Place, a: Tensor, b: Tensor, c: Tensor) -> Tens
     return torch.cat([a.reshape(-1), b.reshape(-1), c]).norm()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", KNOWN)
 def test_ranks_send_no_more_than_they_have_to(name: str, ranks: int) -> None:

@@ -42,6 +42,7 @@ def cut(program: Program) -> tuple[Graph, ...]:
     return programs(program.graph, program.mesh, program.stored, check=True).graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["pipe=2", "pipe=4"])
 @pytest.mark.parametrize("make", [MLP, StagedGPT])
@@ -51,6 +52,7 @@ def test_a_step_in_stages_is_the_step(
     agree(recorded(make, mesh, microbatches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipe=2,data=2", "data=2,pipe=2", "data=2,pipe=4"])
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ def test_dropout_draws_the_same_on_all_ranks() -> None:
 # -- what is sent ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_each_boundary_is_crossed_once_a_microbatch_and_direction(
@@ -173,6 +176,7 @@ def _before(unit: Unit, stages: int) -> Iterator[Unit]:
         yield Unit(stage - 1, False, microbatch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_programs_are_in_that_order(stages: int, microbatches: int) -> None:

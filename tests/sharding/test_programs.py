@@ -61,6 +61,7 @@ def placed_at_random(t: torch.Tensor, mesh: Mesh, draw: random.Random) -> Shardi
     return Sharding(tuple(label() for _ in mesh.names))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", MESHES)

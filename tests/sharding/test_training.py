@@ -27,6 +27,7 @@ def agree(name: str, mesh: Mapping[str, int]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "encoder", "gpt"])
 def test_data_parallel_agrees_with_eager(name: str) -> None:
     agree(name, DATA)
@@ -37,6 +38,7 @@ def test_uneven_and_empty_blocks_agree_with_eager(name: str) -> None:
     agree(name, UNEVEN)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [MODEL, {"model": 3}, BOTH], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_cut_weights_agree_with_eager(name: str, mesh: Mapping[str, int]) -> None:

@@ -110,6 +110,7 @@ def test_a_batch_written_in_place_stays_cut() -> None:
             assert torch.equal(x.cpu(), numbers(4, 6) * factor)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mesh", "lay", "placement"),
     [

@@ -14,6 +14,7 @@ import lazygt
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "dims", [dims for rank in NORMS for dims in permutations(range(rank))], ids=str

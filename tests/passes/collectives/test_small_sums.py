@@ -89,6 +89,7 @@ def meetings(layout: str, mesh: Mapping[str, int]) -> list[tuple[str, str]]:
     return [("all_reduce", axis) for axis in [*mesh, *later]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_meet_once_an_axis_for_the_norm_of_all_gradients(layout: str, foreach: bool) -> None:

@@ -143,6 +143,7 @@ def stream_of(run: Run, program: Any) -> streams.Stream:
         return [f"{type(error).__name__}: {error}"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_attention_takes_the_kernel_that_cpus_take(shapes: str, mask: str) -> None:

@@ -92,6 +92,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, {"lr": torch.tensor(0.01)}, id=f"{name}-lr tensor")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "options"), list(cases()))
 def test_five_steps_have_the_bits_of_eager_torch(name: str, options: dict[str, Any]) -> None:
     expected = trained(name, options, "cpu")

@@ -158,6 +158,7 @@ def slot(rank: int, shell: bool = False) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shell", [False, True], ids=["plain", "shells"])
 @pytest.mark.parametrize("killed", [False, True], ids=["ends", "killed"])
 def test_the_others_end_when_the_first_has(killed: bool, shell: bool) -> None:

@@ -114,6 +114,7 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts | None]:
             yield there
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("hosts", "layout"),
     [

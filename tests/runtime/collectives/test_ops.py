@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 SECONDS = 600
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mesh", ["x=2", "x=3", "x=4", "a=2,b=2"])
@@ -34,6 +35,7 @@ def test_collectives_give_what_they_should(mesh: str, tmp_path: Path) -> None:
     with_ranks(mesh, tmp_path, [Mesh.parse(mesh).world_size])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

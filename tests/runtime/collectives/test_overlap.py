@@ -139,6 +139,7 @@ def test_gradients_of_several_microbatches_travel_during_a_backward(
         assert sorted(ops.count("aten.mm.default") for ops in reductions) == meanwhile_multiplied
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_buckets_change_no_bit_of_a_training(optimizer: str) -> None:

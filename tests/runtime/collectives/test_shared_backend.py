@@ -109,6 +109,7 @@ def drawn(count: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(elements, generator=generator).mul(9).to(dtype) for _ in range(count)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_are_reduced_in_their_order(axis: Axis, op: str, dtype: torch.dtype) -> None:

@@ -113,6 +113,7 @@ def test_calls_take_the_tensors_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_pat
 # -- really compiled -----------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -223,6 +223,7 @@ def _numbers(node: Node, params: tuple[Any, ...]) -> tuple[Any, ...]:
 # -- really compiled -----------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -149,6 +149,7 @@ def test_off_keeps_every_bit(launcher: str) -> None:
 # -- really compiled -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -57,6 +57,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", ["process", "inline"])
 def test_a_plan_seen_twice_is_compiled(launcher: str) -> None:
     expected = results("cpu", [SIZE] * 4)

@@ -24,7 +24,7 @@ from tests.control_group import control_group
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.patience import patience
 
-pytestmark = [pytest.mark.anew, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 LOCAL, TCP = "ipc", "tcp://127.0.0.1"
 PATIENCE = 30.0
 
@@ -449,6 +449,7 @@ def test_close_ends_the_worker_and_may_be_called_twice(opened):
             act()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["fresh", "stopped", "dead", "busy", "deaf"])
 def test_close_is_quick_whatever_the_worker_does(opened, how):
     link = opened(frozen_after=0.2)
@@ -528,6 +529,7 @@ def test_no_descriptor_stays_after_close(opened):
     assert len(open_descriptors()) <= before
 
 
+@pytest.mark.anew
 def test_a_missing_interpreter_is_an_error_of_the_start(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     before = len(descriptors_before())

@@ -226,6 +226,7 @@ def test_what_is_written_through_a_reshape_is_not_gathered() -> None:
     assert "(P(sum), S(1)) -> (S(1))" in rows
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:

@@ -211,6 +211,7 @@ SOFTMAX: Cases = {
 ALL = POINTWISE | MATMUL | REDUCTIONS | SOFTMAX
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:
     check_strategies(ALL[name])

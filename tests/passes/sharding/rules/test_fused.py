@@ -193,6 +193,7 @@ CASES: Cases = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CASES)
 def test_rows(name: str) -> None:

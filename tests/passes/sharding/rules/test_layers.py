@@ -270,6 +270,7 @@ LAYERS: Cases = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows(name: str) -> None:

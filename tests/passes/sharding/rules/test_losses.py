@@ -147,6 +147,7 @@ ACTIVATIONS: Cases = {
 ALL = LOSSES | ACTIVATIONS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:

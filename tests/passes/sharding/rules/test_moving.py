@@ -293,6 +293,7 @@ INDEXING: Cases = {
 ALL = VIEWS | MOVING | INDEXING
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ALL)
 def test_rows(name: str) -> None:

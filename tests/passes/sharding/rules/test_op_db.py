@@ -15,8 +15,11 @@ from lazygt.graph.ops import facts
 from lazygt.passes.sharding.rules import has_rule
 from tests.passes.sharding.rules.blocks import Tensor
 from tests.passes.sharding.rules.harness import Case
+from tests.patience import DEEP
 
 SAMPLES, CALLS, ELEMENTS = 6, 12, 4000
+#: One of so many entries of the database is taken.
+APART = 1 if DEEP else 4
 #: as_strided looks past its operand into memory that a copy of it does not have.
 LEFT_OUT = ("empty", "as_strided", "resize")
 PLACES = ("device", "layout", "pin_memory")
@@ -58,7 +61,7 @@ def fits(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def calls() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    for op in op_db:
+    for op in op_db[::APART]:
         if torch.float64 not in op.dtypes or op.name.startswith("jiterator"):
             continue
         for sample in islice(op.sample_inputs("cpu", torch.float64), SAMPLES):
@@ -87,4 +90,4 @@ def test_every_row_of_the_operator_database() -> None:
         for strategy in case.strategies(3):
             case.check(3, strategy)
             checked += 1
-    assert checked > 8000
+    assert checked > 8000 // APART

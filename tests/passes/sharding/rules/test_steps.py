@@ -84,6 +84,7 @@ def meaningless(node: Node) -> set[int]:
     return {0} if node.op.startswith("aten.empty") else set(OPAQUE_RESULTS.get(node.op, ()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
