@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <unordered_set>
+
 namespace lazygt {
 namespace {
 const at::Tensor& tensor_of(py::handle t) {
@@ -46,6 +48,23 @@ PyObject* view_of_handle(PyObject*, PyObject* object) {
   if (!view) Py_RETURN_NONE;
   return py::cast(view).release().ptr();
   END_HANDLE_TH_ERRORS
+}
+
+// The dicts among `namespaces` that have one of the objects `wanted` as a value.
+py::list holders(const py::list& namespaces, const py::list& wanted) {
+  std::unordered_set<PyObject*> ids;
+  for (py::handle object : wanted) ids.insert(object.ptr());
+  py::list found;
+  for (py::handle namespace_ : namespaces) {
+    Py_ssize_t at = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(namespace_.ptr(), &at, nullptr, &value)) {
+      if (ids.count(value) == 0) continue;
+      found.append(namespace_);
+      break;
+    }
+  }
+  return found;
 }
 
 PyMethodDef methods[] = {
@@ -177,6 +196,7 @@ void bind_recorder(py::module_& m) {
   m.def("register_device", &register_device);
   m.def("host_generator", &host_generator);
   m.def("unboxed_ops", &unboxed_ops);
+  m.def("holders", &holders, "Find the dicts that have one of some objects as a value.");
   m.def("record_boxed", [](const std::string& name, const std::string& overload, const py::args& args,
                            const py::kwargs& kwargs) {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from lazygt import native
 from lazygt.record.context import session_stack
 from lazygt.record.patches import Patch, Patches
 from lazygt.record.tensor import DEVICE_0, is_lazy
@@ -83,18 +84,31 @@ def _replace(namespace: dict[Any, Any], name: Any, standin: Any) -> None:
 def _patch_imported(standins: dict[int, Any]) -> None:
     """Replace the functions where modules, torch's own excepted, have imported them by name."""
     loaded: dict[str, Any] = dict(sys.modules)  # anything may stand there
-    wanted = {id(torch), *standins}  # a module that has neither has no table of them
-    for title, module in loaded.items():
-        if title.partition(".")[0] in _SKIPPED or not isinstance(module, ModuleType):
-            continue
-        names = vars(module)
-        values = list(names.values())
-        if wanted.isdisjoint(map(id, values)):
-            continue
-        for namespace in (names, *(value for value in values if type(value) is dict)):
+    modules = [
+        vars(module)
+        for title, module in loaded.items()
+        if title.partition(".")[0] not in _SKIPPED and isinstance(module, ModuleType)
+    ]
+    # a module that has neither torch nor one of them has no table of them
+    functions = [own for _, _, own, _ in _replaced]
+    for names in _holders()(modules, [torch, *functions]):
+        tables = [value for value in names.values() if type(value) is dict]
+        for namespace in (names, *tables):
             for name, found in list(namespace.items()):
                 if id(found) in standins:
                     _replace(namespace, name, standins[id(found)])
+
+
+@functools.cache
+def _holders() -> Callable[[list[dict[str, Any]], list[Any]], list[dict[str, Any]]]:
+    """Return the search for the dicts that have one of some objects as a value."""
+    extension = native.load().module
+    return _holding if extension is None else extension.holders
+
+
+def _holding(namespaces: list[dict[str, Any]], wanted: list[Any]) -> list[dict[str, Any]]:
+    ids = set(map(id, wanted))
+    return [names for names in namespaces if not ids.isdisjoint(map(id, list(names.values())))]
 
 
 def unpatch() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from torch import tensor as renamed
 from torch.fft import fftfreq
 
 import lazygt
+from lazygt import native
+from lazygt.record import factories
+from tests.runtime.executors.compared import needs_native
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,3 +130,16 @@ def test_a_forked_child_makes_cpu_tensors() -> None:
             kinds = {make().device.type for make in MAKES.values()}
             os._exit(0 if kinds == {"cpu"} else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@needs_native
+def test_both_searches_find_the_modules_that_hold_one() -> None:
+    names = [
+        vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)
+    ]
+    wanted = [torch, torch.randn, torch.full]
+    extension = native.load().module
+    assert extension is not None
+    found = extension.holders(names, wanted)
+    assert list(map(id, found)) == list(map(id, factories._holding(names, wanted)))
+    assert any(each is globals() for each in found)
