@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import lazygt
 from lazygt.transfer import CudaIpcTransferReceiver, CudaIpcTransferSender
 from lazygt.transfer.sender import GIB
 from lazygt.transfer.transports.cuda_ipc import THRESHOLD_VARIABLE, threshold_asked
+from lazygt.transfer.transports.devices import plain_segments
 from tests.transfer.child import SENDERS, CountingDevice, checksums, weights
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,3 +108,19 @@ def test_a_threshold_must_make_sense(strategy: str, wrong: float) -> None:
 def test_without_a_gpu_it_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="use SharedMemoryTransferSender"):
         CudaIpcTransferSender()
+
+
+@pytest.mark.parametrize("given", ["expandable_segments:True", "max_split_size_mb:64", ""])
+def test_buffers_lie_in_no_expandable_segment(given: str) -> None:
+    """A process that is no child may not map one; all other settings stay, and come back."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    with_others = f"{given},garbage_collection_threshold:0.8" if given else before
+    torch._C._accelerator_setAllocatorSettings(with_others)
+    try:
+        with suppress(MemoryError), plain_segments():
+            inside = torch._C._accelerator_getAllocatorSettings()
+            raise MemoryError
+        assert inside == with_others.replace("True", "False")
+        assert torch._C._accelerator_getAllocatorSettings() == with_others
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lazygt.runtime.shared_memory import Arena
+
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 
 class SharedDevice(Protocol):
@@ -52,7 +56,8 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         """A flat uint8 buffer on the GPU."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with plain_segments():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def export(self, buffer: Tensor) -> list[Any]:
         """The CUDA IPC handle and what torch needs beside it to map the buffer."""
@@ -69,6 +74,26 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
+
+
+@contextlib.contextmanager
+def plain_segments() -> Iterator[None]:
+    """Have torch's allocator take no expandable segment inside.
+
+    Another process would map such memory by ``pidfd_getfd``, which yama's ``ptrace_scope=1``
+    refuses between siblings. The allocator's own comment names this way (``get_free_block`` of
+    c10/cuda/CUDACachingAllocator.cpp); it takes all settings at once.
+    """
+    given = torch._C._accelerator_getAllocatorSettings()
+    plain = _EXPANDABLE.sub(r"\1False", given)
+    if plain == given:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(plain)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(given)
 
 
 class HostDevice:
