@@ -26,6 +26,8 @@ from lazygt.runtime.store import Value
 
 #: Of a GPU's free memory, how much graphs may take where nobody has set a limit.
 FREE_SHARE = 0.5
+#: Captures of a worker that may fail before it tries no more.
+FAILURES = 3
 #: What torch says of an op that waits for the GPU, where none may.
 _WAITED = "called a synchronizing CUDA operation"
 
@@ -44,8 +46,7 @@ class CudaGraphs:
         cuda: ``torch.cuda``, or what stands in for it.
 
     Attributes:
-        usable: whether more can be captured: not after a capture that failed, which may leave
-            torch's allocator with half of it.
+        stopped_at: the node at which the last capture failed; None: at none of them.
     """
 
     def __init__(
@@ -58,14 +59,20 @@ class CudaGraphs:
     ) -> None:
         self.device, self._limit, self.measured = device, limit, measured
         self.alignment = alignment
-        self.usable = True
+        self.stopped_at: int | None = None
         self.clock: Callable[[], float] = time.perf_counter
         self._cuda = cuda
         self._stream: Any = None
         self._pool: Any = None
         self._pool_bytes = 0
         self._kept: WeakSet[CapturedStretch] = WeakSet()
-        self._failed: Any = None
+        #: graphs whose captures failed: the allocator may ask them until the process ends
+        self._failed: list[Any] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether more may be captured: each capture that fails leaves memory behind."""
+        return len(self._failed) < FAILURES
 
     @property
     def nbytes(self) -> int:
@@ -129,14 +136,16 @@ class CudaGraphs:
 
         Raises:
             Uncapturable: it can't be a graph.
-            Exception: whatever a kernel or CUDA raises; see ``usable``.
+            Exception: whatever a kernel or CUDA raises; see ``stopped_at``.
         """
         copies = self._copies(stretch, values, steady)
         inside = {number: copies.get(number, values[number]) for number in stretch.takes}
 
         def body() -> None:
             for number in range(stretch.first, stretch.end):
+                self.stopped_at = number
                 interpreter.step(number, inside, params)
+            self.stopped_at = None
 
         graph = self._capture(body)
         captured = CapturedStretch(stretch, graph, self, copies, inside, values)
@@ -194,9 +203,9 @@ class CudaGraphs:
         return graph
 
     def _abandon(self, graph: Any) -> None:
-        """End a capture that has failed."""
-        self.usable = False
-        self._failed = graph  # the allocator may ask it until the process ends
+        """End a capture that has failed. Later ones have a pool of their own: torch's allocator may
+        be left with half of this one."""
+        self._failed.append(graph)
         with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
             graph.capture_end()
         if self.device.type == "cuda":
@@ -209,6 +218,7 @@ class CudaGraphs:
             mended = self._cuda.CUDAGraph()
             mended.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             mended.capture_end()
+        self._pool = self._cuda.graph_pool_handle()
 
     def _clear_workspaces(self) -> None:
         """Have cuBLAS take a workspace of the pool for a capture, and keep it no longer."""

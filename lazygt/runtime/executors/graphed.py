@@ -22,7 +22,7 @@ from lazygt.graph.alive import peak_bytes
 from lazygt.graph.meta import intern
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.captured_plan import CapturedPlan
-from lazygt.runtime.executors.cuda_graphs import CudaGraphs, address
+from lazygt.runtime.executors.cuda_graphs import FAILURES, CudaGraphs, address
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
 from lazygt.runtime.executors.stretches import Stretch, capturable, cut
@@ -147,10 +147,10 @@ class GraphedExecutor(EagerExecutor):
         self._captures += 1
         limit = self._graphs.limit
         plan = CapturedPlan(self.interpreter, self._graphs, stretches)
-        outcome = self._outcome(plan.capture(inputs, params, self._moved), params)
+        captured = plan.capture(inputs, params, self._moved)
+        outcome = self._outcome(captured, params, check=True)
         if plan.error is not None:
-            error = plan.error
-            self._give_up(f"{type(error).__name__}: {error}".rstrip(": "), failed=True)
+            self._leave_out(self._graphs.stopped_at, plan.error)
         elif not plan.complete:
             self._captures -= 1  # an op has failed: that was no try
         elif not plan.captures:
@@ -164,6 +164,13 @@ class GraphedExecutor(EagerExecutor):
                 self._tell(0.0)
         return outcome
 
+    def _leave_out(self, node: int | None, error: Exception) -> None:
+        """Capture again in the next run, with the node apart at which this capture failed."""
+        if node is None or not self._graphs.usable:
+            self._give_up(f"{type(error).__name__}: {error}".rstrip(": "), failed=True)
+        else:
+            self._apart.add(node)
+
     def _refusal(self, stretches: list[Stretch]) -> str | None:
         """Why no capture is to be tried."""
         if not stretches:
@@ -171,7 +178,7 @@ class GraphedExecutor(EagerExecutor):
         if self._captures == CAPTURES:
             return "its inputs move and its numbers change"
         if not self._graphs.usable:
-            return "a capture has failed in this worker"
+            return f"{FAILURES} captures have failed in this worker"
         needed = _made_at_once(self.schedule)
         if not self._graphs.room_for(needed):
             return _too_large(needed, self._graphs.limit)
@@ -211,9 +218,12 @@ class GraphedExecutor(EagerExecutor):
                 self._give_up(f"it takes {micros}")
         return outcome  # type: ignore[no-any-return]
 
-    def _outcome(self, outputs: list[Value] | Stopped, params: tuple[Any, ...]) -> Outcome:
+    def _outcome(
+        self, outputs: list[Value] | Stopped, params: tuple[Any, ...], check: bool = False
+    ) -> Outcome:
+        """Finish a run step by step if it has stopped; `check` as in ``_finish``."""
         if isinstance(outputs, Stopped):
-            return self.go_on(outputs, params)
+            return self._finish(outputs.values, params, outputs.node, check)
         return Outcome(outputs, [], None, [])
 
     # -- what is decided -----------------------------------------------------------------

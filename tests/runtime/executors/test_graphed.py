@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -225,21 +226,35 @@ def test_an_op_that_waits_for_the_gpu_is_found_and_runs_between_graphs() -> None
     assert (both.news[0].graphs, both.news[0].steps, both.news[0].failed) == (2, 9, False)
 
 
-def test_a_capture_that_fails_loses_nothing_and_is_the_last() -> None:
-    both, weight = Both(UPDATE), torch.rand(4)
-    both.cuda.failing = 1
+def test_an_op_at_which_a_capture_fails_runs_between_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = Both(WAITS)
+    monkeypatch.setattr(both.graphs, "nobody_waits", nullcontext)  # so that nothing is found before
     for _ in range(10):
-        weight, _ = both.run([weight, torch.rand(4)], 0.1)
+        both.run([torch.rand(4), torch.tensor([1, 2, 0, 1])])
     (news,) = both.news
-    assert news.failed
-    assert news.error.startswith("RuntimeError: operation failed due to a previous error")
-    assert both.executor.given_up
-    assert (both.cuda.captured, both.cuda.replays, both.cuda.stuck) == (0, 0, False)
-    another = GraphedExecutor(both.plain, both.graphs)
+    assert (news.graphs, news.steps, news.failed) == (2, 9, False)
+    assert both.graphs.usable
+
+
+def test_a_plan_whose_capture_fails_at_its_end_loses_nothing_and_others_are_captured() -> None:
+    both, weight = Both(UPDATE), torch.rand(4)
+    for number in range(1, cuda_graphs.FAILURES + 1):
+        both.cuda.failing = both.cuda.ended + 1
+        both.executor = GraphedExecutor(both.plain, both.graphs)
+        for _ in range(10):
+            weight, _ = both.run([weight, torch.rand(4)], 0.1)
+        news = both.news.pop()
+        assert news.failed
+        assert news.error.startswith("RuntimeError: operation failed due to a previous error")
+        assert both.executor.given_up
+        assert (both.cuda.captured, both.cuda.replays, both.cuda.stuck) == (0, 0, False)
+        assert both.graphs.usable == (number < cuda_graphs.FAILURES)
+    both.executor = GraphedExecutor(both.plain, both.graphs)
     for _ in range(6):
-        another.run(list(fresh()), (0.1,))
-    assert another.news is not None
-    assert another.news.error == "a capture has failed in this worker"
+        weight, _ = both.run([weight, torch.rand(4)], 0.1)
+    assert both.news.pop().error == f"{cuda_graphs.FAILURES} captures have failed in this worker"
 
 
 def test_the_second_graph_may_fail_after_the_first_has_run() -> None:
