@@ -175,6 +175,11 @@ def _fresh(lanes: Lanes, node: Node) -> int:
     return len({place for _, place in lanes.outputs[: len(node.fresh)]})
 
 
+#: Calls of an artifact that a GPU may have under way before the next one waits for the first
+#: (``get_available_model`` of torch's inductor/aoti_runtime/model_container.h).
+_UNDER_WAY = 32
+
+
 @cache
 def load(path: Path, device: torch.device) -> Callable[..., Any]:
     """What an artifact's code does, by torch's own loader; one a file and process.
@@ -185,7 +190,7 @@ def load(path: Path, device: torch.device) -> Callable[..., Any]:
     code = str(path)
     runner: Any
     if device.type == "cuda":
-        runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, 1, str(device), "")
+        runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, _UNDER_WAY, str(device), "")
     else:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(code, 1)
     return runner.run  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +159,16 @@ def test_a_session_uses_it(tmp_path: Path) -> None:
         assert [made.status for made in lanes] == ["compiled"]
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_many_calls_of_an_artifact_may_be_under_way_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With one model, torch waits for the last call's event before each."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        torch._C._aoti, "AOTIModelContainerRunnerCuda",
+        lambda *given: made.append(given) or SimpleNamespace(run=None), raising=False,
+    )  # fmt: skip
+    compiled_executor.load(tmp_path / "some.so", torch.device("cuda", 1))
+    assert made == [(str(tmp_path / "some.so"), 32, "cuda:1", "")]
