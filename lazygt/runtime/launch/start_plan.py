@@ -24,6 +24,7 @@ from lazygt.runtime.launch.local import share_of_cores, visible_gpu
 from lazygt.runtime.launch.mailbox import MailboxFiles
 from lazygt.runtime.shared_memory import Arena
 
+_ORDERED = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _SIOCGIFADDR = 0x8915  # of an interface: its IPv4 address (netdevice(7))
 
 
@@ -176,6 +177,9 @@ class StartPlan:
             interface = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_interface(self.spec.address)
             if interface:
                 given.setdefault("NCCL_SOCKET_IFNAME", interface)
+            # Axes of a mesh have communicators of their own, with kernels of several under way at
+            # once: without an order they may deadlock (NCCL's guide on concurrent communicators).
+            given.setdefault(_ORDERED, os.environ.get(_ORDERED, "1"))
         return given
 
     def _listen(self, name: str, keys: Keys | None) -> Address:
