@@ -75,7 +75,7 @@ class CheckProcess:
 
 
 def lines(process: subprocess.Popen[bytes], seconds: float) -> Iterator[bytes]:
-    """Lines of a process until it ends, whoever else has its standard output.
+    """Lines of a process until it ends, even if a child of it keeps the standard output.
 
     Raises:
         TimeoutError: it has not ended after so many seconds.
@@ -158,6 +158,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"part {args.part} has no check {unknown[0]!r}; it has: {', '.join(names)}")
     if args.limit is not None and args.limit <= 0:
         parser.error(f"--limit {args.limit:g}: expected seconds above 0")
+    if args.save and args.only:
+        parser.error("--save keeps the table of a part: leave --only out")
     if args.device == "cuda" and not torch.cuda.device_count():
         parser.error(f"torch sees no GPU: {why_none()}")
     return args

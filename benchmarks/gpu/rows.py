@@ -46,8 +46,10 @@ class Goal:
     bound: float
     at_least: bool = False
 
-    def row(self, case: str, figure: str, ratio: float, device: str) -> Row:
-        """Row of a figure that is ``ratio`` times the peer's."""
+    def row(self, case: str, figure: str, ratio: float | None, device: str) -> Row:
+        """Row of a figure that is ``ratio`` times the peer's; None: the peer has none."""
+        if ratio is None:
+            return Row(case, figure, f"no figure of {self.peer}")
         beside = f"{ratio:.2f}x {self.peer}"
         if device == "cpu":
             return Row(case, figure, beside)
@@ -100,7 +102,7 @@ def _error(a: Tensor, b: Tensor) -> float:
         a, b = a.to(kind), b.to(kind)
         same = (a == b) | (a.isnan() & b.isnan())
         error = ((a - b)[~same].norm() / b[b.isfinite()].norm().clamp(min=1e-30)).item()
-        return error if error == error else float("inf")
+        return max(error, 1e-30) if error == error else float("inf")  # 1e-30: the sign of a zero
     return 0.0
 
 

@@ -106,7 +106,8 @@ def contest(
         ours = _steps(step, each, rounds)
         figure = f"{shown(ours)}, {session.stats()['cuda_graphs']} graphs"
     for goal in goals:
-        yield _against(goal, took.get(goal.peer), "lazygt", figure, ours, device)
+        peer = took.get(goal.peer)
+        yield goal.row("lazygt", figure, ours.median / peer.median if peer else None, device)
 
 
 def _peers(program: Program, device: str) -> dict[str, Callable[[], Step]]:
@@ -157,14 +158,6 @@ def shown(took: Measured) -> str:
     return f"{took.median:.3g} ms"
 
 
-def _against(
-    goal: Goal, peer: Measured | None, case: str, figure: str, ours: Measured, device: str
-) -> Row:
-    if peer is None:
-        return Row(case, figure, f"no figure of {goal.peer}")
-    return goal.row(case, figure, ours.median / peer.median, device)
-
-
 # -- text ----------------------------------------------------------------------------------
 
 
@@ -183,7 +176,7 @@ def decode(device: str) -> Iterator[Row]:
         yield Row(f"eager, {name}", shown(eager))
         with lazygt.session() as session:
             ours = _tokens(text("lazygt", grows), session)
-        yield _against(goal, eager, f"lazygt, {name}", shown(ours), ours, device)
+        yield goal.row(f"lazygt, {name}", shown(ours), ours.median / eager.median, device)
 
 
 def generate(device: str) -> Iterator[Row]:
@@ -202,7 +195,7 @@ def generate(device: str) -> Iterator[Row]:
         with lazygt.session() as session:
             ours = _tokens(_generation("lazygt", device, cache), session)
         case = f"lazygt, {cache or 'dynamic'} cache"
-        yield _against(goal, eager, case, shown(ours), ours, device)
+        yield goal.row(case, shown(ours), ours.median / eager.median, device)
 
 
 def _generation(where: str, device: str, cache: str | None) -> Callable[[], float]:

@@ -47,13 +47,13 @@ def writes(row: Row) -> str:
 @pytest.mark.slow
 @pytest.mark.anew
 def test_failing_check_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    (start,) = (check for check in PARTS[1] if check.name == "start")
-    unknown, elsewhere = Check("unknown", "correctness", 30), Check("captured", "graphs", 1, False)
+    start = PARTS[1][0]
+    unknown, elsewhere = Check("unknown", "correctness", 30), Check("waiting", "failures", 1, False)
     monkeypatch.setitem(PARTS, 1, (unknown, elsewhere, start))
     report, failed = runner.run_part(1, runner.arguments(["--part", "1", "--device", "cpu"]))
     assert failed == ["unknown"]
     assert [row[:2] for row in report.rows] == [
-        ("unknown", "failed"), ("captured", "all"), ("start", "first number"),
+        ("unknown", "failed"), ("waiting", "all"), ("start", "first number"),
         ("start", "first product"),
     ]  # fmt: skip
     assert [row[-1] for row in report.rows] == ["no", "", "", "yes"]
@@ -99,6 +99,7 @@ def test_check_over_its_limit_ends_with_its_children() -> None:
         ([], "the following arguments are required: --part"),
         (["--part", "1", "--only", "mlp"], "part 1 has no check 'mlp'; it has: start, models, "),
         (["--part", "1", "--limit", "0"], "--limit 0: expected seconds above 0"),
+        (["--part", "1", "--only", "start", "--save"], "keeps the table of a part"),
         (["--part", "1", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["--part", "1"], "torch sees no GPU: "),
     ],
