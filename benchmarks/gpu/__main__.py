@@ -63,7 +63,7 @@ class CheckProcess:
             self.failure = self._failure(process.returncode, over, log)
 
     def _failure(self, code: int, over: bool, log: IO[str]) -> str:
-        if code == 0:
+        if code == 0 and not over:
             return ""
         log.seek(0)
         lines = [line for line in log.read().splitlines() if line.strip()]

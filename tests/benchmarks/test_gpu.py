@@ -77,19 +77,30 @@ def test_check_that_kills_itself_is_named_by_its_signal() -> None:
     assert check.failure == "ended by SIGKILL: no output"
 
 
+PARENT = """
+import json, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"],
+                         start_new_session={apart})
+print(json.dumps({{"case": str(child.pid), "figure": ""}}), flush=True)
+if not {apart}:
+    child.wait()
+"""
+
+
 @pytest.mark.anew
 def test_check_over_its_limit_ends_with_its_children() -> None:
-    code = (
-        "import json, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
-        "print(json.dumps({'case': str(child.pid), 'figure': ''}), flush=True)\n"
-        "child.wait()"
-    )
-    check = process(code, 2.0)
-    children = [psutil.Process(int(row.case)) for row in check.rows()]
+    check = process(PARENT.format(apart=False), 2.0)
+    (child,) = [psutil.Process(int(row.case)) for row in check.rows()]
     assert check.failure == "over its limit of 2 s"
-    (child,) = children
     child.wait(10)
+
+
+@pytest.mark.anew
+def test_check_has_ended_though_a_child_keeps_its_output() -> None:
+    check = process(PARENT.format(apart=True))
+    (child,) = [psutil.Process(int(row.case)) for row in check.rows()]
+    child.kill()
+    assert check.failure == ""
 
 
 @pytest.mark.parametrize(
