@@ -19,7 +19,7 @@ from lazygt.transfer import (
 
 MIB = 1 << 20
 ROUNDS = 7
-#: Sizes up to this one pay for a round trip; larger ones have the goal.
+#: Copies from this size on have the goal; smaller ones are bound by a round trip.
 LARGE = 64 * MIB
 PINNED = Goal("a pinned copy", 0.9, at_least=True)
 WITHIN = Goal("a copy within the device", 0.9, at_least=True)
