@@ -105,7 +105,9 @@ def keep(name: str, section: str, path: Path = RESULTS) -> None:
 
 def stamp() -> list[str]:
     """Commit, date, machine and command of this run."""
-    command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}"
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem
+    command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}"
     return [
         f"`{command.strip()}` at commit {commit()}, {datetime.date.today().isoformat()}, "
         f"{cpu_model()}, {len(CORES)} of {os.cpu_count()} cores, "

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lazygt.transfer import (
     BroadcastTransferReceiver,
+    CudaIpcTransferReceiver,
     SharedMemoryTransferReceiver,
 )
 
@@ -27,6 +28,7 @@ PROCESSES = multiprocessing.get_context("spawn")
 RECEIVERS = {
     "shared-memory": SharedMemoryTransferReceiver,
     "broadcast": BroadcastTransferReceiver,
+    "cuda-ipc": CudaIpcTransferReceiver,
 }
 
 

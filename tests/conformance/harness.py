@@ -103,11 +103,11 @@ def copied(value: Any) -> Any:
     return _mapped(value, torch.clone)
 
 
-def moved(value: Any) -> Any:
-    """The same arguments on device lazygt."""
-    source, args, kwargs = _mapped(value, lambda t: t.to("lazygt"))
+def moved(value: Any, device: str = "lazygt") -> Any:
+    """The same arguments on a device."""
+    source, args, kwargs = _mapped(value, lambda t: t.to(device))
     if isinstance(kwargs.get("device"), str):
-        kwargs = {**kwargs, "device": "lazygt"}
+        kwargs = {**kwargs, "device": device}
     return source, args, kwargs
 
 
