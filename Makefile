@@ -9,7 +9,7 @@ JOBS   ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs \
-	test-clusters lint bench clean
+	test-clusters test-cuda-host lint bench clean
 
 help:
 	@echo "make demo       train on the digits data set, on one CPU worker process"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-deep  property tests with many more examples, and Ctrl-C a thousand times"
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make test-clusters  programs on several hosts, in network namespaces (as root)"
+	@echo "make test-cuda-host  the CUDA branches, without a GPU: stubs of CUDA's libraries (downloads 4 GB)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
 
@@ -75,6 +76,25 @@ test-clusters: $(STAMP) $(NATIVE)
 test-programs: $(STAMP) $(NATIVE)
 	$(BIN)/python -m pip install -e ".[dev,programs]" -c constraints.txt
 	$(BIN)/python -m pytest tests/conformance/programs tests/docs/test_frameworks.py
+
+# CUDA branches on stubs of CUDA's libraries, with torch's CUDA build (===: no other) in a venv of its own;
+# the last line lists those that no test has entered yet.
+CUDA = .venv-cuda
+CUDA_HOST = LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/stub LD_PRELOAD=$(CURDIR)/$(CUDA)/stub/libstub.so CUDA_HOST_CONTROL=$(CURDIR)/$(CUDA)/stub/control
+test-cuda-host: $(CUDA)/stamp
+	$(CUDA)/bin/lazygt build-native --if-possible
+	$(CUDA)/bin/python tests/cuda_host/build.py $(CUDA)/stub
+	rm -rf $(CUDA)/coverage && mkdir $(CUDA)/coverage
+	$(CUDA_HOST) $(CUDA)/bin/coverage run --rcfile tests/cuda_host/coverage.ini -m pytest tests/cuda_host
+	$(CUDA)/bin/coverage combine --rcfile tests/cuda_host/coverage.ini --quiet
+	-$(CUDA)/bin/python -m tests.cuda_host.branches $(CUDA)/coverage/data
+
+$(CUDA)/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA)
+	sed '/^torch==/d' constraints.txt > $(CUDA)/constraints.txt
+	$(CUDA)/bin/python -m pip install torch===2.13.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.3.5.0.6 coverage
+	$(CUDA)/bin/python -m pip install -e ".[dev]" -c $(CUDA)/constraints.txt
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

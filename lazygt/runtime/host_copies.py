@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 from collections import deque
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazygt.runtime.kernels import clone
+from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.launch.procfs import memory_left
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ class HostCopies:
         if int(error) == 0:
             return True
         self._registers = False  # copies take longer, as from any memory
-        with contextlib.suppress(RuntimeError):  # the next launch would raise that error
-            torch.zeros(1, device=self._device)
+        clear_error(self._device)
         return False
 
     def _unmapped(self, memory: mmap.mmap) -> None:

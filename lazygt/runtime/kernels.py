@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,12 @@ def get_rng_state(device: torch.device) -> torch.Tensor:
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the worker's generator."""
     generator(device).set_state(state.cpu().contiguous())
+
+
+def clear_error(device: torch.device) -> None:
+    """Take an error of the device that torch has not asked for: the next launch would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def finish(device: torch.device) -> None:

@@ -21,7 +21,7 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.stretches import Stretch
-from lazygt.runtime.kernels import clone
+from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.store import Value
 
 #: Of a GPU's free memory, how much graphs may take where nobody has set a limit.
@@ -218,6 +218,7 @@ class CudaGraphs:
             mended = self._cuda.CUDAGraph()
             mended.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             mended.capture_end()
+        clear_error(self.device)
         self._pool = self._cuda.graph_pool_handle()
 
     def _clear_workspaces(self) -> None:

@@ -1,0 +1,78 @@
+"""Two GPUs: NCCL's collectives, and weights that go to another process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import lazygt
+from lazygt.transfer import BroadcastTransferSender, CudaIpcTransferSender, Sender
+from tests.cuda_host.control import Control
+from tests.transfer.child import Reader, weights
+from tests.transfer.conftest import _fork_server  # noqa: F401 - a fixture of all tests here
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of sharded training; the loss is read."""
+    x = lazygt.distribute(torch.randn(8, 16), {"data": Shard(0)})
+    loss = F.mse_loss(model(x), torch.zeros(8, 4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    loss.item()
+
+
+@pytest.mark.parametrize("shard", [lazygt.data_parallel, lazygt.fully_shard])
+def test_two_workers_meet_by_nccl(gpu: Control, shard: object) -> None:
+    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off"):
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        shard(model)  # type: ignore[operator]
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            step(model, optimizer)
+    assert gpu.collectives > 0
+
+
+def test_a_sum_over_ranks_is_right(gpu: Control) -> None:
+    """Copies are done, sums of NCCL are, and nothing else needs a kernel."""
+    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off"):
+        x = lazygt.distribute(torch.arange(8.0, device="cpu").to("lazygt"), {"data": Shard(0)})
+        whole = lazygt.redistribute(x, {})
+        assert whole.tolist() == list(range(8))
+    assert gpu.collectives > 0
+
+
+def test_more_workers_than_gpus_meet_through_the_host(gpu: Control) -> None:
+    with pytest.warns(RuntimeWarning, match="4 workers share 2 GPUs"):
+        session = lazygt.session(device="cuda", mesh={"data": 4}, compile="off")
+    with session:
+        model = nn.Sequential(nn.Linear(16, 4))
+        lazygt.data_parallel(model)
+        step(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert gpu.collectives == 0
+
+
+def sent(sender: Sender, kind: str) -> None:
+    """Send weights that lie on a GPU to another process."""
+    with sender, closing(Reader(kind, sender.address, "reader")) as reader:
+        sender.wait_for_receivers(1, 60.0)
+        model = {name: value.cuda() for name, value in weights(1).items()}
+        lazygt.transfer_weights(model, sender, timeout=60.0)
+        assert reader.ask("checksums")[0] == 1
+
+
+def test_weights_go_by_cuda_ipc(gpu: Control) -> None:
+    sent(CudaIpcTransferSender(threshold_gb=8 / (1 << 20), verify="none"), "gpu")
+    assert gpu.opened > 0
+
+
+def test_weights_go_by_nccl(gpu: Control) -> None:
+    sent(BroadcastTransferSender(device="cuda:0", verify="none"), "nccl")
+    assert gpu.collectives > 0
