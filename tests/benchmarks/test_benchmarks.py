@@ -107,7 +107,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         ("long_run", "--steps 100 --allowed 1000", "growth over the last four fifths"),
         (
             "soak",
-            "--sessions 2 --processes 2 --threads 2 --rounds 1 --fill 50 --shapes 50",
+            "--sessions 2 --processes 2 --threads 2 --rounds 1 --fill 9 --shapes 9 --allowed 999",
             "threads: 1, then 5",
         ),
         pytest.param(
