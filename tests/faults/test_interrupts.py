@@ -19,6 +19,7 @@ SECONDS = 3000 if DEEP else 1000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "workers"), [("off", 1), ("auto", 1), ("now", 1), ("off", 2)])
 def test_interrupts_at_random_moments_leave_everything_right(
     mode: str, workers: int, tmp_path: Path

@@ -285,6 +285,7 @@ class Victim:
 
 
 # While torch's libraries are loaded no other thread of Python's runs.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "then", "seconds"),
     [(TORCH, BUSY, 2.0), (QUICK, FORKED, 2.0), (TORCH, STARTING, 10.0)],

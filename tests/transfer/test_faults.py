@@ -51,6 +51,7 @@ def timed(moments: list[float], action: Callable[[], object]) -> Callable[[], No
     return act
 
 
+@pytest.mark.sampled(3)
 @EVERY_BOUNDARY
 def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
     here = stage(strategy)
@@ -68,6 +69,7 @@ def test_a_receiver_is_killed(stage: MakeStage, strategy: str, at: int) -> None:
     assert lives.ask("checksums") == (2, checksums(weights(2)))
 
 
+@pytest.mark.sampled(3)
 @EVERY_BOUNDARY
 def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None:
     here = stage(strategy)
@@ -94,6 +96,7 @@ def test_a_receiver_is_stopped(stage: MakeStage, strategy: str, at: int) -> None
         assert reader.ask("checksums") == (5, checksums(weights(5)))
 
 
+@pytest.mark.sampled(4)
 @EVERY_BOUNDARY
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sender_is_killed_or_stopped(strategy: str, at: int, number: signal.Signals) -> None:
@@ -169,6 +172,7 @@ def test_a_receiver_closes_while_others_are_waited_for(stage: MakeStage) -> None
         freezes.signal(signal.SIGCONT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_receiver_goes_after_the_decision(
     stage: MakeStage, strategy: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch

@@ -216,6 +216,7 @@ def test_a_flipped_bit_is_refused(
             assert (version, checksums(params)) == (2, checksums(state(model)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
 def test_a_worker_is_killed(
     here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +262,7 @@ def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         assert has(readers, 2, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
 def test_a_receiver_is_killed(
     session: lazygt.Session, here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -284,6 +286,7 @@ def test_a_receiver_is_killed(
         lazygt.transfer_weights(model, sender, timeout=20.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("request_bytes", [8 * KIB, BIG])
 def test_a_receiver_is_stopped(
     session: lazygt.Session, here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch

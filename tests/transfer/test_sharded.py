@@ -94,6 +94,7 @@ def here(
     return stage(request.param)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_to_whole_and_to_tensor_parallel(session: lazygt.Session, here: Stage, layout: str) -> None:
     model = Model()
@@ -188,6 +189,7 @@ def test_workers_cast(session: lazygt.Session, here: Stage) -> None:
     assert reader.ask("checksums") == (1, checksums(narrow))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cast", [{}, {"*": torch.bfloat16}], ids=["as it is", "cast"])
 def test_unchanged_blocks_do_not_travel(
     session: lazygt.Session, here: Stage, cast: Mapping[str, torch.dtype]
@@ -301,6 +303,7 @@ def test_another_manifest_is_refused_before_a_byte_moves(
     assert reader.ask("version") == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("placements", "why"),
     [
