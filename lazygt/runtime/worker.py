@@ -29,6 +29,7 @@ from lazygt.runtime.messages import (
     TO_WORKER,
     Done,
     Failure,
+    Fetched,
     Install,
     Left,
     Lost,
@@ -171,8 +172,7 @@ class Worker:
         if self.known_runs is not None and len(frames) == 1 and not self._waiting:
             told = self.known_runs.run(frames[0])
             if told is not None:
-                done = told if type(told) is list else self.finished(told)
-                return [*self._departure(), done] if self.world_size > 1 else [done]
+                return self._answered(told if type(told) is list else self.finished(told))
         message = decode(frames, TO_WORKER)
         if self.known_runs is not None and type(message) is not Run:
             self.known_runs.forget()
@@ -208,7 +208,8 @@ class Worker:
             return [self._encode(Need(run.seq, run.digest))]
         done = self._run(run, frames[1:])
         news = [] if run.digest is None else self.plans.news(run.digest)
-        return [*self._departure(), *map(self._encode, news), done]
+        *departure, done = self._answered(done)
+        return [*departure, *map(self._encode, news), done]
 
     def insight(self) -> WorkerInsight:
         """What tells another thread of what this one does."""
@@ -222,6 +223,25 @@ class Worker:
         if self.known_runs is not None:
             self.known_runs.forget()
         self._copies.close()
+
+    def _answered(self, done: list[Buffer]) -> list[list[Buffer]]:
+        """The answer to a run, and what goes before it.
+
+        Where kernels of NCCL's were given up, nothing is said of values: what an exchange was to
+        fill has its old bytes.
+        """
+        joined = group.current() if self.world_size > 1 else None
+        if joined is not None and joined.parted_from is not None:
+            told = decode(done, (Done,))
+            assert isinstance(told, Done)
+            for fetched in told.fetched:
+                if isinstance(fetched, Fetched) and fetched.offset is not None:
+                    self.exchange.free(fetched.offset)
+            why = f"rank {joined.parted_from} has left while ranks were exchanging values"
+            failure = Failure(-1, COLLECTIVE_ERROR, why, told.seq)
+            told = Done(told.seq, told.failures, told.releases, [failure] * len(told.fetched))
+            done = self._encode(told)
+        return [*self._departure(), done]
 
     def _departure(self) -> list[list[Buffer]]:
         """What tells the client, once and before the answer to a run, that this rank has left its

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -13,6 +17,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.transfer import BroadcastTransferSender, CudaIpcTransferSender, Sender
 from tests.cuda_host.control import Control
+from tests.patience import patience
 from tests.transfer.child import Reader, weights
 from tests.transfer.conftest import _fork_server  # noqa: F401 - a fixture of all tests here
 
@@ -76,3 +81,20 @@ def test_weights_go_by_cuda_ipc(gpu: Control) -> None:
 def test_weights_go_by_nccl(gpu: Control) -> None:
     sent(BroadcastTransferSender(device="cuda:0", verify="none"), "nccl")
     assert gpu.collectives > 0
+
+
+def test_a_rank_that_dies_in_a_collective_of_nccl_is_missed_at_once(gpu: Control) -> None:
+    """The other one waits for its stream, and that for the dead rank."""
+    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off") as session:
+        kept = torch.arange(8.0, device="cpu").to("lazygt")
+        model = nn.Sequential(nn.Linear(16, 4))
+        lazygt.data_parallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step(model, optimizer)
+        os.kill(session.worker_pids[1], signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (session.worker_pids[1], signal.SIGKILL)).start()
+        begin = time.monotonic()
+        step(model, optimizer)
+        assert time.monotonic() - begin < patience(40.0)
+        assert kept.tolist() == list(range(8))
+        assert [recovery.ranks for recovery in session.recoveries] == [(1,)]

@@ -35,7 +35,14 @@ from lazygt.runtime.collectives.backends import (
     TorchBackend,
 )
 from lazygt.runtime.collectives.shared_backend import SharedMemoryBackend
-from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous, late
+from lazygt.runtime.collectives.sockets import (
+    Ends,
+    Peer,
+    PeerSocket,
+    Rendezvous,
+    first_to_leave,
+    late,
+)
 
 if TYPE_CHECKING:
     from lazygt.runtime.collectives.meeting import Meeting
@@ -106,7 +113,10 @@ class Group:
         self.mesh, self.rank, self.number = Mesh.parse(spec.mesh), rank, number
         #: what NCCL is sending to single ranks, of any axis
         self.pending_sends = PendingSends()
-        self._left = False
+        self._left = self._closed = False
+        #: the other rank for which kernels of NCCL's were given up; None: they were not
+        self.parted_from: int | None = None
+        self._leaving = threading.Lock()
         self._lines: dict[str, AxisGroup] = {}
         self._ends: dict[int, Ends] = {}
         self._failure: BaseException | None = None
@@ -137,9 +147,10 @@ class Group:
         Returns:
             Whether others are told by it; not when it had left, nor before all have joined.
         """
-        if self._left or self._thread.is_alive():
-            return False
-        self._left, joined = True, self._failure is None
+        with self._leaving:
+            if self._left or self._thread.is_alive():
+                return False
+            self._left, joined = True, self._failure is None
         if joined:
             self._failure = LazyGTError(f"rank {self._rank} left its process group: {reason}")
         # to destroy it would wait for what other ranks never come to
@@ -176,6 +187,7 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, if it was joined. Does not wait for ranks that never came."""
+        self._closed = True
         if not self._thread.is_alive() and self._failure is None:
             self._leave(dist.destroy_process_group)
 
@@ -197,8 +209,21 @@ class Group:
                 self._join_nccl()
             for axis in self.mesh.names:  # every rank makes every group, in the same order
                 self._lines[axis] = self._line(self.mesh, axis)
+            if self.nccl:
+                threading.Thread(target=self._watch, name="lazygt-ranks", daemon=True).start()
         except Exception as error:  # noqa: BLE001 - kept, and raised again by `wait`
             self._failure = error
+
+    def _watch(self) -> None:
+        """Give up NCCL's kernels when a rank of this host has left: they would wait for it, and who
+        waits for the device with them, until torch's watchdog ends the process.
+        """
+        peers = [ends.small for ends in self._ends.values()]
+        self._thread.join()
+        rank = first_to_leave(peers, lambda: self._left or self._closed)
+        if rank is not None:
+            self.parted_from = rank  # before a kernel can end by it
+            self.abandon(f"rank {rank} has left")
 
     def _join_nccl(self) -> None:
         """Join torch's default group. Its ranks meet in the session's store, or on one host in a

@@ -124,6 +124,10 @@ class PeerSocket(Peer):
         poller.register(self._end, select.POLLIN)
         return bool(poller.poll(0))
 
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._end.fileno()
+
     def send(self, data: memoryview, *, given: bool = False) -> None:
         """See `Peer`: what the socket has no room for is sent by a thread."""
         if self._failure is not None:
@@ -217,6 +221,25 @@ def late(peers: Sequence[Peer | None]) -> list[int]:
             later = [other.rank for other in others[place + 1 :] if other.has_sent is False]
             return later if peer.has_sent else [peer.rank, *later]
     return []
+
+
+def first_to_leave(peers: Sequence[Peer], is_over: Callable[[], bool]) -> int | None:
+    """Wait until a rank of this host has closed its end; the kernel does that for one that dies.
+
+    Args:
+        is_over: whether to wait no more; asked twice a second.
+
+    Returns:
+        The rank; None: it is over.
+    """
+    poller = select.poll()
+    ranks = {peer.fileno(): peer.rank for peer in peers if isinstance(peer, PeerSocket)}
+    for descriptor in ranks:
+        poller.register(descriptor, select.POLLRDHUP)
+    while not is_over():
+        for descriptor, _ in poller.poll(500):
+            return None if is_over() else ranks[descriptor]
+    return None
 
 
 class Ends(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
-from lazygt.runtime.messages import COLLECTIVE_ERROR, Done
+from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure
 from lazygt.runtime.wire import Part
 
 
@@ -55,7 +55,8 @@ class Doubts:
 
     def _others(self, rank: int, answer: Done) -> set[int]:
         """The ranks that must have answered, too, before this answer is believed."""
-        if not any(failure.kind == COLLECTIVE_ERROR for failure in answer.failures):
+        failures = [*answer.failures, *(f for f in answer.fetched if isinstance(f, Failure))]
+        if not any(failure.kind == COLLECTIVE_ERROR for failure in failures):
             return set()
         return set(self._waiting_for(answer.seq) - {rank})
 

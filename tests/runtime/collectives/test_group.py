@@ -19,8 +19,16 @@ from lazygt.runtime import wire
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives.backends import HOST, NCCL, backend_for, why_host
 from lazygt.runtime.launch import start_plan
-from lazygt.runtime.messages import Renew
-from lazygt.runtime.wire import encode
+from lazygt.runtime.messages import (
+    COLLECTIVE_ERROR,
+    TO_CLIENT,
+    Done,
+    Failure,
+    Fetched,
+    Renew,
+    Run,
+)
+from lazygt.runtime.wire import decode, encode
 from lazygt.runtime.worker import Worker
 
 
@@ -115,6 +123,27 @@ def test_what_nccl_may_not_have_carried_is_no_value(monkeypatch: pytest.MonkeyPa
     """It fails on the device, where no exception says so; sockets raise one for each collective."""
     assert renewed(monkeypatch, nccl=True) == [True, False, False]
     assert renewed(monkeypatch, nccl=False) == [True, True, True]
+
+
+@pytest.mark.parametrize("parted_from", [None, 1])
+def test_nothing_is_said_of_values_once_kernels_were_given_up(
+    parted_from: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of NCCL's that is given up leaves old bytes, which no exception says."""
+    joined = SimpleNamespace(nccl=True, left=False, parted_from=parted_from)
+    monkeypatch.setattr(group, "current", lambda: joined)
+    worker = Worker(world_size=2)
+    worker.store.put(4, torch.ones(2))
+    (answer,) = worker.handle([bytes(frame) for frame in encode(Run(1, fetches=(4,)))])
+    told = decode(answer, TO_CLIENT)
+    assert isinstance(told, Done)
+    (fetched,) = told.fetched
+    if parted_from is None:
+        assert isinstance(fetched, Fetched)
+    else:
+        assert isinstance(fetched, Failure)
+        assert (fetched.kind, fetched.seq) == (COLLECTIVE_ERROR, 1)
+        assert "rank 1 has left" in fetched.detail
 
 
 def test_a_renewal_that_is_none_is_refused() -> None:

@@ -16,7 +16,13 @@ import pytest
 import zmq
 
 from lazygt.runtime.collectives.encrypted import _connect
-from lazygt.runtime.collectives.sockets import Ends, Peer, PeerSocket, Rendezvous
+from lazygt.runtime.collectives.sockets import (
+    Ends,
+    Peer,
+    PeerSocket,
+    Rendezvous,
+    first_to_leave,
+)
 from lazygt.runtime.launch.channel import listen_local
 from tests.descriptors import descriptors_before, open_descriptors
 from tests.forking import ROOT
@@ -293,3 +299,14 @@ def test_peer_that_dies_with_messages_unread_does_not_abort_the_one_that_closed(
         rank.stdin.write("\n")
         rank.stdin.close()
         assert rank.wait(30) == 0
+
+
+def test_the_first_rank_to_leave_is_told() -> None:
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+    peers = [PeerSocket(end, rank, 10.0) for rank, end in enumerate(ours, 1)]
+    assert first_to_leave(peers, lambda: True) is None
+    theirs[0].send(b"no farewell")
+    theirs[1].close()
+    assert first_to_leave(peers, lambda: False) == 2
+    for each in (*peers, theirs[0]):
+        each.close()
