@@ -153,7 +153,7 @@ def _defaulting_normal(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _placed(fresh: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What a constructor made, in the session; not if it shows the memory of its argument."""
+    """Upload a constructor's tensor, unless it shows the memory of its argument."""
     shown = isinstance(args[0], torch.Tensor | torch.UntypedStorage) if args else False
     if shown or kwargs or not _stays_free({}):
         return fresh
@@ -191,7 +191,7 @@ class _Typed(type):
 
 @functools.cache
 def _typed() -> dict[str, Any]:
-    """What stands for each tensor type of ``torch``, by its name there."""
+    """Stand-ins of the tensor types of ``torch``, by their names there."""
     standins = {}
     for name in _TYPES:
         own = getattr(torch, f"{name}Tensor")
@@ -221,7 +221,7 @@ def _note_device(device: Any) -> None:
 
 
 def _stays_free(kwargs: dict[str, Any]) -> bool:
-    """Whether nothing else says where the tensor is to be."""
+    """Return whether nothing else says where the tensor is to be."""
     if not session_stack:  # a module that was imported in a session keeps what it was given there
         return False
     lock: Any = session_stack[-1].recorder.lock
@@ -237,7 +237,7 @@ def _stays_free(kwargs: dict[str, Any]) -> bool:
 
 
 def _inner_device_context() -> bool:
-    """Whether the user has set a device of his own (``with torch.device("cpu")``)."""
+    """Return whether the user has set a default device (``with torch.device("cpu")``)."""
     return any(
         isinstance(torch._C._get_function_stack_at(i), torch.utils._device.DeviceContext)
         for i in range(torch._C._len_torch_function_stack())

@@ -227,8 +227,8 @@ class Worker:
     def _answered(self, done: list[Buffer]) -> list[list[Buffer]]:
         """The answer to a run, and what goes before it.
 
-        Where kernels of NCCL's were given up, nothing is said of values: what an exchange was to
-        fill has its old bytes.
+        After kernels of NCCL's were given up, all values fail: the buffers of an exchange that they
+        were to fill have their old bytes.
         """
         joined = group.current() if self.world_size > 1 else None
         if joined is not None and joined.parted_from is not None:

@@ -28,7 +28,7 @@ class Branch(NamedTuple):
     is_body: bool
 
     def is_entered(self, arcs: set[tuple[int, int]]) -> bool:
-        """Whether a test has gone from the condition into the arm for CUDA."""
+        """Return whether a test has gone from the condition into the arm for CUDA."""
         nexts = {to for at, to in arcs if at == self.line and to != self.line}
         return self.body in nexts if self.is_body else bool(nexts - {self.body})
 
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
 
 
 def is_of_cuda(test: ast.expr) -> bool:
-    """Whether a condition asks for CUDA by name."""
+    """Return whether a condition asks for CUDA by name."""
     for node in ast.walk(test):
         if isinstance(node, ast.Constant) and node.value == "cuda":
             return True

@@ -70,17 +70,17 @@ class AxisGroup:
     group: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
-        """Who carries a payload as ``Communication`` has it; all ranks must choose alike."""
+        """Backend of a payload as ``Communication`` has it; all ranks must choose alike."""
         if buffer.device.type != "cpu":
             return TorchBackend(self.group)
         return self.sockets if goes_by_sockets(kind, nbytes, self.size) else self.shared
 
     def carries(self, device: torch.device) -> bool:
-        """Whether tensors travel from this device; else by way of the host's memory."""
+        """Return whether tensors travel from this device; else by way of the host's memory."""
         return self.group is not None or device.type == "cpu"
 
     def single(self, index: int) -> Peer:
-        """What carries values to another rank of the axis alone."""
+        """Connection that carries values to another rank of the axis alone."""
         peer = self.singles[index]
         if peer is None:
             raise LazyGTError("a rank sends nothing to itself")
@@ -166,17 +166,17 @@ class Group:
 
     @property
     def abandoned(self) -> bool:
-        """Whether this rank has left, or never came."""
+        """True if this rank has left, or never came."""
         return self._failure is not None
 
     @property
     def left(self) -> bool:
-        """Whether a collective of this group could not run here: none ever will again."""
+        """True if a collective of this group could not run here: none ever will again."""
         return self._left
 
     @property
     def nccl(self) -> bool:
-        """Whether tensors on a GPU travel from there."""
+        """True if tensors on a GPU travel from there."""
         return self._spec.backend == NCCL
 
     def successor(self, number: int) -> Group:
@@ -215,8 +215,8 @@ class Group:
             self._failure = error
 
     def _watch(self) -> None:
-        """Give up NCCL's kernels when a rank of this host has left: they would wait for it, and who
-        waits for the device with them, until torch's watchdog ends the process.
+        """Give up NCCL's kernels when a rank of this host has left: they would wait for it, and the
+        device's stream with them, until torch's watchdog ends the process.
         """
         peers = [ends.small for ends in self._ends.values()]
         self._thread.join()
@@ -247,7 +247,7 @@ class Group:
         self._sweep()
 
     def _place(self, number: int) -> str:
-        """Where the ranks of a group meet: each group has a store of its own."""
+        """Address at which the ranks of a group meet: each group has a store of its own."""
         return f"file://{self._spec.directory}/group.{number}"
 
     def _sweep(self) -> None:
@@ -349,7 +349,7 @@ def join(spec: GroupSpec, rank: int, world_size: int, listener: int, number: int
 
 
 def _rendezvous(spec: GroupSpec, rank: int, listener: int) -> Rendezvous | Meeting:
-    """Where others find this rank: on its host, or on several."""
+    """Meeting point of the ranks: on this host, or on several."""
     if not spec.store:
         return Rendezvous(rank, listener, spec.rendezvous, spec.timeout)
     # why: only on several hosts are there encrypted connections, for which sockets are loaded
@@ -387,7 +387,7 @@ def line(axis: str) -> AxisGroup:
 
 
 def pending_sends() -> PendingSends:
-    """What this worker is sending to single others.
+    """Sends of this worker to single others.
 
     Raises:
         LazyGTError: this worker has no group.

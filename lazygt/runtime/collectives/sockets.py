@@ -47,7 +47,7 @@ class Peer(ABC):
 
     @property
     def has_sent(self) -> bool | None:
-        """Whether there is something to receive, or the other has left; None: it is not known.
+        """True if there is something to receive, or the other has left; None: it is not known.
         For any thread."""
         return None
 
@@ -84,7 +84,7 @@ class Peer(ABC):
         self.send(memoryview(_NUMBER.pack(len(data)) + data))
 
     def receive_text(self) -> str:
-        """What the other sent with ``send_text``; as ``receive``."""
+        """Receive a text that the other sent with ``send_text``; as ``receive``."""
         number = bytearray(_NUMBER.size)
         self.receive(memoryview(number))
         data = bytearray(*_NUMBER.unpack(number))
@@ -257,7 +257,7 @@ class Ends(NamedTuple):
 
 
 class Rendezvous:
-    """Where other ranks find this one, in this group and in all later ones.
+    """Socket at which other ranks find this one, in this group and in all later ones.
 
     The client has made the sockets before any rank starts, in a directory that only its user can
     enter; so nobody waits for a socket to appear, and no one else can connect.
@@ -381,7 +381,7 @@ def _time(seconds: float) -> bytes:
 
 
 def is_own(end: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
+    """Return whether a process of this user is at the other end."""
     asked = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(asked)[1]
     return user == os.geteuid()

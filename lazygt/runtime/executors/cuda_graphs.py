@@ -71,12 +71,12 @@ class CudaGraphs:
 
     @property
     def usable(self) -> bool:
-        """Whether more may be captured: each capture that fails leaves memory behind."""
+        """True while more may be captured: each capture that fails leaves memory behind."""
         return len(self._failed) < FAILURES
 
     @property
     def nbytes(self) -> int:
-        """What the graphs keep: their pool, and memory that is copied to before a replay."""
+        """Bytes that the graphs keep: their pool, and memory that is copied to before a replay."""
         if not self._kept:
             return 0
         return self._pool_bytes + sum(kept.nbytes for kept in self._kept)
@@ -91,7 +91,7 @@ class CudaGraphs:
         return self.nbytes + int(FREE_SHARE * (free + unused))
 
     def room_for(self, peak: int) -> bool:
-        """Whether a plan with so many bytes alive at once can be captured within the limit."""
+        """Return whether a plan with so many bytes alive at once fits into the limit."""
         pool = self._pool_bytes if self._kept else 0
         return max(pool, peak) + self.nbytes - pool <= self.limit
 
@@ -117,7 +117,7 @@ class CudaGraphs:
 
     @staticmethod
     def waited(error: Exception) -> bool:
-        """Whether an op raised this because it would have waited."""
+        """Return whether an op raised this because it would have waited."""
         return _WAITED in str(error)
 
     def captured(
@@ -174,7 +174,7 @@ class CudaGraphs:
         return copies
 
     def _capture(self, body: Callable[[], None]) -> Any:
-        """What ``body`` has the GPU do, as a graph; it is not done.
+        """Capture the GPU's work of ``body`` as a graph; it is not done.
 
         Draws are from the device's own generator, which torch has in each capture: a replay draws
         what its kernels would have drawn, and moves the generator on as they would have.
@@ -228,7 +228,7 @@ class CudaGraphs:
 
 
 def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGraphs | None:
-    """What captures on a device; None: nothing is captured there.
+    """Make the graphs of a device; None: nothing is captured there.
 
     Args:
         setting, limit: as ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)`` has them.
@@ -312,7 +312,7 @@ class CapturedStretch:
         return True
 
     def _fits(self, copy: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether kernels take a copy as they would take the value: some look at strides, and at
+        """Return whether kernels take a copy as they would the value: some look at strides, and at
         how round an address is."""
         round_enough = value.data_ptr() % self._alignment == 0
         return round_enough and copy.stride() == value.stride() and copy.device == value.device
