@@ -91,9 +91,9 @@ test-cuda-host: $(CUDA)/stamp
 
 $(CUDA)/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA)
-	sed '/^torch==/d' constraints.txt > $(CUDA)/constraints.txt
-	$(CUDA)/bin/python -m pip install torch===2.13.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.3.5.0.6 coverage
-	$(CUDA)/bin/python -m pip install -e ".[dev]" -c $(CUDA)/constraints.txt
+	sed 's/^torch==/torch===/' constraints.txt > $(CUDA)/constraints.txt
+	$(CUDA)/bin/python -m pip install -e ".[dev]" nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.3.5.0.6 coverage \
+		-c $(CUDA)/constraints.txt
 	@touch $@
 
 lint: $(STAMP)
