@@ -8,4 +8,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (bind_runs) bind_runs(m);
   if (bind_mailboxes) bind_mailboxes(m);
   if (bind_accelerator) bind_accelerator(m);
+  if (bind_compiled) bind_compiled(m);
 }

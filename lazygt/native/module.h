@@ -10,4 +10,5 @@ __attribute__((weak)) void bind_executor(pybind11::module_& m);
 __attribute__((weak)) void bind_runs(pybind11::module_& m);
 __attribute__((weak)) void bind_mailboxes(pybind11::module_& m);
 __attribute__((weak)) void bind_accelerator(pybind11::module_& m);
+__attribute__((weak)) void bind_compiled(pybind11::module_& m);
 }  // namespace lazygt

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from lazygt import native
 from lazygt.graph.lanes import LANES, Lanes, lanes_of
 from lazygt.graph.node import Node
 from lazygt.runtime.compiling.artifacts import Cache
 from lazygt.runtime.compiling.kernel_group import KernelGroup, packed
-from lazygt.runtime.executors.eager import EagerExecutor, MakeCode, Outcome
+from lazygt.runtime.executors.eager import EagerExecutor, MakeCode
 from lazygt.runtime.plan import Plan
-from lazygt.runtime.store import Value
 from lazygt.runtime.wire import bits
 
 
@@ -40,15 +40,9 @@ class CompiledExecutor(EagerExecutor):
         callables = dict(zip(kept, (groups[number] for number in sorted(groups)), strict=True))
         super().__init__(plan, device, schedule, callables, code)
 
-    def _finish(
-        self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
-    ) -> Outcome:
-        """As the eager executor; failures name the steps of ``plan.steps``."""
-        outcome = super()._finish(values, params, start, check)
-        for failure in outcome.failures:
-            if not failure.seq:
-                failure.node = self._steps[failure.node]
-        return outcome
+    def step_of(self, node: int) -> int:
+        """Return the number of a node's first step in ``plan.steps``."""
+        return self._steps[node]
 
 
 def compiled(
@@ -180,16 +174,26 @@ def _fresh(lanes: Lanes, node: Node) -> int:
 _UNDER_WAY = 32
 
 
+def is_called_directly() -> bool:
+    """Return whether compiled code is called by the extension, so that CUDA graphs capture it."""
+    return native.load().module is not None
+
+
 @cache
 def load(path: Path, device: torch.device) -> Callable[..., Any]:
-    """What an artifact's code does, by torch's own loader; one a file and process.
+    """Load an artifact's code, once a file and process.
+
+    The extension calls it directly. Torch's own loader, without the extension, waits by an event
+    for an earlier call of the same model.
 
     Raises:
         RuntimeError: it can't be loaded here.
     """
     code = str(path)
     runner: Any
-    if device.type == "cuda":
+    if is_called_directly():
+        runner = native.extension().CompiledCode(code, str(device))
+    elif device.type == "cuda":
         runner = torch._C._aoti.AOTIModelContainerRunnerCuda(code, _UNDER_WAY, str(device), "")
     else:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(code, 1)

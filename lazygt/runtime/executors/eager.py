@@ -101,6 +101,10 @@ class EagerExecutor:
         """What runs it node after node: itself, unless it stands before another one."""
         return self
 
+    def step_of(self, node: int) -> int:
+        """Return the number of a node's first step in ``plan.steps``."""
+        return node
+
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
         """Run the plan. ``inputs`` is emptied, so that values can die at their last use."""
         with torch._C._AutoDispatchBelowAutograd():
@@ -175,6 +179,9 @@ class EagerExecutor:
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
         failures = self.interpreter.run(values, params, start, check)
+        for failure in failures:
+            if not failure.seq:
+                failure.node = self.step_of(failure.node)
         outputs = [values[number] for number in self.schedule.graph.outputs]
         for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
@@ -202,19 +209,19 @@ class TimedExecutor(EagerExecutor):
         self._counts = [1 if n.body is None else len(n.body.nodes) for n in schedule.graph.nodes]
         self._firsts = [0, *accumulate(self._counts)]
         self.times: list[tuple[int, int, int, int]] = []
-        self.interpreter = _Timed(schedule, device, executor.interpreter._compiled)
+        self.interpreter = _Timed(schedule, device, executor.interpreter.compiled)
         self.interpreter.ran = self._ran
         if mark is not None:
             self.interpreter.begins = lambda number: mark(self._firsts[number])
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run the plan, once. ``inputs`` is emptied; failures name the steps of ``plan.steps``."""
+        """Run the plan, once. ``inputs`` is emptied."""
         with torch._C._AutoDispatchBelowAutograd():
-            outcome = self._run_checked(inputs, params)
-        for failure in outcome.failures:
-            if not failure.seq:
-                failure.node = self._firsts[failure.node]
-        return outcome
+            return self._run_checked(inputs, params)
+
+    def step_of(self, node: int) -> int:
+        """Return the number of a node's first step in ``plan.steps``."""
+        return self._firsts[node]
 
     def _ran(self, number: int, begin: int) -> None:
         end = time.monotonic_ns()

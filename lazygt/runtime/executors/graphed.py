@@ -22,6 +22,7 @@ from lazygt.graph.alive import peak_bytes
 from lazygt.graph.meta import intern
 from lazygt.graph.node import Node
 from lazygt.runtime.executors.captured_plan import CapturedPlan
+from lazygt.runtime.executors.compiled import is_called_directly
 from lazygt.runtime.executors.cuda_graphs import FAILURES, CudaGraphs, address
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
@@ -58,7 +59,8 @@ class GraphedExecutor(EagerExecutor):
     """
 
     def __init__(self, plain: EagerExecutor, graphs: CudaGraphs) -> None:
-        super().__init__(plain.plan, plain.interpreter.device, _owning(plain))
+        groups = plain.interpreter.compiled
+        super().__init__(plain.plan, plain.interpreter.device, plain.schedule, groups)
         self._plain = plain
         self.news: Captured | None = None
         self._graphs = graphs
@@ -69,7 +71,7 @@ class GraphedExecutor(EagerExecutor):
         #: inputs that have moved, numbers that have changed, nodes that wait for the GPU
         self._moved: set[int] = set()
         self._changed: set[int] = set()
-        self._apart: set[int] = set()
+        self._apart: set[int] = set() if is_called_directly() else {*groups}
         self._captured: CapturedPlan | None = None
         self._mismatches = 0
         #: seconds of the runs that were timed: plain, as graphs, plain ...
@@ -79,6 +81,10 @@ class GraphedExecutor(EagerExecutor):
     def plain(self) -> EagerExecutor:
         """What it stands before."""
         return self._plain
+
+    def step_of(self, node: int) -> int:
+        """Return the number of a node's first step in ``plan.steps``."""
+        return self._plain.step_of(node)
 
     @property
     def given_up(self) -> bool:
@@ -125,7 +131,7 @@ class GraphedExecutor(EagerExecutor):
             self._phase = _PLAIN
             return self.plain.run(inputs, params)
         self._look(inputs, params)
-        asking = _Asking(self.schedule, self.interpreter.device)
+        asking = _Asking(self.schedule, self.interpreter.device, self.interpreter.compiled)
         asking.graphs, asking.waits = self._graphs, self._apart
         values = dict(enumerate(inputs))
         inputs.clear()
@@ -235,7 +241,8 @@ class GraphedExecutor(EagerExecutor):
     def _tell(self, gain: float) -> None:
         assert self._captured is not None
         captures, nbytes = self._captured.captures, self._graphs.nbytes
-        steps = sum(stretch.end - stretch.first for stretch in captures)
+        nodes = [n for each in captures for n in self.schedule.graph.nodes[each.first : each.end]]
+        steps = sum(1 if node.body is None else len(node.body.nodes) for node in nodes)
         self.news = Captured(self.plan.digest, len(captures), steps, nbytes, gain)
 
 
@@ -277,13 +284,6 @@ def _made_at_once(schedule: Schedule) -> int:
     graph = schedule.graph
     nothing = tuple(intern((0,), (1,), meta.dtype) for meta in graph.inputs)
     return peak_bytes(replace(graph, inputs=nothing), schedule.frees)
-
-
-def _owning(plain: EagerExecutor) -> Schedule:
-    """The plan's steps; the inputs that either way overwrites are the run's own."""
-    steps = plain.plan.steps
-    owned = {*steps.writes.owned_inputs, *plain.schedule.writes.owned_inputs}
-    return replace(steps, writes=replace(steps.writes, owned_inputs=tuple(sorted(owned))))
 
 
 def _differ(now: Any, then: Any) -> bool:

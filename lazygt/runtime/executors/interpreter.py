@@ -43,6 +43,7 @@ class CheckedInterpreter:
         compiled: number of a fused node that is one step -> its callable.
 
     Attributes:
+        compiled: as given.
         restrided: node number -> positions of results that are laid out anew, as was recorded.
         relaid_outputs: position of an output that is -> its strides.
         relaid: (node number, result, strides that its kernel gave it) of such results, as found
@@ -65,7 +66,7 @@ class CheckedInterpreter:
         self.returned: Any = None
         self.written: list[Any] = []
         self._results = [results for _, results in schedule.graph.numbered()]
-        self._compiled = compiled or {}
+        self.compiled = compiled or {}
         self._kernels: dict[str, Callable[..., Any]] = {}
 
     @property
@@ -75,7 +76,7 @@ class CheckedInterpreter:
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
         """The callable of a node."""
-        kernel = self._compiled.get(number) or self._kernels.get(op)
+        kernel = self.compiled.get(number) or self._kernels.get(op)
         if kernel is None:
             kernel = kernels.kernel(op)
             # the builtin behind an overload saves a Python call a node

@@ -147,12 +147,12 @@ def _seed_places(op: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def capturable(node: Node) -> bool:
-    """Whether a node does nothing but launch kernels on its operands, as far as its op tells.
+    """Return whether a node only launches kernels on its operands, as far as its op tells.
 
-    Not so: collectives, which other ranks have to meet, what sets a generator, code of users,
-    compiled groups (their loader waits for events), and what answers Python.
+    Not so: collectives, which other ranks have to meet, what sets a generator, code of users, and
+    what answers Python.
     """
-    if node.op == WRITE_BACK:
+    if node.op == WRITE_BACK or node.body is not None:
         return True
     if not node.op.startswith("aten.") or "@" in node.op or node.dynamic:
         return False
