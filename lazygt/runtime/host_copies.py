@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
 _SHARE = 4
 #: Bytes of a value that are copied twice, at most: it takes twice its room for a while.
 _MOST_STAGED = 256 << 20
+#: Share of a GPU's unused memory, at most, that copies of values on their way to the host take.
+_LEAVING_SHARE = 0.5
+
+
+def unused_bytes(device: torch.device, cuda: Any = torch.cuda) -> int:
+    """Return the bytes of a GPU that nobody has, or that torch's allocator has and nobody uses."""
+    free, _ = cuda.mem_get_info(device)
+    return int(free + cuda.memory_reserved(device) - cuda.memory_allocated(device))
 
 
 class HostCopies:
@@ -36,6 +46,8 @@ class HostCopies:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._stream: Any = None
+        #: for what leaves
+        self._leaving: Any = None
         #: what has come, until it is copied, and the event that says so
         self._staged: deque[tuple[Any, torch.Tensor]] = deque()
         #: whether CUDA registers this host's shared memory
@@ -57,6 +69,32 @@ class HostCopies:
         copied.record()
         self._staged.append((copied, staged))
         return value
+
+    def set_aside(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
+        """Copy values on the GPU, so that kernels launched later may overwrite them.
+
+        Returns:
+            The copies, and the event that tells that they are made; None: there is no room.
+        """
+        room = unused_bytes(self._device, self._cuda) * _LEAVING_SHARE
+        if sum(value.nbytes for value in values) > room:
+            return None
+        try:
+            copies = [clone(value) for value in values]
+        except torch.OutOfMemoryError:  # what is unused lies in pieces
+            return None
+        event = self._cuda.Event()
+        event.record()
+        return copies, event
+
+    @contextlib.contextmanager
+    def beside(self, event: Any) -> Iterator[None]:
+        """Have this thread's copies go on a stream of their own, after an event."""
+        if self._leaving is None:
+            self._leaving = self._cuda.Stream(self._device)
+        self._leaving.wait_event(event)
+        with self._cuda.stream(self._leaving):
+            yield
 
     def register(self, arena: Arena) -> None:
         """Have the GPU read and write an arena without a copy on the way (``cudaHostRegister``)."""

@@ -143,7 +143,7 @@ class Worker:
         self._group, self._left = 0, -1
         self._snapshots = None
         if snapshots is not None:
-            self._snapshots = Snapshots(snapshots, upload, self.device, world_size)
+            self._snapshots = Snapshots(snapshots, upload, self.device, world_size, copies)
 
     # -- messages ------------------------------------------------------------------------
 
@@ -153,10 +153,27 @@ class Worker:
         Raises:
             ProtocolError: the message is not of the schema, or names an unknown op.
         """
+        return self._unless_lost(partial(self._handled, frames))
+
+    @property
+    def wakes(self) -> int | None:
+        """An eventfd that tells of ``late`` replies; None: there are never any."""
+        return None if self._snapshots is None else self._snapshots.wakes
+
+    def late(self) -> list[list[Buffer]]:
+        """Return the replies to messages of before that are there by now."""
+        return self._unless_lost(self._late)
+
+    def _late(self) -> list[list[Buffer]]:
+        taken = None if self._snapshots is None else self._snapshots.taken()
+        return [] if taken is None else [self._encode(taken)]
+
+    def _unless_lost(self, work: Callable[[], list[list[Buffer]]]) -> list[list[Buffer]]:
+        """Do something, or tell the client, once, that the device can't be used any more."""
         if self._lost:
             return []
         try:
-            return self._handled(frames)
+            return work()
         except _DeviceLost as lost:
             told = Lost(lost.failure, lost.exact)
         except ProtocolError:
@@ -196,7 +213,8 @@ class Worker:
             case Renew():
                 self._renew(message)
             case Snap():
-                return [self._encode(self._snap(message))]
+                snapped = self._snap(message)
+                return [] if snapped is None else [self._encode(snapped)]
             case Restore():
                 return [self._encode(self._restore(message))]
         return []
@@ -260,11 +278,14 @@ class Worker:
         group.renew(message.number)
         self._group = message.number
 
-    def _snap(self, message: Snap) -> Snapped:
-        """Take a snapshot; from here on runs can be read without what was said before."""
+    def _snap(self, message: Snap) -> Snapped | None:
+        """Take a snapshot; from here on runs can be read without what was said before.
+
+        Returns:
+            The answer; None: ``late`` will have it.
+        """
         if self._snapshots is None:
             raise ProtocolError("this worker was started without memory for snapshots")
-        kernels.finish(self.device)  # an op that fails there is not to be what all go back to
         self.plans.begin_anew()
         return self._snapshots.take(message, self.store, self._dynamic.next_id, self._random.state)
 

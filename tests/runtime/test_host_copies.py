@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,84 +14,9 @@ from lazygt.runtime.host_copies import HostCopies
 from lazygt.runtime.messages import Done, Put
 from lazygt.runtime.shared_memory import Arena
 from lazygt.runtime.store import Store
+from tests.runtime.copies_stand_in import Cuda
 
 MIB = 1 << 20
-
-
-class Stream:
-    """Counts who waits for it."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
-class Event:
-    """Is reached when a test says so.
-
-    Attributes:
-        stream: on which it was recorded.
-    """
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda, self.reached = cuda, False
-        self.stream: Stream | None = None
-
-    def record(self) -> None:
-        self.stream = self._cuda.on
-
-    def query(self) -> bool:
-        return self.reached
-
-
-class Cuda:
-    """As ``torch.cuda``; all of its memory is the host's.
-
-    Args:
-        error: what cudaHostRegister answers.
-    """
-
-    def __init__(self, error: int = 0) -> None:
-        self.error, self.kernels, self.side = error, Stream(), Stream()
-        self.on: Stream = self.kernels
-        self.events: list[Event] = []
-        #: address -> bytes
-        self.registered: dict[int, int] = {}
-        self.asked = 0
-
-    def Stream(self, _: torch.device) -> Stream:
-        return self.side
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self.on, before = stream, self.on
-        yield
-        self.on = before
-
-    def Event(self) -> Event:
-        self.events.append(Event(self))
-        return self.events[-1]
-
-    def cudart(self) -> Any:
-        return self
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == 0
-        self.asked += 1
-        if not self.error:
-            self.registered[address] = nbytes
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-    def holds(self, value: torch.Tensor) -> bool:
-        """Whether a tensor lies in registered memory."""
-        begin, end = value.data_ptr(), value.data_ptr() + value.nbytes
-        return any(a <= begin and end <= a + n for a, n in self.registered.items())
 
 
 def test_an_upload_waits_for_its_copy_and_for_no_kernel() -> None:
@@ -123,7 +45,8 @@ def test_what_has_come_is_kept_until_it_is_copied() -> None:
     values = [copies.to_device(source) for _ in range(3)]
     assert all(torch.equal(v, source) and v.stride() == source.stride() for v in values)
     assert len(copies._staged) == 3
-    cuda.events[0].reached = cuda.events[1].reached = True
+    cuda.events[0].came.set()
+    cuda.events[1].came.set()
     copies.to_device(source)
     assert [event for event, _ in copies._staged] == cuda.events[2:]
 

@@ -21,6 +21,7 @@ import torch
 from lazygt.graph.meta import TensorMeta
 from lazygt.runtime.executors.interpreter import CheckedInterpreter
 from lazygt.runtime.executors.stretches import Stretch
+from lazygt.runtime.host_copies import unused_bytes
 from lazygt.runtime.kernels import clear_error, clone
 from lazygt.runtime.store import Value
 
@@ -86,9 +87,7 @@ class CudaGraphs:
         """Bytes that the graphs may keep, by what is free now where no number was given."""
         if self._limit is not None:
             return self._limit
-        free, _ = self._cuda.mem_get_info(self.device)
-        unused = self._cuda.memory_reserved(self.device) - self._cuda.memory_allocated(self.device)
-        return self.nbytes + int(FREE_SHARE * (free + unused))
+        return self.nbytes + int(FREE_SHARE * unused_bytes(self.device, self._cuda))
 
     def room_for(self, peak: int) -> bool:
         """Return whether a plan with so many bytes alive at once fits into the limit."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import os
 import secrets
 import select
 import socket
@@ -239,20 +240,27 @@ class Server:
         self._doorbell = Doorbell(self.socket)
         self._anywhere = select.poll()
         self._anywhere.register(self._doorbell.fd, select.POLLIN)
+        self._watched: int | None = None
         if boxes is not None:
             self._anywhere.register(boxes.wakes, select.POLLIN)
+
+    def watch(self, eventfd: int) -> None:
+        """Have ``receive`` return None, too, when an eventfd is written, which it then reads."""
+        self._watched = eventfd
+        self._anywhere.register(eventfd, select.POLLIN)
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """Wait for a message and return its kind and frames if the owner sent it.
 
         None means that the message was dealt with here: a hello, or a stranger's.
         """
-        if self._boxes is None or self._owner is None:
+        waits_in_zmq = self._boxes is None and self._watched is None
+        if waits_in_zmq or self._owner is None:
             held, self._held = self._held, []
             return self._of_socket(held or self._taken(0))
         while True:
             try:
-                frames = self._of_mailbox(self._boxes)
+                frames = None if self._boxes is None else self._of_mailbox(self._boxes)
             except ProtocolError as error:
                 self._drop(self._owner, str(error))
                 return None
@@ -270,7 +278,10 @@ class Server:
             for fd, _ in self._anywhere.poll():
                 if fd == self._doorbell.fd:
                     self._doorbell.settled = False
-                else:
+                elif fd == self._watched:
+                    os.eventfd_read(fd)
+                    return None
+                elif self._boxes is not None:
                     self._boxes.awake()
 
     def _of_mailbox(self, boxes: Mailboxes) -> list[memoryview] | None:

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -42,7 +42,11 @@ _TICK_MS = int(1000 * EVERY)
 
 
 class MessageHandler(Protocol):
-    """What the boot configuration's factory makes."""
+    """Object that the boot configuration's factory makes.
+
+    One that answers some messages later has an eventfd ``wakes``, or None, and a method ``late``
+    that returns the replies that are there by then.
+    """
 
     def handle(self, frames: list[Frame]) -> Sequence[Sequence[Frame]]:
         """Do what a message asks and return the replies.
@@ -110,8 +114,14 @@ def wait_for_rank(server: Server, boot: Boot, memory: tuple[int, ...]) -> Boot:
 
 def serve(server: Server, handler: MessageHandler, activity: Activity) -> None:
     """Receive, handle and reply, until the owner says SHUTDOWN."""
+    late: Callable[[], Sequence[Sequence[Frame]]] | None = None
+    if (wakes := getattr(handler, "wakes", None)) is not None:
+        server.watch(wakes)
+        late = handler.late  # type: ignore[attr-defined]
     while True:
         received = server.receive()
+        for reply in () if late is None else late():
+            server.reply(DATA, reply)
         if received is None:
             continue
         kind, frames = received

@@ -48,6 +48,9 @@ class Faulty:
     def __init__(self, worker: Any, faults: dict[int, str]) -> None:
         self._worker, self._faults, self._messages = worker, faults, 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
     def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
         """See ``Worker.handle``."""
         self._messages += 1

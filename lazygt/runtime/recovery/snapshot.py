@@ -6,83 +6,165 @@ finds it as it was. A value is written once, so what an earlier snapshot has is 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
+from lazygt.runtime import kernels
 from lazygt.runtime.launch.procfs import memory_left
-from lazygt.runtime.messages import Copied, Restore, Snap, Snapped
+from lazygt.runtime.messages import Copied, Failure, Restore, Snap, Snapped
 from lazygt.runtime.shared_memory import read_note
 from lazygt.runtime.store import Failed, Store
 
 if TYPE_CHECKING:
+    from lazygt.runtime.host_copies import HostCopies
     from lazygt.runtime.shared_memory import Arena
+
+#: Values that no snapshot has: for each its meta, and the bytes that it lies on.
+New = dict[int, tuple[TensorMeta, torch.Tensor]]
 
 
 class Snapshots:
     """One worker's.
 
+    From a GPU the copies go to the host beside later runs, where there is room for them on the GPU
+    meanwhile; ``taken`` has the answer then.
+
     Args:
         memory: where copies go; nobody else allocates there.
         ranks: how many workers do so at once.
         upload: the client's arena: what still lies there needs no copy.
+        copies: what copies from a GPU; None: values lie in the host's memory.
+
+    Attributes:
+        wakes: an eventfd that counts the snapshots that ``taken`` has; None: ``take`` has all.
     """
 
     def __init__(
-        self, memory: Arena, upload: Arena | None, device: torch.device, ranks: int
+        self,
+        memory: Arena,
+        upload: Arena | None,
+        device: torch.device,
+        ranks: int,
+        copies: HostCopies | None = None,
     ) -> None:
         self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
         #: by the snapshot's number, and then by value
         self._tables: dict[int, dict[int, Copied]] = {}
+        self._copies = copies
+        self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = ThreadPoolExecutor(1, "lazygt-snapshots")
+        #: the one that is being taken in the thread
+        self._taking: Future[Snapped] | None = None
 
-    def take(self, snap: Snap, store: Store, next_dynamic: int, generator: torch.Tensor) -> Snapped:
+    def take(
+        self, snap: Snap, store: Store, next_dynamic: int, generator: torch.Tensor
+    ) -> Snapped | None:
         """Copy the values that no snapshot has.
 
         Args:
             next_dynamic, generator: see ``Snapped``.
+
+        Returns:
+            The answer; None: ``taken`` will have it.
+
+        Raises:
+            RuntimeError: the device can't be used any more.
         """
+        self._settle()
         begin = time.monotonic_ns()
         self._forget_all_but(snap.committed)
+        new, failed = self._enter(snap, store)
+        state = generator.numpy().tobytes()
+        answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
+        aside = None
+        if self._copies is not None:
+            aside = self._copies.set_aside([flat for _, flat in new.values()])
+        if aside is None:
+            kernels.finish(self._device)  # an op that fails there is not to be what all go back to
+            return self._copied(answer, snap.committed, new)
+        copies, event = aside
+        flats = dict(zip(new, copies, strict=True))
+        new = {key: (meta, flats[key]) for key, (meta, _) in new.items()}
+        self._taking = self._thread.submit(self._copied_after, event, answer, snap.committed, new)
+        self._taking.add_done_callback(self._wake)
+        return None
+
+    def _enter(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
+        """Begin a snapshot's table with what needs no copy; the rest, and what has failed."""
         before = self._tables.get(snap.committed, {})
         table = self._tables[snap.number] = {}
-        copied, failed = 0, []
-        try:
-            self._check_room(store, before)
-            for key, value in store.values.items():
-                if isinstance(value, Failed):
-                    failed.append((key, value.failure))
-                elif key in before:
-                    table[key] = before[key]
+        failed: list[tuple[int, Failure]] = []
+        new: New = {}
+        for key, value in store.values.items():
+            if isinstance(value, Failed):
+                failed.append((key, value.failure))
+            elif key in before:
+                table[key] = before[key]
+            else:
+                meta, offset = TensorMeta.of(value), store.borrowed.get(key)
+                if offset is None:
+                    new[key] = meta, _memory_of(value, meta)
                 else:
-                    table[key] = self._copied(key, value, store.borrowed.get(key))
-                    copied += 0 if key in store.borrowed else table[key].nbytes
-        except (MemoryError, RuntimeError) as error:
-            self._forget_all_but(snap.committed)
-            return Snapped(snap.number, error=f"{type(error).__name__}: {error}")
-        return Snapped(
-            snap.number,
-            tuple(table.values()),
-            tuple(failed),
-            next_dynamic,
-            generator.numpy().tobytes(),
-            copied,
-            begin,
-            time.monotonic_ns() - begin,
-        )
+                    table[key] = Copied(key, meta, offset, _extent_bytes(meta), True)
+        return new, tuple(failed)
 
-    def _check_room(self, store: Store, before: Mapping[int, Copied]) -> None:
+    def taken(self) -> Snapped | None:
+        """Return the answer to a snapshot that was being taken, once it is there.
+
+        Raises:
+            RuntimeError: the device can't be used any more.
+        """
+        if self._taking is None or not self._taking.done():
+            return None
+        taking, self._taking = self._taking, None
+        return taking.result()
+
+    def _wake(self, _: object) -> None:
+        assert self.wakes is not None
+        os.eventfd_write(self.wakes, 1)
+
+    def _settle(self) -> None:
+        """Wait for a snapshot that is being taken: its answer is not wanted any more."""
+        if self._taking is not None:
+            wait([self._taking])
+            self._taking = None
+
+    def _copied_after(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
+        """As ``_copied``, after an event of the GPU and beside what it does meanwhile."""
+        assert self._copies is not None
+        with self._copies.beside(event):
+            return self._copied(answer, committed, new)
+
+    def _copied(self, answer: Snapped, committed: int, new: New) -> Snapped:
+        """Copy to the host what no snapshot has, and complete the answer."""
+        table = self._tables[answer.number]
+        nbytes = sum(flat.nbytes for _, flat in new.values())
+        try:
+            self._check_room(nbytes)
+            for key, (meta, flat) in new.items():
+                slot = self._memory.put(flat)
+                table[key] = Copied(key, meta, slot.offset, slot.nbytes)
+        except (MemoryError, RuntimeError) as error:
+            if kernels.is_lost(self._device):
+                raise
+            self._forget_all_but(committed)
+            return Snapped(answer.number, error=f"{type(error).__name__}: {error}")
+        answer.values, answer.nbytes = tuple(table.values()), nbytes
+        answer.nanoseconds = time.monotonic_ns() - answer.begin
+        return answer
+
+    def _check_room(self, nbytes: int) -> None:
         """Raise MemoryError where copies would take more than half of the memory that is left.
 
         The kernel would not say no: it would kill somebody.
         """
-        needed = self._ranks * sum(
-            value.nbytes
-            for key, value in store.values.items()
-            if not (isinstance(value, Failed) or key in before or key in store.borrowed)
-        )
+        needed = self._ranks * nbytes
         room = memory_left() + self._memory.bytes_held - self._memory.bytes_in_use
         if needed > room // 2:
             raise MemoryError(f"{needed:,} bytes to copy, and {room:,} bytes of memory are left")
@@ -90,6 +172,7 @@ class Snapshots:
     def restore(self, restore: Restore, store: Store) -> None:
         """Have the values of a snapshot again, and no others but those that count as failed
         where they are lost, and are still here."""
+        self._settle()
         here = ((key, store.values.get(key)) for key, _ in restore.failed)
         kept = {key: value for key, value in here if isinstance(value, torch.Tensor)}
         store.clear()
@@ -124,13 +207,6 @@ class Snapshots:
 
     def _rows(self, numbers: Iterable[int]) -> Iterable[Copied]:
         return (row for number in numbers for row in self._tables.get(number, {}).values())
-
-    def _copied(self, key: int, value: torch.Tensor, offset: int | None) -> Copied:
-        meta = TensorMeta.of(value)
-        if offset is not None:
-            return Copied(key, meta, offset, _extent_bytes(meta), True)
-        slot = self._memory.put(_memory_of(value, meta))
-        return Copied(key, meta, slot.offset, slot.nbytes)
 
     def _value(self, row: Copied) -> torch.Tensor:
         memory = self._upload if row.borrowed else self._memory

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import zmq
@@ -212,6 +212,23 @@ def test_what_is_sent_before_the_server_exists_waits_for_it():
         assert next_message(early) == (WELCOME, [])
         assert next_message(early) == (DATA, [b"early"])
         assert bench.handled == [b"early"]
+
+
+def test_a_written_eventfd_ends_the_wait_for_a_message():
+    with closing(SessionDirectory()) as directory, zmq.Context() as context:
+        address = listen_local(directory.path / "s")
+        server, eventfd = Server(context, address, TOKEN), os.eventfd(0)
+        server.watch(eventfd)
+        client = Client(context, address.endpoint, TOKEN)
+        assert server.receive() is None, "the hello"
+        os.eventfd_write(eventfd, 1)
+        assert server.receive() is None
+        client.send(DATA, [b"x"])
+        kind, (frame,) = server.receive()
+        assert (kind, bytes(frame)) == (DATA, b"x"), "the eventfd has been read"
+        client.close()
+        server.close()
+        os.close(eventfd)
 
 
 def test_a_message_may_have_more_frames_than_16_bits_count():
