@@ -48,8 +48,14 @@ class Faulty:
     def __init__(self, worker: Any, faults: dict[int, str]) -> None:
         self._worker, self._faults, self._messages = worker, faults, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
+    @property
+    def wakes(self) -> int | None:
+        """See ``Worker.wakes``."""
+        return self._worker.wakes  # type: ignore[no-any-return]
+
+    def late(self) -> Sequence[Sequence[Any]]:
+        """See ``Worker.late``."""
+        return self._worker.late()  # type: ignore[no-any-return]
 
     def handle(self, frames: list[Any]) -> Sequence[Sequence[Any]]:
         """See ``Worker.handle``."""
