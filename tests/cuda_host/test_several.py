@@ -54,6 +54,23 @@ def test_blocks_of_two_ranks_are_gathered(gpu: Control) -> None:
     assert gpu.collectives > 0
 
 
+def test_stages_of_a_pipeline_send_both_ways_at_once(gpu: Control) -> None:
+    """Messages are larger than what NCCL takes before a receiver is there."""
+    with lazygt.session(device="cuda", mesh={"pipe": 2}, compile="off"):
+        model = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 4))
+        lazygt.stage(model[:2], 0, mesh_dim="pipe")
+        lazygt.stage(model[2:], 1, mesh_dim="pipe")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                loss = model(torch.randn(1024, 16)).square().mean()
+                loss.backward()
+            optimizer.step()
+            loss.item()
+    assert gpu.collectives >= 2 * 2 * 4 * 2
+
+
 def test_more_workers_than_gpus_meet_through_the_host(gpu: Control) -> None:
     with pytest.warns(RuntimeWarning, match="4 workers share 2 GPUs"):
         session = lazygt.session(device="cuda", mesh={"data": 4}, compile="off")

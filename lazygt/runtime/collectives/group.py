@@ -60,6 +60,8 @@ class AxisGroup:
             memory that they share, unless they are on several hosts.
         singles: what carries values to one of them alone; None for this one.
         group: torch's own, of the same ranks; None without NCCL.
+        downward: a second one, for values that go to ranks of a lower index. NCCL sends both ways
+            between two ranks in one order, so that two sends that meet wait for each other.
     """
 
     size: int
@@ -68,6 +70,7 @@ class AxisGroup:
     shared: SharedMemoryBackend | PeerBackend
     singles: tuple[Peer | None, ...]
     group: Any = None
+    downward: Any = None
 
     def backend(self, buffer: torch.Tensor, kind: str, nbytes: int) -> Backend:
         """Backend of a payload as ``Communication`` has it; all ranks must choose alike."""
@@ -78,6 +81,10 @@ class AxisGroup:
     def carries(self, device: torch.device) -> bool:
         """Return whether tensors travel from this device; else by way of the host's memory."""
         return self.group is not None or device.type == "cpu"
+
+    def one_way(self, source: int, target: int) -> Any:
+        """Return torch's group that carries values from one of the ranks to another."""
+        return self.group if source < target else self.downward
 
     def single(self, index: int) -> Peer:
         """Connection that carries values to another rank of the axis alone."""
@@ -286,11 +293,15 @@ class Group:
             _for_large([end and end.large for end in ends]),
             tuple(end and end.single for end in ends),
             self._torch_group(mesh, axis, members) if self.nccl else None,
+            self._new_group(mesh, axis, members) if self.nccl else None,
         )
 
     def _torch_group(self, mesh: Mesh, axis: str, members: tuple[int, ...]) -> Any:
         if len(members) == self._world_size:
             return dist.group.WORLD
+        return self._new_group(mesh, axis, members)
+
+    def _new_group(self, mesh: Mesh, axis: str, members: tuple[int, ...]) -> Any:
         seconds = timedelta(seconds=self._spec.timeout)
         return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[members]
 

@@ -426,7 +426,8 @@ def send(value: torch.Tensor, peer: int, axis: str) -> None:
     if flat.device.type == "cpu":
         line.single(peer).send(flat.numpy().data, given=True)
     else:
-        group.pending_sends().keep(dist.isend(flat, group=line.group, group_dst=peer), data)
+        carrier = line.one_way(line.index, peer)
+        group.pending_sends().keep(dist.isend(flat, group=carrier, group_dst=peer), data)
 
 
 def recv(
@@ -441,5 +442,5 @@ def recv(
         if flat.device.type == "cpu":
             line.single(peer).receive(flat.numpy().data)
         else:
-            dist.recv(flat, group=line.group, group_src=peer)
+            dist.recv(flat, group=line.one_way(peer, line.index), group_src=peer)
     return received.to(device)

@@ -173,6 +173,14 @@ def line_of(size: int, group: object) -> tuple[AxisGroup, SocketBackend, SharedM
     return AxisGroup(size, 0, sockets, shared, (None,), group), sockets, shared
 
 
+def test_each_direction_of_nccl_has_a_group_of_its_own() -> None:
+    shared = SharedMemoryBackend([None])
+    line = AxisGroup(3, 1, SocketBackend([None]), shared, (None,), "up", "down")
+    assert [line.one_way(0, 1), line.one_way(1, 2)] == ["up"] * 2
+    assert [line.one_way(1, 0), line.one_way(2, 1)] == ["down"] * 2
+    shared.close()
+
+
 def test_small_is_what_a_socket_carries_and_only_from_the_host() -> None:
     line, sockets, shared = line_of(3, object())
     here = torch.empty(1)
