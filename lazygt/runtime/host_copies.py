@@ -96,6 +96,16 @@ class HostCopies:
         with self._cuda.stream(self._leaving):
             yield
 
+    def finish(self) -> None:
+        """Wait for the copies that this thread has begun.
+
+        By an event: while another thread asks which ops wait (``CudaGraphs.nobody_waits``), torch
+        refuses all other waits of the process.
+        """
+        event = self._cuda.Event()
+        event.record()
+        event.synchronize()
+
     def register(self, arena: Arena) -> None:
         """Have the GPU read and write an arena without a copy on the way (``cudaHostRegister``)."""
         arena.watch(self._mapped, self._unmapped)

@@ -142,12 +142,16 @@ class Arena:
             self._slots[offset] = size
             self._in_use += size
 
-    def put(self, source: torch.Tensor) -> Slot:
-        """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads."""
+    def put(self, source: torch.Tensor, *, non_blocking: bool = False) -> Slot:
+        """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads.
+
+        Args:
+            non_blocking: return before a GPU has made the copy, as ``Tensor.copy_`` may.
+        """
         slot = self.allocate(source.numel() * source.element_size())
         if slot.nbytes:
             target = self.view(slot.offset, slot.nbytes).view(source.dtype)
-            target.view(source.shape).copy_(source)
+            target.view(source.shape).copy_(source, non_blocking=non_blocking)
         return slot
 
     def free(self, offset: int) -> None:

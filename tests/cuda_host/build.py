@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("memory", "runtime", "streams", "blas", "nccl")
+SOURCES = ("memory", "runtime", "streams", "modules", "blas", "nccl")
 LIBRARIES = re.compile(r"^(__)?(cuda|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl)\w+$")
 #: Of cuBLAS what sets or makes something, and computes nothing.
 SETTING = re.compile(r"^cublas(Lt)?\w*(Set|Get|Create|Destroy|Init)")
@@ -82,6 +82,9 @@ def build(folder: Path) -> None:
     for name, library in (("driver", "libcuda.so.1"), ("nvml", "libnvidia-ml.so.1")):
         source = HERE / "stub" / f"{name}.cpp"
         compiled([source], folder / library, f"-Wl,-soname,{library}")
+    for_linkers = folder / "libcuda.so"
+    for_linkers.unlink(missing_ok=True)
+    for_linkers.symlink_to("libcuda.so.1")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.transfer import BroadcastTransferSender, CudaIpcTransferSender, Sender
+from lazygt.transfer.transports.devices import CudaDevice, HostDevice, shared_device
 from tests.cuda_host.control import Control
 from tests.patience import patience
 from tests.transfer.child import Reader, weights
@@ -88,6 +89,25 @@ def sent(sender: Sender, kind: str) -> None:
         model = {name: value.cuda() for name, value in weights(1).items()}
         lazygt.transfer_weights(model, sender, timeout=60.0)
         assert reader.ask("checksums")[0] == 1
+
+
+def test_a_process_lends_memory_of_its_gpu(gpu: Control) -> None:
+    assert isinstance(shared_device(torch.device("cuda", 1)), CudaDevice)
+    assert isinstance(shared_device(torch.device("cpu")), HostDevice)
+
+
+def test_after_a_failed_op_the_ranks_form_a_new_group_of_nccl(gpu: Control) -> None:
+    """NCCL does not say which values ranks have met for, so those of that time count as failed."""
+    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off", recover="off") as session:
+        x = lazygt.distribute(torch.arange(8.0, device="cpu").to("lazygt"), {"data": Shard(0)})
+        session.flush()
+        with pytest.raises(torch.OutOfMemoryError):
+            lazygt.distribute(
+                torch.empty(8 << 30, dtype=torch.uint8), {"data": Shard(0)}
+            ).sum().item()
+        met = gpu.collectives
+        assert lazygt.redistribute(x, {}).tolist() == list(range(8))
+        assert gpu.collectives > met
 
 
 def test_weights_go_by_cuda_ipc(gpu: Control) -> None:

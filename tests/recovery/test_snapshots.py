@@ -61,6 +61,7 @@ def test_values_overwritten_meanwhile_are_restored_as_they_were() -> None:
     (made,) = taker.cuda.events
     made.came.set()
     answer = taker.taken()
+    assert taker.cuda.side.waits == 1
     assert (answer.error, answer.nbytes) == ("", 4000)
     assert taker.snapshots.taken() is None, "it is told once"
     assert torch.equal(taker.restored(answer)[7], torch.arange(1000.0))
@@ -75,7 +76,7 @@ def test_a_later_snapshot_copies_what_is_new() -> None:
     first = taker.taken()
     taker.store.put(2, torch.full((3, 2), 2.0).T)
     taker.take(2, committed=1)
-    taker.cuda.events[1].came.set()
+    taker.cuda.events[-1].came.set()
     second = taker.taken()
     assert (first.nbytes, second.nbytes) == (40, 24)
     values = taker.restored(second)
@@ -99,7 +100,7 @@ def test_without_room_on_the_gpu_the_copies_are_made_at_once() -> None:
     answer = taker.take(1)
     assert answer is not None
     assert (answer.error, answer.nbytes) == ("", 4000)
-    assert not taker.cuda.events
+    assert taker.cuda.kernels.waits == 1
 
 
 def test_snapshots_of_cpu_values_are_taken_at_once() -> None:

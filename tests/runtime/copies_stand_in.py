@@ -38,6 +38,10 @@ class Event:
     def record(self) -> None:
         self.stream = self._cuda.on
 
+    def synchronize(self) -> None:
+        assert self.stream is not None, "not recorded"
+        self.stream.waits += 1
+
     def query(self) -> bool:
         return self.came.is_set()
 

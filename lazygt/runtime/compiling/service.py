@@ -188,11 +188,12 @@ def _check(
     returned = compiled(*copies, *numbers)
     fresh = [returned] if group.fresh == 1 else list(returned)
     results = fresh + [copies[operand] for operand, _ in group.writes]
-    for result, expected in zip(results, outcome.outputs, strict=True):
-        assert isinstance(expected, torch.Tensor)
+    for result, wanted in zip(results, outcome.outputs, strict=True):
+        assert isinstance(wanted, torch.Tensor)
+        expected = wanted.cpu()
         rtol = _RTOL.get(expected.dtype, 1e-4)
         atol = rtol * _size_of(expected)
-        torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _size_of(values: torch.Tensor) -> float:

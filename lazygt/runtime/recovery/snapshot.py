@@ -148,8 +148,10 @@ class Snapshots:
         try:
             self._check_room(nbytes)
             for key, (meta, flat) in new.items():
-                slot = self._memory.put(flat)
+                slot = self._memory.put(flat, non_blocking=True)
                 table[key] = Copied(key, meta, slot.offset, slot.nbytes)
+            if self._copies is not None:
+                self._copies.finish()
         except (MemoryError, RuntimeError) as error:
             if kernels.is_lost(self._device):
                 raise

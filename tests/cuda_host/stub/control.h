@@ -14,6 +14,7 @@ struct Control {
   std::atomic<int64_t> fail_captures;  // captures that are still to fail
   std::atomic<int64_t> fail_register;  // whether host memory can't be registered
   std::atomic<int64_t> driver;         // CUDA version of the driver, as NVML tells it
+  std::atomic<int64_t> reads_zeros;    // whether copies to the host find zeros on the device
   // counted
   std::atomic<int64_t> kernels, copies, waits, captures, replays, registered, opened, collectives;
 };

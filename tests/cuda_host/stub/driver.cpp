@@ -17,8 +17,14 @@ API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return CUDA_SUCCESS;
 }
 
-API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
+API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: *value = 65536; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 227 << 10; break;
+    default: *value = 0;
+  }
   return CUDA_SUCCESS;
 }
 
@@ -43,4 +49,10 @@ API CUresult cuGetErrorString(CUresult, const char** text) {
 API CUresult cuPointerGetAttribute(void* data, CUpointer_attribute, CUdeviceptr) {
   memset(data, 0, sizeof(unsigned));
   return CUDA_SUCCESS;
+}
+
+// Of modules.cpp, in the library that is loaded before this one.
+API CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments,
+                              void** extra) {
+  return cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, config->hStream, arguments, extra);
 }

@@ -59,7 +59,8 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t stream, b
   if (broken()) return broken();
   control().copies++;
   char *target = reachable(to), *source = reachable(from);
-  auto work = [=] { memmove(target, source, size); };
+  bool zeros = control().reads_zeros && target == to && source != from;
+  auto work = [=] { zeros ? memset(target, 0, size) : memmove(target, source, size); };
   enqueue(stream, work);
   bool pageable = (target == to && !is_pinned(to)) || (source == from && !is_pinned(from));
   if (is_captured(stream) || !(waits || pageable)) return cudaSuccess;
