@@ -32,6 +32,7 @@ PARTS: dict[int, tuple[Check, ...]] = {
         Check("start", "correctness", 120),
         Check("models", "correctness", 180),
         Check("attention", "correctness", 180),
+        Check("recurrent", "correctness", 120),
         Check("autocast", "correctness", 90),
         Check("draws", "correctness", 90),
         Check("flags", "correctness", 90),

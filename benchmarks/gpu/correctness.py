@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import lazygt
 from benchmarks.gpu.rows import Make, Row, agreement, differences
@@ -55,6 +56,51 @@ def attention(device: str) -> Iterator[Row]:
         for name, case in CASES.items()
     }
     yield from agreement(differences(cases, device), 1e-2)
+
+
+def recurrent(device: str) -> Iterator[Row]:
+    """Outputs, states and gradients of LSTM, GRU and RNN, over whole and packed sequences."""
+    cases: dict[str, Make] = {
+        f"{kind.__name__}, {name}, {dtype}".replace("torch.", ""): partial(
+            _recurrent, kind, sizes, dtype
+        )
+        for dtype in (torch.float16, torch.float32, torch.float64)
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
+        for name, sizes in _RECURRENT.items()
+    }
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield from agreement(differences(cases, device), 1e-2)
+
+
+_RECURRENT: dict[str, dict[str, Any]] = {
+    "one layer": {"batch_first": True},
+    "no bias": {"bias": False},
+    "two layers both ways": {"num_layers": 2, "bidirectional": True},
+}
+
+
+def _recurrent(
+    kind: type[nn.RNNBase], sizes: dict[str, Any], dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """Two backward passes over whole sequences, then one over packed ones."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = kind(16, 32, **sizes)
+    model.to(device, dtype)
+    x = drawn(device, 12, 8, 16).to(dtype).requires_grad_()
+    lengths = [12, 9, 9, 5, 4, 3, 1, 1]
+    packed = pack_padded_sequence(drawn(device, 12, 8, 16).to(dtype), lengths)
+    results: list[Tensor] = []
+    for data, passes in ((x, 2), (packed, 1)):
+        out, last = model(data)
+        out = out.data if isinstance(out, PackedSequence) else out
+        states = last if isinstance(last, tuple) else (last,)
+        loss = out.float().square().mean() + sum(state.float().mean() for state in states)
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
+        results += [out, *states]
+    grads = [x.grad, *(p.grad for p in model.parameters())]
+    return [*results, *(grad for grad in grads if grad is not None)]
 
 
 def autocast(device: str) -> Iterator[Row]:

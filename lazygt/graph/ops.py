@@ -104,7 +104,7 @@ SHAPED_BY_SCALARS = frozenset({"arange", "range"})
 
 #: Arguments whose number decides how the op is done (whether it draws, which norm it is), so it is
 #: part of the program too.
-DECIDING_NUMBERS = frozenset({"dropout_p", "ord"})
+DECIDING_NUMBERS = frozenset({"dropout", "dropout_p", "ord"})
 
 #: Of ops with a whole number that says where something is, and shapes no result: the position of
 #: that argument. Such a number may be given when a plan runs (``record.positions``).
@@ -128,6 +128,7 @@ NEVER_DRAW = frozenset(
         "aten._scaled_dot_product_flash_attention_backward.default",
         "aten._scaled_dot_product_efficient_attention_backward.default",
         "aten._scaled_dot_product_cudnn_attention_backward.default",
+        "aten._cudnn_rnn.default",
     }
 )
 

@@ -1,4 +1,4 @@
-"""lazygt's own ops, as workers run them. aten's are looked up in torch."""
+"""lazygt's own ops, as workers run them. aten's are looked up in torch, but for a few."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.runtime.collectives import group
 from lazygt.runtime.collectives import ops as collective_ops
+from lazygt.runtime.cudnn_rnn import CUDNN_RNN
 from lazygt.runtime.foreign import loader
 from lazygt.runtime.gpus import why_none, why_unusable
 
@@ -160,6 +161,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     SEND: collective_ops.send,
     RECV: collective_ops.recv,
 }
+#: Ops of aten that are called by way of Python functions.
+WRAPPED: dict[str, Callable[..., Any]] = {**CUDNN_RNN}
 
 
 #: torch's functional collectives; they run on torch's own process group, which GPUs have.
@@ -199,5 +202,5 @@ def kernel(name: str) -> Callable[..., Any]:
         return loader.loaded_op(name).kernel
     if name.startswith(COLLECTIVES):
         _need_torchs_group(name)
-    op: Callable[..., Any] = overload(name)
+    op: Callable[..., Any] = WRAPPED.get(name) or overload(name)
     return op

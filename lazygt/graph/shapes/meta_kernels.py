@@ -5,7 +5,7 @@ They have the op's parameters, tensors as meta tensors, and raise what torch's k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ _CPP_NAMES = {
     torch.float32: "float",
     torch.bfloat16: "c10::BFloat16",
     torch.float16: "c10::Half",
+}
+#: What torch's errors call the dtypes of recurrent layers.
+_TYPE_NAMES = {
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
 }
 #: Bytes that rows of a grouped product begin at multiples of.
 _ALIGNMENT = 16
@@ -149,8 +156,102 @@ def _cudnn_grid_sampler_backward(
     return of_x, of_grid
 
 
+def _cudnn_rnn(
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    weight_stride0: int,
+    weight_buf: torch.Tensor | None,
+    hx: torch.Tensor,
+    cx: torch.Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """torch's own has no weights packed, and row-major outputs of samples that come first.
+
+    The sizes of the last two results, reserve and packed weights, are cuDNN's affair.
+    """
+    _check_same_dtype(x, [hx, cx], "hidden")
+    _check_same_dtype(x, weight, "parameter")
+    directions, width = 2 if bidirectional else 1, proj_size or hidden_size
+    samples = batch_sizes[0] if batch_sizes else x.size(0 if batch_first else 1)
+    states = [num_layers * directions, samples]
+    _check_size(hx, [*states, width], "hidden")
+    if cx is not None:
+        _check_size(cx, [*states, hidden_size], "cell")
+    out = _steps_first(x, batch_first, batch_sizes, width * directions)
+    hy = hx.new_empty(hx.shape)
+    cy = hx.new_empty(0 if cx is None else cx.shape)
+    packed = x.new_empty(sum(w.numel() for w in weight)) if weight_buf is None else weight_buf
+    return out, hy, cy, x.new_empty(0, dtype=torch.uint8), packed
+
+
+def _check_same_dtype(x: torch.Tensor, tensors: Sequence[torch.Tensor | None], name: str) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype != x.dtype:
+            expected, given = (_TYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (x, tensor))
+            raise RuntimeError(
+                f"Input and {name} tensors are not the same dtype, found input tensor with "
+                f"{expected} and {name} tensor with {given}"
+            )
+
+
+def _check_size(state: torch.Tensor, expected: list[int], name: str) -> None:
+    size = [*state.shape]
+    _check(size == expected, f"Expected {name} size {expected}, got {size}")
+
+
+def _steps_first(
+    x: torch.Tensor, batch_first: bool, batch_sizes: list[int], width: int
+) -> torch.Tensor:
+    """A sequence like ``x``, which lies in memory step by step."""
+    if not batch_first or batch_sizes:
+        return x.new_empty((*x.shape[:-1], width))
+    return x.new_empty((x.size(1), x.size(0), width)).transpose(0, 1)
+
+
+def _cudnn_rnn_backward(
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    weight_stride0: int,
+    weight_buf: torch.Tensor,
+    hx: torch.Tensor,
+    cx: torch.Tensor | None,
+    output: torch.Tensor,
+    grad_output: torch.Tensor | None,
+    grad_hy: torch.Tensor | None,
+    grad_cy: torch.Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: torch.Tensor | None,
+    reserve: torch.Tensor,
+    output_mask: list[bool],
+) -> tuple[Any, ...]:
+    """torch has none."""
+    _check(train, "cudnn RNN backward can only be called in training mode")
+    of_x = _steps_first(x, batch_first, batch_sizes, x.size(-1))
+    of_hx, of_cx = (None if t is None else t.new_empty(t.shape) for t in (hx, cx))
+    return of_x, of_hx, of_cx, [w.new_empty(w.shape) for w in weight] if output_mask[3] else []
+
+
 #: Op -> meta kernel.
 META_KERNELS: dict[str, Callable[..., Any]] = {
+    "aten._cudnn_rnn.default": _cudnn_rnn,
+    "aten._cudnn_rnn_backward.default": _cudnn_rnn_backward,
     "aten._grouped_mm.default": _grouped_mm,
     "aten.cudnn_grid_sampler.default": _cudnn_grid_sampler,
     "aten.cudnn_grid_sampler_backward.default": _cudnn_grid_sampler_backward,

@@ -1,4 +1,4 @@
-"""Recurrent layers, step by step or fused as torch's CPU kernels do it.
+"""Recurrent layers, step by step or fused as torch's CPU kernels do it, or by cuDNN on GPUs.
 
 Over packed sequences fewer samples are left at each step, or more where time runs backwards. The
 numbers of samples are the client's (``PackedSequence.batch_sizes`` is a CPU tensor on every
@@ -16,6 +16,7 @@ import torch
 
 from lazygt.record.context import workers_device
 from lazygt.record.formulas.autocast import as_cudnn
+from lazygt.record.formulas.recurrent_cudnn import GRU, LSTM, RELU, TANH, dense_or, packed_or
 
 aten: Any = torch.ops.aten
 #: Of a layer: one tensor, or two for an LSTM.
@@ -360,12 +361,12 @@ def _relu_step(
 RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell_op,
     "gru_cell": _gru_cell_op,
-    "lstm.input": as_cudnn(_lstm_input),
-    "gru.input": as_cudnn(partial(_simple_rnn, _gru_step)),
-    "rnn_tanh.input": as_cudnn(partial(_simple_rnn, _tanh_step)),
-    "rnn_relu.input": as_cudnn(partial(_simple_rnn, _relu_step)),
-    "lstm.data": as_cudnn(_lstm),
-    "gru.data": as_cudnn(_one_state(_gru_step)),
-    "rnn_tanh.data": as_cudnn(_one_state(_tanh_step)),
-    "rnn_relu.data": as_cudnn(_one_state(_relu_step)),
+    "lstm.input": as_cudnn(dense_or(LSTM, _lstm_input)),
+    "gru.input": as_cudnn(dense_or(GRU, partial(_simple_rnn, _gru_step))),
+    "rnn_tanh.input": as_cudnn(dense_or(TANH, partial(_simple_rnn, _tanh_step))),
+    "rnn_relu.input": as_cudnn(dense_or(RELU, partial(_simple_rnn, _relu_step))),
+    "lstm.data": as_cudnn(packed_or(LSTM, _lstm)),
+    "gru.data": as_cudnn(packed_or(GRU, _one_state(_gru_step))),
+    "rnn_tanh.data": as_cudnn(packed_or(TANH, _one_state(_tanh_step))),
+    "rnn_relu.data": as_cudnn(packed_or(RELU, _one_state(_relu_step))),
 }

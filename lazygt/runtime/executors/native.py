@@ -1,7 +1,7 @@
 """Native programs: a schedule as boxed calls, made ready once and run without Python.
 
-What only Python can call (lazygt's own ops, foreign ones, compiled groups) is called back from
-within the program.
+What only Python can call (lazygt's own ops, foreign and wrapped ones, compiled groups) is called
+back from within the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lazygt.graph.alias import COPY, DONE, WRITE_BACK, ViewStepKey
 from lazygt.graph.node import DEVICE, Arg, Node, Param, Ref, map_arg
 from lazygt.graph.ops import facts, overload
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Places, Stopped
-from lazygt.runtime.kernels import clone
+from lazygt.runtime.kernels import WRAPPED, clone
 from lazygt.runtime.plan import Schedule
 from lazygt.runtime.store import Value
 
@@ -171,7 +171,7 @@ class _Builder:
         kwargs: tuple[tuple[str, Arg], ...],
         places: Places,
     ) -> None:
-        if not op.startswith("lazygt.") and "@" not in op:
+        if not op.startswith("lazygt.") and "@" not in op and op not in WRAPPED:
             namespace, name, kind = op.split(".")
             kind = "" if kind == "default" else kind
             if self.program.call(number, f"{namespace}::{name}", kind, args, kwargs, places):

@@ -136,3 +136,27 @@ def test_grid_sampler_of_cudnn() -> None:
     assert sampled.shape == (2, 3, 7, 4)
     assert sampled.is_contiguous()
     assert [t.shape for t in backward(x, grid, sampled)] == [x.shape, grid.shape]
+
+
+@pytest.mark.parametrize("kind", ["steps first", "samples first", "packed"])
+def test_recurrent_layers_of_cudnn(kind: str) -> None:
+    names = ["aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"]
+    forward, backward = map(META_KERNELS.__getitem__, names)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.float16)
+
+    shape = {"steps first": (5, 2, 3), "samples first": (2, 5, 3), "packed": (8, 3)}[kind]
+    sizes = [2, 2, 2, 1, 1] if kind == "packed" else []
+    x, weights = empty(*shape), [empty(12, 3), empty(12, 4), empty(12, 3), empty(12, 4)]
+    settings = (3, 4, 0, 1, kind == "samples first", 0.0, True, True, sizes, None)
+    hx = empty(2, 2, 4)
+    out, hy, cy, reserve, packed = forward(x, weights, 2, None, hx, None, *settings)
+    assert (out.shape, hy.shape, cy.shape) == ((*shape[:-1], 8), hx.shape, (0,))
+    assert out.stride() == ((8, 16, 1) if kind == "samples first" else empty(*out.shape).stride())
+    assert {t.dtype for t in (out, hy, cy, packed)} == {torch.float16}
+    dx, dhx, dcx, grads = backward(x, weights, 2, packed, hx, None, out, out, None, None, *settings,
+                                   reserve, [True, True, False, True])  # fmt: skip
+    assert (dx.shape, dhx.shape, dcx) == (x.shape, hx.shape, None)
+    assert dx.stride() == ((3, 6, 1) if kind == "samples first" else x.stride())
+    assert [grad.shape for grad in grads] == [weight.shape for weight in weights]

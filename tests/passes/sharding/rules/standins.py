@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests import cudnn_rnn
+
 aten: Any = torch.ops.aten
 Tensor = torch.Tensor
 
@@ -141,6 +143,11 @@ def cudnn_grid_sampler_backward(value: Tensor, grid: Tensor, gradient: Tensor) -
     return aten.grid_sampler_2d_backward(gradient, value, grid, 0, 0, True, [True, True])
 
 
+def cudnn_rnn_backward(*args: Any) -> Any:
+    *others, reserve, mask = args
+    return cudnn_rnn.backward(*others, reserve.clone(), mask)  # it is written into
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_flash_attention.default": flash,
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
@@ -148,6 +155,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
     "aten._scaled_dot_product_cudnn_attention.default": cudnn,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward,
+    "aten._cudnn_rnn.default": cudnn_rnn.forward,
+    "aten._cudnn_rnn_backward.default": cudnn_rnn_backward,
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "aten.cudnn_batch_norm.default": cudnn_batch_norm,
     "aten.cudnn_batch_norm_backward.default": cudnn_batch_norm_backward,

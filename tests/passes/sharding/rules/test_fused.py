@@ -10,6 +10,7 @@ import torch
 
 from lazygt.passes.sharding.rules import strategies_of
 from lazygt.passes.sharding.rules.base import P, S
+from tests import cudnn_rnn
 from tests.passes.sharding.rules import standins
 from tests.passes.sharding.rules.draws import UNATTENDED, Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
@@ -17,7 +18,7 @@ from tests.values import Kind
 
 aten: Any = torch.ops.aten
 Make = Callable[[Draw], Case]
-LSTM = 2  # the mode of the kernel
+LSTM = 2  # the mode of the kernels
 
 
 def queries(d: Draw, grouped: bool) -> list[torch.Tensor]:
@@ -153,6 +154,34 @@ def lstm_backward(d: Draw) -> Case:
                 layers, biases, train, bidirectional, batch_sizes, first, workspace)  # fmt: skip
 
 
+def cudnn_rnn_case(kind: int, backward: bool, biases: bool = True) -> Make:
+    """Two layers in both directions; of an LSTM with a projection."""
+
+    def make(d: Draw) -> Case:
+        length, samples, features, hidden = d.shape(4)
+        gates = {LSTM: 4, cudnn_rnn.GRU: 3}.get(kind, 1)
+        width = hidden + 1 if kind == LSTM else hidden
+        weights: list[torch.Tensor] = []
+        for inputs in (features, features, 2 * width, 2 * width):
+            weights += [d.of(gates * hidden, inputs), d.of(gates * hidden, width)]
+            weights += [d.of(gates * hidden) for _ in range(2 * biases)]
+            weights += [d.of(width, hidden)] if kind == LSTM else []
+        hx = d.of(4, samples, width)
+        cx = d.of(4, samples, hidden) if kind == LSTM else None
+        value, count = d.of(length, samples, features), len(weights) // 4
+        settings = (kind, hidden, width if kind == LSTM else 0, 2, False, 0.0, True, True, [], None)
+        if not backward:
+            return Case("_cudnn_rnn.default", value, weights, count, None, hx, cx, *settings)
+        out, hy, cy, reserve, packed = cudnn_rnn.forward(
+            value, weights, count, None, hx, cx, *settings
+        )
+        grads = [d.like(out), d.like(hy), None if cx is None else d.like(cy)]
+        return Case("_cudnn_rnn_backward.default", value, weights, count, packed, hx, cx, out,
+                    *grads, *settings, reserve, [True, True, cx is not None, True])  # fmt: skip
+
+    return make
+
+
 def bag(mode: int) -> Make:
     def make(d: Draw) -> Case:
         rows, features, count = d.shape(3)
@@ -188,6 +217,9 @@ CASES: Cases = {
     "rms_norm backward of weights": rms_norm(1, True, True, (False, True)),
     "bag sum": bag(0), "bag mean": bag(1), "lstm": lstm, "lstm_backward": lstm_backward,
     "bag sum backward": bag_backward(0), "bag mean backward": bag_backward(1),
+    **{f"cudnn_rnn mode={kind} backward={backward}": cudnn_rnn_case(kind, backward)
+       for kind in (cudnn_rnn.TANH, LSTM, cudnn_rnn.GRU) for backward in (False, True)},
+    "cudnn_rnn without biases": cudnn_rnn_case(LSTM, True, biases=False),
     "cudnn_grid_sampler": grid_sampler, "cudnn_grid_sampler_backward": grid_sampler_backward,
     "cudnn_batch_norm": cudnn(backward=False), "cudnn_batch_norm_backward": cudnn(backward=True),
 }  # fmt: skip

@@ -1,0 +1,230 @@
+"""Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA takes it.
+
+The op's reserve and packed weights are of sizes that cuDNN alone knows, and its backward writes
+into the reserve. Workers give it a copy (``runtime.cudnn_rnn``), so that the op is pure here: a
+second backward pass and a run that is repeated find the reserve as the forward left it.
+
+cuDNN's dropout draws from a state that no seed sets again. Layers with dropout between them are an
+op each, with torch's dropout in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from lazygt.record.context import workers_device
+from lazygt.record.formulas.gpu import workers_gpu
+
+aten: Any = torch.ops.aten
+#: cuDNN's numbers of the kinds of layers.
+RELU, TANH, LSTM, GRU = range(4)
+#: Of all layers: one tensor, or two for an LSTM.
+State = tuple[torch.Tensor, ...]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16)
+#: The version of cuDNN from which on torch takes it for bfloat16, on GPUs of this capability.
+_BFLOAT16 = 91300
+_AMPERE = (8, 0)
+
+
+class Layers(NamedTuple):
+    """Layers over layers.
+
+    Attributes:
+        mode: their kind.
+        params: the weights of one layer and direction after the other.
+        per_layer: how many weights that are.
+        sizes: of packed sequences, the number of samples at each step.
+    """
+
+    mode: int
+    params: Sequence[torch.Tensor]
+    per_layer: int
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    sizes: Sequence[int]
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout between layers."""
+        return self.dropout != 0 and self.train and self.num_layers > 1
+
+    def layer(self, number: int) -> Layers:
+        """One of them alone."""
+        count = self.per_layer * self.directions
+        params = self.params[number * count : (number + 1) * count]
+        return self._replace(params=params, num_layers=1)
+
+    def settings(self, first: State) -> tuple[Any, ...]:
+        """The op's arguments from ``mode`` to ``dropout_state``."""
+        width, hidden = first[0].shape[2], first[-1].shape[2]
+        projected = 0 if width == hidden else width
+        return (self.mode, hidden, projected, self.num_layers, False, 0.0, self.train,
+                self.bidirectional, [*self.sizes], None)  # fmt: skip
+
+
+def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
+    """An op on whole sequences by cuDNN, or as ``steps`` computes it."""
+
+    @wraps(steps)
+    def op(
+        x: torch.Tensor,
+        hx: Any,
+        params: list[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not _is_taken(x):
+            return steps(x, hx, params, has_biases, num_layers, dropout, train, bidirectional,
+                         batch_first)  # fmt: skip
+        first = _states(hx)
+        count = _per_layer(first, has_biases)
+        layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, ())
+        out, last = _stack(x.transpose(0, 1) if batch_first else x, first, layers)
+        return (out.transpose(0, 1) if batch_first else out, *last)
+
+    return op
+
+
+def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
+    """An op on packed sequences by cuDNN, or as ``steps`` computes it."""
+
+    @wraps(steps)
+    def op(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: Any,
+        params: list[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Any:
+        if not _is_taken(data):
+            return steps(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
+                         bidirectional)  # fmt: skip
+        first, sizes = _states(hx), batch_sizes.tolist()
+        count = _per_layer(first, has_biases)
+        layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, sizes)
+        out, last = _stack(data, first, layers)
+        return out, *last
+
+    return op
+
+
+def _is_taken(x: torch.Tensor) -> bool:
+    """Whether eager torch would take cuDNN; not in transforms, for which the op has no rules."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if workers_device() != "cuda" or not torch.backends.cudnn.enabled or transformed:
+        return False
+    return x.numel() != 0 and (x.dtype in _DTYPES or (x.dtype == torch.bfloat16 and _bfloat16()))
+
+
+def _bfloat16() -> bool:
+    gpu = workers_gpu()
+    return gpu.cudnn >= _BFLOAT16 and gpu.capability >= _AMPERE
+
+
+def _per_layer(first: State, has_biases: bool) -> int:
+    """The number of weights of a layer and direction; an LSTM with a projection has one more."""
+    return 2 + 2 * has_biases + (first[0].shape[2] != first[-1].shape[2])
+
+
+def _states(hx: Any) -> State:
+    """The first states.
+
+    Raises:
+        RuntimeError: as eager torch, which takes no others than contiguous ones.
+    """
+    states = tuple(hx) if isinstance(hx, list | tuple) else (hx,)
+    for name, state in zip(("hx", "cx"), states, strict=False):
+        if not state.is_contiguous():
+            raise RuntimeError(f"rnn: {name} is not contiguous")
+    return states
+
+
+def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
+    """Output and last states; all layers by one op unless there is dropout between them."""
+    if not layers.drops:
+        return _fused(x, first, layers)
+    ends = []
+    for number in range(layers.num_layers):
+        if number:
+            x = torch.dropout(x, layers.dropout, True)
+        begin = number * layers.directions
+        states = tuple(state[begin : begin + layers.directions] for state in first)
+        x, end = _fused(x, states, layers.layer(number))
+        ends.append(end)
+    return x, tuple(torch.cat(parts, 0) for parts in zip(*ends, strict=True))
+
+
+def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
+    """Output and last states by one op."""
+    hx, cx = first if len(first) == 2 else (first[0], None)
+    tensors = (x, *first, *layers.params)
+    settings = layers.settings(first)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        out, *last = _Cudnn.apply(x, hx, cx, layers.per_layer, settings, *layers.params)  # type: ignore[no-untyped-call]
+        return out, tuple(last)
+    out, hy, cy, _, _ = aten._cudnn_rnn.default(
+        x, layers.params, layers.per_layer, None, hx, cx, *settings
+    )
+    return out, (hy,) if cx is None else (hy, cy)
+
+
+class _Cudnn(torch.autograd.Function):
+    """torch's own formula, but that it never clones the reserve, whose size is not known here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        hx: torch.Tensor,
+        cx: torch.Tensor | None,
+        per_layer: int,
+        settings: tuple[Any, ...],
+        *params: torch.Tensor,
+    ) -> Any:
+        out, hy, cy, reserve, packed = aten._cudnn_rnn.default(
+            x, params, per_layer, None, hx, cx, *settings
+        )
+        ctx.save_for_backward(x, packed, hx, cx, out, reserve, *params)
+        ctx.set_materialize_grads(False)
+        ctx.per_layer, ctx.settings = per_layer, settings
+        return (out, hy) if cx is None else (out, hy, cy)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_out: torch.Tensor | None,
+        grad_hy: torch.Tensor | None,
+        grad_cy: torch.Tensor | None = None,
+    ) -> Any:
+        x, packed, hx, cx, out, reserve, *params = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        wanted = [*needed[:3], any(needed[5:])]
+        if grad_out is None and grad_hy is None and grad_cy is None:
+            return (None,) * len(needed)
+        dx, dhx, dcx, weights = aten._cudnn_rnn_backward.default(
+            x, params, ctx.per_layer, packed, hx, cx, out, grad_out, grad_hy, grad_cy,
+            *ctx.settings, reserve, wanted,
+        )  # fmt: skip
+        made = (dx, dhx, dcx, None, None, *(weights or [None] * len(params)))
+        return tuple(grad if need else None for grad, need in zip(made, needed, strict=True))

@@ -1,0 +1,49 @@
+"""cuDNN's recurrent layers as workers call them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: Positions of the states, of the backward's output and of its reserve.
+_STATES, _OUTPUT, _RESERVE = (4, 5), 6, 20
+
+
+def forward(*args: Any) -> Any:
+    """Call ``aten::_cudnn_rnn``, without its warning that weights are packed in each call."""
+    given = _row_major(args, _STATES)
+    call: Any = torch._cudnn_rnn  # the op's overload would write the warning to stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*given)
+
+
+def backward(*args: Any) -> Any:
+    """Call ``aten::_cudnn_rnn_backward`` as a pure op, whose results have memory of their own.
+
+    cuDNN writes into the reserve, so it has a copy. It reads the output row by row, whatever its
+    strides are. The gradients of the weights are parts of one tensor.
+    """
+    given = _row_major(args, (*_STATES, _OUTPUT))
+    given[_RESERVE] = given[_RESERVE].clone()
+    *gradients, weights = torch.ops.aten._cudnn_rnn_backward.default(*given)
+    return (*gradients, [weight if weight is None else weight.clone() for weight in weights])
+
+
+def _row_major(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The arguments; tensors at some places contiguous, as cuDNN takes them."""
+    given = [*args]
+    for place in places:
+        if given[place] is not None:
+            given[place] = given[place].contiguous()
+    return given
+
+
+#: Op -> what is called in its place.
+CUDNN_RNN: dict[str, Callable[..., Any]] = {
+    "aten._cudnn_rnn.default": forward,
+    "aten._cudnn_rnn_backward.default": backward,
+}
