@@ -137,7 +137,7 @@ def bench(request, tmp_path):
         directory = SessionDirectory()
         stack.callback(directory.close)
         keys = Keys.generate() if request.param == "tcp" else None
-        address = listen_tcp("127.0.0.1", keys) if keys else listen_local(directory.path / "s")
+        address = listen_tcp("127.0.0.1", keys) if keys else listen_local(directory.path / "data0")
         yield Bench(stack, address, keys, limit=1 << 20)
 
 
@@ -203,7 +203,7 @@ def test_what_is_sent_before_the_server_exists_waits_for_it():
     with ExitStack() as stack:
         directory = SessionDirectory()
         stack.callback(directory.close)
-        address = listen_local(directory.path / "s")
+        address = listen_local(directory.path / "data0")
         context = zmq.Context()
         stack.callback(context.destroy, 0)
         early = Client(context, address.endpoint, TOKEN)
@@ -216,7 +216,7 @@ def test_what_is_sent_before_the_server_exists_waits_for_it():
 
 def test_a_written_eventfd_ends_the_wait_for_a_message():
     with closing(SessionDirectory()) as directory, zmq.Context() as context:
-        address = listen_local(directory.path / "s")
+        address = listen_local(directory.path / "data0")
         server, eventfd = Server(context, address, TOKEN), os.eventfd(0)
         server.watch(eventfd)
         client = Client(context, address.endpoint, TOKEN)
