@@ -90,7 +90,7 @@ def test_snapshots_are_taken_and_restored(gpu: Control, monkeypatch: pytest.Monk
         os.kill(session.worker_pids[0], signal.SIGKILL)
         assert torch.equal(x.cpu(), torch.arange(1 << 16, device="cpu"))
         (recovery,) = session.recoveries
-        assert recovery.runs < 8, "all was done again"
+        assert recovery.runs < sum(session.stats()["flushes"].values()), "all was done again"
 
 
 def test_a_profile_times_each_op(gpu: Control) -> None:
