@@ -1,4 +1,4 @@
-"""cuDNN's recurrent layers as workers call them."""
+"""cuDNN's recurrent layers, as workers call them."""
 
 from __future__ import annotations
 

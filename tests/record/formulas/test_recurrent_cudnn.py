@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import lazygt
 from lazygt.graph.node import Node
 from lazygt.record.formulas import recurrent_cudnn
 from lazygt.record.formulas.gpu import Gpu
+from lazygt.runtime.recovery import recover
 from tests import cudnn_rnn
 
 pytestmark = pytest.mark.timeout(120)
 
+ROOT = Path(__file__).parents[3]
 FORWARD, BACKWARD = "aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"
 KINDS: list[type[nn.RNNBase]] = [nn.LSTM, nn.GRU, nn.RNN]
 SIZES: dict[str, dict[str, Any]] = {
@@ -216,8 +219,9 @@ def test_numbers_are_those_of_eager_torch(kind: Any, sizes: dict[str, Any], pack
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("plan_code", ["native", "python"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reserve_is_kept_from_one_plan_to_the_next(kind: Any) -> None:
+def test_reserve_is_kept_from_one_plan_to_the_next(kind: Any, plan_code: str) -> None:
     """Each step is a plan; the reserve is a value that one leaves for others."""
 
     def passes(device: str) -> list[Tensor]:
@@ -234,7 +238,7 @@ def test_reserve_is_kept_from_one_plan_to_the_next(kind: Any) -> None:
         return found
 
     expected = passes("cpu")
-    with lazygt.session(launcher="inline"):
+    with lazygt.session(launcher="inline", plan_code=plan_code):
         found = passes("lazygt")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -315,3 +319,51 @@ def test_samples_on_two_gpus_exchange_gradients_only(kind: Any) -> None:
         plans = s.plans()
         assert {c.kind for plan in plans for c in plan.collectives} == {"all_reduce"}
         assert counts([node for plan in plans for node in plan.graph.nodes]) == (2, 1)
+
+
+# -- in worker processes ---------------------------------------------------------------------------
+
+IN_WORKERS = """
+import sys
+if "lazygt.runtime.launch.process" in sys.orig_argv:
+    from tests import cudnn_rnn
+    kept = cudnn_rnn.registered()
+    kept.__enter__()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.anew
+@pytest.mark.parametrize("seconds", [1e9, 0.0])
+def test_reserve_outlives_workers(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between passes through one forward the worker dies; the forward runs again, or its reserve
+    comes from a snapshot."""
+    monkeypatch.setattr(recover, "_LEAST_SECONDS", seconds)
+    (tmp_path / "sitecustomize.py").write_text(IN_WORKERS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr(recurrent_cudnn, "workers_device", lambda: "cuda")
+
+    def passes(device: str, between: Callable[[], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            model, x = nn.LSTM(3, 4, 2), torch.randn(5, 2, 3)
+        loss = model.to(device)(x.to(device))[0].square().sum()
+        seen = [loss.detach().cpu()]
+        for _ in range(2):
+            between()
+            loss.backward(retain_graph=True)
+            seen += [p.grad.clone().cpu() for p in model.parameters()]
+        return seen
+
+    expected = passes("cpu", lambda: None)
+    with lazygt.session(launcher="process") as s:
+
+        def kill() -> None:
+            (worker,) = s._link._pool.workers
+            worker.process.kill()
+
+        for ours, theirs in zip(passes("lazygt", kill), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert (s.stats()["snapshots"] > 0) == (seconds == 0.0)
