@@ -1,4 +1,4 @@
-"""Submit: from a recorded trace to a run on the workers, and back to what was asked of it."""
+"""Submission of a recorded trace: plan, run on the workers, and fetched values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RUN_TAG = Run.__struct_config__.tag
 
 
 class DataDependentReply(NamedTuple):
-    """What a data-dependent op returned and wrote."""
+    """Returned and written values of a data-dependent op."""
 
     returned: list[Any]
     written: list[tuple[TensorMeta, RemoteValue]]
@@ -147,13 +147,13 @@ class Submitter:
     def after_backward(self) -> None:
         """The sync point at the end of ``.backward()``.
 
-        A sharded step is submitted after its update: where gradients are reduced, and whether they
-        are cut into blocks, is decided together with what the optimizer does with them.
+        A sharded step is submitted after its update: the reduction and sharding of gradients are
+        decided together with their use by the optimizer.
         """
         self._flush_after("backward", sharded=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: what was loaded of its state lies as its parameters do."""
+        """Give an optimizer's loaded state the placements of its parameters before its step."""
         if self.rewind is not None:
             self.rewind.before_step(optimizer)
         if self.at_step is not None and not self._step_is_sharded:
@@ -440,5 +440,5 @@ class Submitter:
 
 
 def _is_loaded(value: Any, parameter: LazyTensor) -> bool:
-    """Whether it has the parameter's shape, and is whole on every worker as nobody asked for."""
+    """Return whether a value has the parameter's shape and is replicated by default."""
     return is_lazy(value) and value.shape == parameter.shape and is_everywhere(value)
