@@ -188,7 +188,7 @@ class Submitter:
 
     @property
     def _step_is_sharded(self) -> bool:
-        """Whether a step is submitted after its update, and not before."""
+        """True if a step is submitted after its update, and not before."""
         return self._may_shard and self._recorder.trace.step.placed
 
     def _flush_after(self, reason: str, sharded: bool) -> None:
@@ -202,7 +202,7 @@ class Submitter:
 
     @property
     def plain(self) -> bool:
-        """Whether a run has nothing to it that C++ does not know of."""
+        """True if the extension can submit a run by itself."""
         untouched: bool = self._recorder.trace.untouched
         ordinary = untouched and self._history.probe is None
         return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
@@ -328,7 +328,7 @@ class Submitter:
     def _wanted(
         self, fetch: Storage | None, trace: Trace, kept: CachedPlan | None
     ) -> tuple[tuple[int, ...], Regions | None]:
-        """The ids that the fetched storage's blocks will have, and which ranks have what of it.
+        """Return the ids of the fetched storage's blocks, and their regions by rank.
 
         No regions: rank 0 has all of it.
         """
@@ -346,7 +346,7 @@ class Submitter:
         return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
     def _heed(self) -> None:
-        """Act on what workers have told of their plans besides answers."""
+        """Act on the workers' reports about layouts and captures."""
         if self._client.relaid:
             self._learn_layouts()
         if self._client.capture_errors:
@@ -399,7 +399,7 @@ class Submitter:
         return value
 
     def _asked(self, seq: int, provenance: Provenance) -> DataDependentReply:
-        """The reply to a run whose last op is data-dependent.
+        """Return the reply to a run that ends with a data-dependent op.
 
         Raises:
             ExecutionError: an earlier op had failed.
