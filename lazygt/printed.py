@@ -34,7 +34,7 @@ class Printed:
 
 
 def plain_table(*columns: str) -> Table:
-    """Build a table without lines; columns with a name that begins with ``>`` are right-aligned."""
+    """Build a table without lines; names that begin with ``>`` mean aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")

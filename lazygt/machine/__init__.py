@@ -1,7 +1,7 @@
 """Cost models: machines, their figures, and machine files.
 
-All costs come from a ``Machine``. ``machine_of`` finds one: those of ``machines/`` come with lazygt,
-``lazygt calibrate`` writes one of the machine it runs on.
+All costs come from a ``Machine``. ``machine_of`` finds one: those of ``machines/`` come with
+lazygt, ``lazygt calibrate`` writes one of the machine it runs on.
 """
 
 from lazygt.machine.find import (
